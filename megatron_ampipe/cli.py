@@ -1,0 +1,84 @@
+"""The ``ampipe`` command: picks the sub-command, and turns errors into a line of text and an exit code.
+
+Does no work itself: each sub-command is a module of :mod:`megatron_ampipe.tools` with
+``add_arguments(parser)`` and ``run(arguments) -> int``. Only the module of the sub-command that was asked
+for is imported, so ``ampipe draw --help`` needs neither torch nor Megatron. Called by the console entry
+point and by ``python -m megatron_ampipe.cli``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron_ampipe import __version__
+from megatron_ampipe.errors import AMPipeError
+
+INTERRUPTED = 130
+
+TOOLS = {
+    "data": "turn a directory of text files into a dataset that Megatron trains on",
+    "draw": "draw the timeline that a run recorded: what computed while what travelled",
+}
+
+_EPILOG = """\
+examples:
+  ampipe data --output data/stdlib          a dataset from Python's own source, to try things with
+  ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
+
+'ampipe COMMAND --help' explains one command.
+
+exit codes: 0 well, 1 something missing in the environment, 2 bad arguments or input, 3 failed while
+running, 4 a check found a difference, 130 interrupted
+"""
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all sub-commands; only ``chosen`` gets its arguments, so only its module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="ampipe",
+        description="Tools around AMPipe, the pipelining of attention and MoE layers inside a block.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-ampipe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in TOOLS.items():
+        command = commands.add_parser(
+            name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == chosen:
+            tool = importlib.import_module(f"megatron_ampipe.tools.{name}")
+            tool.add_arguments(command)
+            command.set_defaults(run=tool.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: The words after ``ampipe``; those of this process when None.
+
+    Returns:
+        The exit code. Errors have been printed to stderr, without a traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # Only flags without a value come before the sub-command, so the first known word is it.
+        parsed = build_parser(next((word for word in words if word in TOOLS), None)).parse_args(words)
+        return int(parsed.run(parsed))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0
+    except AMPipeError as error:
+        print(f"ampipe: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("ampipe: interrupted; nothing unfinished stands under a final name", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

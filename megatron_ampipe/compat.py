@@ -1,0 +1,44 @@
+"""The only place that asks which optional package or which Megatron this is."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+MEGATRON_TESTED = "0.19.2"
+MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.19"}
+FLASH_ATTN_BOTTOM_RIGHT = "2.1"
+
+
+@cache
+def installed_version(distribution: str) -> Version | None:
+    """The version of an installed distribution, None where it is absent."""
+    try:
+        return Version(version(distribution))
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def has_flash_attn() -> bool:
+    """Whether flash-attn is there and aligns causal masks to the bottom right."""
+    found = installed_version("flash-attn")
+    return found is not None and found >= Version(FLASH_ATTN_BOTTOM_RIGHT)
+
+
+@cache
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is there."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+@cache
+def has_cpu_flash() -> bool:
+    """Whether this torch has its flash attention for CPU under the name and form we call it by."""
+    import torch
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    return all(hasattr(torch.ops.aten, f"{name}{suffix}") for suffix in ("", "_backward"))

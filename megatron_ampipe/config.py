@@ -1,0 +1,303 @@
+"""What a user sets, and the one table of what AMPipe refuses.
+
+Imports neither torch nor Megatron. ``launch`` builds the configuration from flags and holds Megatron's
+arguments against the table before any process group is made; ``layers`` receive the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import SCHEDULES
+
+TRACED_ITERATIONS = 3
+"""How many iterations, counted from the end of the run, a trace holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AMPipeConfig:
+    """How every MoE block of the model is pipelined."""
+
+    degree: int = 1
+    """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else."""
+    schedule: str = "ampipe"
+    """Name of the order of the stages; one of ``schedule.SCHEDULES``."""
+    trace_dir: str | None = None
+    """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise BadInput(
+                "--ampipe-degree",
+                self.degree,
+                rule="must be a whole number of chunks, at least 1",
+                remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
+            )
+        if self.schedule not in SCHEDULES:
+            raise BadInput(
+                "--ampipe-schedule",
+                self.schedule,
+                rule=f"is not one of {', '.join(SCHEDULES)}",
+                remedy="Use --ampipe-schedule ampipe.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One combination of settings that AMPipe does not run.
+
+    Attributes:
+        setting: The Megatron flag, as users write it.
+        applies: Given Megatron's arguments, the refused value, or None when the combination is fine.
+        rule: Why, as one clause.
+        remedy: What to use instead.
+    """
+
+    setting: str
+    applies: Callable[[Any], object]
+    rule: str
+    remedy: str
+
+
+def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
+    """Hold Megatron's arguments against :data:`REFUSALS`.
+
+    Args:
+        config: AMPipe's settings; nothing is refused at degree 1.
+        arguments: Megatron's parsed arguments (an ``argparse.Namespace``).
+
+    Raises:
+        BadInput: for the first row that applies, or a degree that the sequence cannot be cut into.
+    """
+    if config.degree == 1:
+        return
+    if config.degree > arguments.seq_length:
+        raise BadInput(
+            "--ampipe-degree",
+            config.degree,
+            rule=f"is more than the sequence has rows (--seq-length {arguments.seq_length})",
+            remedy=f"Use --ampipe-degree {min(4, arguments.seq_length)}.",
+        )
+    for refusal in REFUSALS:
+        value = refusal.applies(arguments)
+        if value is not None:
+            raise BadInput(
+                refusal.setting, value, rule=f"with --ampipe-degree {config.degree}, {refusal.rule}", remedy=refusal.remedy
+            )
+
+
+def _above_one(name: str) -> Callable[[Any], object]:
+    return lambda arguments: value if (value := getattr(arguments, name, 1) or 1) > 1 else None
+
+
+def _set(name: str) -> Callable[[Any], object]:
+    """Refuses every value but None, False and 0."""
+    return lambda arguments: value if (value := getattr(arguments, name, None)) else None
+
+
+def _equal(name: str, *values: object) -> Callable[[Any], object]:
+    return lambda arguments: value if (value := getattr(arguments, name, None)) in values else None
+
+
+def _not_equal(name: str, expected: object) -> Callable[[Any], object]:
+    return lambda arguments: (
+        value if (value := getattr(arguments, name, expected)) not in (expected, None) else None
+    )
+
+
+def _routing(*kinds: str) -> Callable[[Any], object]:
+    def applies(arguments: Any) -> object:
+        chosen = getattr(arguments, "moe_router_load_balancing_type", None)
+        chosen = chosen if isinstance(chosen, list) else [chosen]
+        return next((kind for kind in chosen if kind in kinds), None)
+
+    return applies
+
+
+def _drops_by_probability(arguments: Any) -> object:
+    if getattr(arguments, "moe_expert_capacity_factor", None) is None:
+        return None
+    return _equal("moe_token_drop_policy", "probs")(arguments)
+
+
+_OFF = "Leave it out, or train with --ampipe-degree 1."
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--num-experts",
+        lambda arguments: None if getattr(arguments, "num_experts", None) else "(not set)",
+        "there is nothing to pipeline: the model has no MoE layer",
+        "Set --num-experts, or train with --ampipe-degree 1.",
+    ),
+    Refusal(
+        "--tensor-model-parallel-size",
+        _above_one("tensor_model_parallel_size"),
+        "tensor parallelism is not supported yet",
+        "Use --tensor-model-parallel-size 1; expert and data parallelism are supported.",
+    ),
+    Refusal(
+        "--expert-tensor-parallel-size",
+        _above_one("expert_tensor_parallel_size"),
+        "expert tensor parallelism is not supported yet",
+        "Use --expert-tensor-parallel-size 1.",
+    ),
+    Refusal(
+        "--context-parallel-size",
+        _above_one("context_parallel_size"),
+        "context parallelism is not supported yet",
+        "Use --context-parallel-size 1.",
+    ),
+    Refusal(
+        "--spec", _set("spec"), "a layer specification of one's own cannot be pipelined yet", "Leave --spec out."
+    ),
+    Refusal(
+        "--experimental-attention-variant",
+        _set("experimental_attention_variant"),
+        "only softmax attention over all earlier tokens is supported",
+        _OFF,
+    ),
+    Refusal(
+        "--multi-latent-attention", _set("multi_latent_attention"), "latent attention is not supported yet", _OFF
+    ),
+    Refusal("--window-size", _set("window_size"), "sliding window attention is not supported yet", _OFF),
+    Refusal(
+        "--softmax-type",
+        _not_equal("softmax_type", "vanilla"),
+        "attention sinks are not supported",
+        "Use --softmax-type vanilla.",
+    ),
+    Refusal(
+        "--attention-output-gate", _set("attention_output_gate"), "gated attention is not supported yet", _OFF
+    ),
+    Refusal(
+        "--attention-dropout",
+        _set("attention_dropout"),
+        "attention dropout is not supported yet",
+        "Use --attention-dropout 0.",
+    ),
+    Refusal(
+        "--hidden-dropout", _set("hidden_dropout"), "hidden dropout is not supported yet", "Use --hidden-dropout 0."
+    ),
+    Refusal(
+        "--reset-attention-mask",
+        _set("reset_attention_mask"),
+        "attention masks other than causal are not supported",
+        "Leave it out: documents in a sequence then see each other, as in a stock run without the flag.",
+    ),
+    Refusal(
+        "--dataloader-inter-document-masking",
+        _set("dataloader_inter_document_masking"),
+        "packed sequences are not supported",
+        _OFF,
+    ),
+    Refusal("--sft", _set("sft"), "packed sequences are not supported", _OFF),
+    Refusal(
+        "--moe-token-dispatcher-type",
+        _not_equal("moe_token_dispatcher_type", "alltoall"),
+        "only the all-to-all dispatcher is pipelined",
+        "Use --moe-token-dispatcher-type alltoall.",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type",
+        _routing("sinkhorn", "quantile_balancing"),
+        "the choice of experts depends on all tokens of the sequence at once, which a chunk does not have",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none.",
+    ),
+    Refusal(
+        "--moe-token-drop-policy",
+        _drops_by_probability,
+        "dropping by probability needs the scores of all tokens before any can be sent",
+        "Use --moe-token-drop-policy position, which is exact in chunks.",
+    ),
+    Refusal(
+        "--moe-pad-expert-input-to-capacity",
+        _set("moe_pad_expert_input_to_capacity"),
+        "padding every chunk to capacity is not supported yet",
+        "Leave it out: only the kept tokens are sent then, with the same result.",
+    ),
+    Refusal("--moe-latent-size", _set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
+    Refusal(
+        "--moe-shared-expert-overlap",
+        _set("moe_shared_expert_overlap"),
+        "Megatron's own overlap of shared experts would use the network beside the schedule",
+        "Leave it out: AMPipe schedules shared experts itself.",
+    ),
+    Refusal(
+        "--moe-router-force-load-balancing",
+        _set("moe_router_force_load_balancing"),
+        "random routing would differ from the stock run's",
+        _OFF,
+    ),
+    Refusal(
+        "--moe-router-force-biased",
+        _set("moe_router_force_biased"),
+        "random routing would differ from the stock run's",
+        _OFF,
+    ),
+    Refusal("--moe-enable-routing-replay", _set("moe_enable_routing_replay"), "replay is not supported", _OFF),
+    Refusal(
+        "--moe-router-padding-for-quantization",
+        _set("moe_router_padding_for_quantization"),
+        "padding for quantization is not supported yet",
+        _OFF,
+    ),
+    Refusal("--fp8-format", _set("fp8"), "8-bit training is not supported yet", "Use --bf16."),
+    Refusal("--fp4-format", _set("fp4"), "4-bit training is not supported yet", "Use --bf16."),
+    Refusal(
+        "--recompute-granularity",
+        _equal("recompute_granularity", "selective"),
+        "recomputing parts of a block is not supported yet",
+        "Use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or none.",
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        _set("overlap_moe_expert_parallel_comm"),
+        "both would schedule the same all-to-alls",
+        "Leave it out; AMPipe overlaps inside a micro-batch.",
+    ),
+    Refusal(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        _set("overlap_dispatch_backward_with_experts_wgrad"),
+        "both would schedule the same all-to-alls",
+        "Leave it out.",
+    ),
+    Refusal("--delay-wgrad-compute", _set("delay_wgrad_compute"), "delayed weight gradients are not supported", _OFF),
+    Refusal(
+        "--cuda-graph-impl", _not_equal("cuda_graph_impl", "none"), "CUDA graphs are not supported", "Use --cuda-graph-impl none."
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        _set("fine_grained_activation_offloading"),
+        "activation offloading is not supported yet",
+        _OFF,
+    ),
+    Refusal(
+        "--mlp-chunks-for-training",
+        _above_one("mlp_chunks_for_training"),
+        "the MLP is already cut into chunks",
+        "Leave it out.",
+    ),
+    Refusal("--mtp-num-layers", _set("mtp_num_layers"), "multi-token prediction is not supported yet", _OFF),
+    Refusal(
+        "--use-megatron-fsdp",
+        _set("use_megatron_fsdp"),
+        "fully sharded parameters are not supported",
+        "Use --use-distributed-optimizer.",
+    ),
+    Refusal(
+        "--use-torch-fsdp2",
+        _set("use_torch_fsdp2"),
+        "fully sharded parameters are not supported",
+        "Use --use-distributed-optimizer.",
+    ),
+    Refusal(
+        "--fused-residual-rmsnorm",
+        _set("fused_residual_rmsnorm"),
+        "norms that carry the residual are not supported yet",
+        _OFF,
+    ),
+)
+"""Every combination this version refuses. There is no other place that refuses one."""

@@ -1,0 +1,118 @@
+"""Puts AMPipe into a Megatron run: checks, layer specification, start-up table, trace.
+
+Everything that is not Megatron's own way of training GPT. Called by :mod:`.pretrain`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from megatron.training.models.gpt import default_layer_spec
+
+from megatron_ampipe.config import TRACED_ITERATIONS, refuse_unsupported
+from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch.startup import print_startup_table
+from megatron_ampipe.layers.attention import kernel_name
+from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import chunk_sequence
+
+ForwardStep = Callable[..., Any]
+
+
+def attach(
+    args: argparse.Namespace, model_config: Any, *, adjustments: Sequence[host.Adjustment]
+) -> AMPipeContext | None:
+    """Make ``model_config`` build pipelined layers, and print the start-up table on rank 0.
+
+    Args:
+        args: Megatron's validated arguments.
+        model_config: Megatron's ``GPTModelConfig``; left as it is at degree 1.
+        adjustments: What the host platform chose, for the table.
+
+    Returns:
+        What the layers share, None at degree 1.
+
+    Raises:
+        BadInput: a flag is wrong or a combination is not supported.
+    """
+    config = flags.config_from_args(args)
+    if config.degree == 1:
+        print_startup_table([("degree", "1: Megatron's own layers")], adjustments)
+        return None
+    refuse_unsupported(config, args)
+    adjustments = [*adjustments, *_drop_attention_mask(args)]
+    context = AMPipeContext(
+        config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 0)
+    )
+    model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
+    chunks = chunk_sequence(args.seq_length, degree=config.degree)
+    on_gpu = not host.installed()
+    kernel = kernel_name(
+        local=model_config.transformer.transformer_impl == "local",
+        on_gpu=on_gpu,
+        dtype=model_config.transformer.params_dtype,
+    )
+    rows = [
+        ("degree", str(config.degree)),
+        ("schedule", config.schedule),
+        ("chunk boundaries", " ".join(str(end) for end in [0, *(chunk.num_keys for chunk in chunks)])),
+        ("attention", kernel),
+        ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
+        ("trace", config.trace_dir or "off"),
+    ]
+    print_startup_table(rows, adjustments)
+    return context
+
+
+def traced(forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace) -> ForwardStep:
+    """Megatron's forward step, telling the recorder which training iteration it belongs to."""
+    if context is None or not context.recorder.enabled:
+        return forward_step
+
+    @functools.wraps(forward_step)
+    def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        if unwrap_model(model).training:
+            context.recorder.start_iteration(args.curr_iteration)
+        else:
+            context.recorder.pause()
+        return forward_step(data_iterator, model, *rest, **kwargs)
+
+    return step
+
+
+def write_trace(context: AMPipeContext | None) -> None:
+    """Write this rank's trace, if one was asked for and anything was recorded."""
+    if context is None or context.config.trace_dir is None:
+        return
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    labels = {"degree": str(context.config.degree), "schedule": context.config.schedule}
+    timeline = context.recorder.timeline(rank=rank, labels=labels)
+    if timeline.spans:
+        timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")
+
+
+def _layer_spec(context: AMPipeContext, model_config: Any, vp_stage: int | None = None) -> Any:
+    """A ``GPTModelConfig.transformer_layer_spec``: Megatron's own choice, its MoE layers pipelined."""
+    return pipelined(default_layer_spec(model_config, vp_stage), context)
+
+
+def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Keep the data loader from building a mask of sequence length squared that nothing reads."""
+    if not args.create_attention_mask_in_dataloader:
+        return []
+    args.create_attention_mask_in_dataloader = False
+    return [
+        host.Adjustment(
+            flag="--no-create-attention-mask-in-dataloader",
+            value=None,
+            reason="chunks know their causal mask from their position",
+        )
+    ]

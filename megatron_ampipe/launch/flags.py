@@ -1,0 +1,67 @@
+"""The ``--ampipe-*`` flags: how they are parsed, and what they resolve to. Called by :mod:`.pretrain`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import SCHEDULES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``ampipe`` argument group to Megatron's parser, and return the parser."""
+    group = parser.add_argument_group(
+        title="ampipe",
+        description="Pipelining of attention and MoE inside every block: while the tokens of one chunk of "
+        "the sequence travel between the experts, the attention and experts of other chunks compute.",
+    )
+    group.add_argument(
+        "--ampipe-degree",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own layers "
+        "(default: 1)",
+    )
+    group.add_argument(
+        "--ampipe-schedule",
+        choices=sorted(SCHEDULES),
+        default=None,
+        help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
+        "experts alone, sequential not at all (default: ampipe)",
+    )
+    group.add_argument(
+        "--ampipe-trace-dir",
+        default=None,
+        metavar="DIR",
+        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
+        "trace per rank in DIR; draw it with: ampipe draw DIR",
+    )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
+    """What the flags resolve to.
+
+    Raises:
+        BadInput: a value is wrong, or a flag could have no effect.
+    """
+    config = AMPipeConfig(
+        degree=args.ampipe_degree,
+        schedule=args.ampipe_schedule or "ampipe",
+        trace_dir=args.ampipe_trace_dir,
+    )
+    if config.degree == 1:
+        for flag, value in (
+            ("--ampipe-schedule", args.ampipe_schedule),
+            ("--ampipe-trace-dir", args.ampipe_trace_dir),
+        ):
+            if value is not None:
+                raise BadInput(
+                    flag,
+                    value,
+                    rule="has no effect at --ampipe-degree 1, which builds Megatron's own layers",
+                    remedy=f"Add --ampipe-degree 4, or leave {flag} out.",
+                )
+    return config

@@ -1,0 +1,330 @@
+"""One GPT training step, and the data it reads: the functions that ``megatron.training.pretrain`` calls back.
+
+The same steps as in Megatron's own GPT pretraining script, which the wheel does not contain. Imports
+Megatron, so on a machine without a GPU only after the host platform is in place. Handed to ``pretrain`` by
+:mod:`.pretrain`.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import get_context_parallel_group, get_hybrid_data_context_parallel_groups
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    get_model_config,
+)
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+Batch = dict[str, torch.Tensor | None]
+
+FIELDS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+"""What a batch can hold; a field that this stage or this kind of data does not need is None."""
+
+PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""The fields that a middle pipeline stage needs, to cut attention at the documents' ends."""
+
+SPIKE_FACTOR = 10
+"""A loss this many times the largest seen counts as a spike under --check-for-spiky-loss."""
+
+straggler_timer = StragglerDetector()
+
+
+def get_batch(data_iterator: Iterator[Any] | None, *, config: Any, vp_stage: int | None) -> Batch:
+    """The part of the next micro-batch that this rank works on.
+
+    Args:
+        data_iterator: The data loader's; used on tensor-parallel rank 0 only.
+        config: The model's ``TransformerConfig``.
+        vp_stage: Virtual pipeline stage, if there are any.
+    """
+    args = get_args()
+    packed = args.sft or args.dataloader_inter_document_masking
+    has_mtp = _has_mtp(config, vp_stage)
+    is_edge_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp
+    if not is_edge_stage and not packed:
+        return dict.fromkeys(FIELDS)
+
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: Batch = {}
+    if tp_rank == 0:
+        loaded = next(data_iterator)
+        batch = {
+            field: loaded[field].cuda(non_blocking=True) if loaded.get(field) is not None else None
+            for field in FIELDS
+        }
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not is_edge_stage:
+        return {field: batch[field] if field in PACKING_FIELDS else None for field in FIELDS}
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=get_context_parallel_group(),
+        hybrid_cp_group_func=get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def _has_mtp(config: Any, vp_stage: int | None) -> bool:
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+
+
+def _packing(batch: Batch) -> PackedSeqParams | None:
+    """Where the documents of a packed batch end, or None for a batch of whole sequences."""
+    if batch["cu_seqlens"] is None:
+        return None
+    args = get_args()
+    real = batch["cu_seqlens"].squeeze(0)
+    padded = batch["cu_seqlens_padded"]
+    padded = padded.squeeze(0) if padded is not None else None
+    # Only real tokens count as work done.
+    update_seqlen_stats_from_cu_seqlens(real)
+    # Megatron's kernels take the padded bounds in both places (its own open issue).
+    bounds = padded if padded is not None else real
+    longest = int(batch["max_seqlen"].item())
+    local_cp_size = batch["local_cp_size"]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        local_cp_size=int(local_cp_size.item()) if local_cp_size is not None else None,
+        cp_group=batch["hybrid_cp_group"],
+        tokens_per_sample=args.seq_length,
+    )
+
+
+def forward_step(
+    data_iterator: Iterator[Any] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """One micro-batch through ``model``.
+
+    Returns:
+        The model's output, or its schedule plan if asked for, and the loss function to apply to it.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    with straggler_timer(bdata=True):
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        batch = get_batch(data_iterator, config=get_model_config(model), vp_stage=vp_stage)
+    packing = _packing(batch)
+    timers("batch-generator").stop()
+
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    with straggler_timer:
+        if return_schedule_plan:
+            assert get_args().overlap_moe_expert_parallel_comm
+            output = model.build_schedule_plan(*inputs, **targets)
+        else:
+            output = model(*inputs, **targets, packed_seq_params=packing)
+    return output, functools.partial(loss_func, batch["loss_mask"], model=model)
+
+
+@functools.lru_cache(maxsize=1)
+def _distillation_loss(**settings: Any) -> Callable[..., Any]:
+    """The loss against a teacher's stored log-probabilities; opens their reader once per process."""
+    from megatron.training.distillation import LossFuncCallable
+
+    return LossFuncCallable(**settings)
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor, model: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum of the token losses of one micro-batch.
+
+    Args:
+        loss_mask: 1 for tokens that count, [batch, sequence].
+        output: Losses of the tokens, [batch, sequence].
+        model: The model that made ``output``; needed for distillation.
+
+    Returns:
+        The loss (a sum), the number of tokens in it, and what to report: (sum, tokens) by name.
+    """
+    args = get_args()
+    if args.logits_load_dir is not None:
+        loss, num_tokens, report = _distillation_loss(
+            logprobs_dir=args.logits_load_dir,
+            decode_threads=args.logits_load_decode_threads,
+            prefetch_factor=args.logits_load_prefetch_factor,
+            msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+            kd_loss_alpha=args.logits_load_kd_loss_alpha,
+            ignore_errors=args.logits_load_ignore_errors,
+        )(loss_mask, output, model=model)
+    else:
+        mask = loss_mask.view(-1).float()
+        loss = (output.view(-1).float() * mask).sum()
+        num_tokens = mask.sum().detach().to(torch.int)
+        report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    _check_loss(loss)
+    return loss, num_tokens, report
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    """Let Megatron's rerun machine judge this rank's loss, before it is averaged with the others'."""
+    args = get_args()
+    machine = get_rerun_state_machine()
+    checks: list[tuple[Callable[..., Any], str, bool]] = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks.append((torch.isnan, "found NaN in local forward loss calculation", True))
+        checks.append((torch.isinf, "found Inf in local forward loss calculation", True))
+    if args.check_for_spiky_loss:
+        is_spike = functools.partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
+        checks.append((is_spike, "Spiky loss", False))
+    for rejects, message, fatal in checks:
+        # Tolerance 0: a forward pass is deterministic.
+        machine.validate_result(
+            result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal
+        )
+
+
+def embedding_ranks(pp_ranks: Sequence[int]) -> list[int]:
+    """The pipeline ranks that hold a copy of the embedding: first, last if tied, and those with MTP."""
+    if len(pp_ranks) == 1:
+        return [pp_ranks[0]]
+    args = get_args()
+    ranks = {pp_ranks[0], *get_mtp_ranks(list(pp_ranks), core_transformer_config_from_args(args))}
+    if not args.untie_embeddings_and_output_weights:
+        ranks.add(pp_ranks[-1])
+    return sorted(ranks)
+
+
+def datasets_provider(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The training, validation and test datasets.
+
+    Args:
+        num_samples: How many samples each of the three is to have.
+        vp_stage: Virtual pipeline stage, if there are any.
+    """
+    args = get_args()
+    config = _dataset_config(args)
+    if args.sft:
+        kind = SFTDataset
+    elif args.mock_data:
+        kind = MockGPTDataset
+    else:
+        kind = GPTFIMDataset if args.fim_data else GPTDataset
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    is_needed_here = functools.partial(_is_dataset_needed_here, vp_stage)
+    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_needed_here, config).build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return datasets
+
+
+# Every rank calls the provider; the builder inside it decides who builds.
+datasets_provider.is_distributed = True
+
+
+def _is_dataset_needed_here(vp_stage: int | None) -> bool:
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return False
+    args = get_args()
+    # Packed samples carry the documents' ends, which every stage needs.
+    if args.sft or is_first_or_last_pipeline_stage(vp_stage):
+        return True
+    return _has_mtp(core_transformer_config_from_args(args), vp_stage)
+
+
+def _dataset_config(args: Any) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences_per_dataset = json.load(file)
+    settings = {
+        "tokenizer": build_tokenizer(args),
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "sequences_per_dataset": sequences_per_dataset,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        # Masks and positions.
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "inter_document_masking": args.dataloader_inter_document_masking,
+        # Where and how files are read.
+        "path_to_cache": args.data_cache_path,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        # The layout a packed sample is padded for.
+        "context_parallel_size": args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "hybrid_context_parallel": args.hybrid_context_parallel,
+    }
+    if not args.fim_data:
+        return GPTDatasetConfig(**settings)
+    names = ("prefix", "middle", "suffix", "pad", "eod")
+    return GPTFIMDatasetConfig(
+        **settings,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
+        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in names},
+    )

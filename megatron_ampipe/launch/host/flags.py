@@ -1,0 +1,183 @@
+"""The Megatron flags that a machine without a GPU needs, and those it cannot honour.
+
+Two tables and one function. A flag that the user did not set is chosen here and reported, so that it can
+be printed at start-up; a flag that the user set to something only a GPU can do is refused, never silently
+changed. Imports neither torch nor Megatron. Called by the training entry points.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_ampipe.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """One flag that the host platform added to the command line."""
+
+    flag: str
+    value: str | None
+    """None for a flag without a value."""
+    reason: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flag as it stands on a command line."""
+        return [self.flag] if self.value is None else [self.flag, self.value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One flag that cannot take effect without a GPU."""
+
+    flag: str
+    rule: str
+    remedy: str
+    refuses: Callable[[Sequence[str]], bool] = lambda _values: True
+    """Whether these values of the flag are refused."""
+
+
+def _unless(*allowed: str) -> Callable[[Sequence[str]], bool]:
+    return lambda values: any(value not in allowed for value in values)
+
+
+CHOSEN = (
+    Adjustment(flag="--distributed-backend", value="gloo", reason="NCCL needs GPUs"),
+    Adjustment(flag="--transformer-impl", value="local", reason="Transformer Engine needs a GPU"),
+    Adjustment(flag="--no-persist-layer-norm", value=None, reason="the persistent norm is a GPU kernel"),
+    Adjustment(
+        flag="--no-gradient-accumulation-fusion", value=None, reason="the fused accumulation is a GPU kernel"
+    ),
+    Adjustment(flag="--no-masked-softmax-fusion", value=None, reason="the fused softmax is a GPU kernel"),
+    Adjustment(flag="--no-rope-fusion", value=None, reason="the fused rotary embedding is a GPU kernel"),
+    Adjustment(
+        flag="--num-workers", value="0", reason="data workers would compete with the ranks for the CPU"
+    ),
+)
+
+_TRANSFORMER_ENGINE = "it is part of Transformer Engine, which needs a GPU"
+_KERNEL = "it is a GPU kernel"
+_NO_CUDA_GRAPHS = "CUDA graphs need a GPU"
+
+REFUSED = (
+    Refusal(
+        flag="--distributed-backend",
+        rule="this machine has no GPU, and NCCL needs one",
+        remedy="Use --distributed-backend gloo, or leave the flag out.",
+        refuses=_unless("gloo"),
+    ),
+    Refusal(
+        flag="--transformer-impl",
+        rule="this machine has no GPU, and only the local layers run without one",
+        remedy="Use --transformer-impl local, or leave the flag out.",
+        refuses=_unless("local"),
+    ),
+    Refusal(
+        flag="--context-parallel-size",
+        rule="the local core attention has no context parallelism, and Transformer Engine needs a GPU",
+        remedy="Use --context-parallel-size 1.",
+        refuses=_unless("1"),
+    ),
+    Refusal(
+        flag="--moe-token-dispatcher-type",
+        rule="its kernels need a GPU",
+        remedy="Use --moe-token-dispatcher-type alltoall.",
+        refuses=_unless("alltoall", "allgather"),
+    ),
+    Refusal(
+        flag="--cross-entropy-fusion-impl",
+        rule=_TRANSFORMER_ENGINE,
+        remedy="Use --cross-entropy-fusion-impl native.",
+        refuses=_unless("native"),
+    ),
+    Refusal(
+        flag="--cuda-graph-impl",
+        rule=_NO_CUDA_GRAPHS,
+        remedy="Use --cuda-graph-impl none.",
+        refuses=_unless("none"),
+    ),
+    Refusal(
+        flag="--dsa-kernel-backend",
+        rule=_KERNEL,
+        remedy="Use --dsa-kernel-backend none.",
+        refuses=_unless("none"),
+    ),
+    Refusal(
+        flag="--yaml-cfg",
+        rule="a YAML file replaces the command line, so the flags a CPU needs would not be read",
+        remedy="Give the settings as flags.",
+    ),
+    Refusal(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
+    Refusal(flag="--fp4-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
+    *(
+        Refusal(flag=flag, rule=rule, remedy="Leave it out.")
+        for flag, rule in (
+            ("--moe-permute-fusion", _TRANSFORMER_ENGINE),
+            ("--moe-router-fusion", _TRANSFORMER_ENGINE),
+            ("--use-transformer-engine-op-fuser", _TRANSFORMER_ENGINE),
+            ("--use-te-activation-func", _TRANSFORMER_ENGINE),
+            ("--te-rng-tracker", _TRANSFORMER_ENGINE),
+            ("--tp-comm-overlap", _TRANSFORMER_ENGINE),
+            ("--moe-grouped-gemm", _KERNEL),
+            ("--use-grouped-gemm-for-shared-expert", _KERNEL),
+            ("--use-grouped-gemm-for-dense-mlp", _KERNEL),
+            ("--fused-residual-rmsnorm", _KERNEL),
+            ("--batch-invariant-mode", "its kernels need a GPU"),
+            ("--use-kitchen-attention", "its kernels need a GPU"),
+            ("--enable-cuda-graph", _NO_CUDA_GRAPHS),
+            ("--external-cuda-graph", _NO_CUDA_GRAPHS),
+            ("--optimizer-cuda-graph", _NO_CUDA_GRAPHS),
+            ("--optimizer-cpu-offload", "there is no GPU memory to offload from"),
+            ("--use-nccl-ub", "NCCL needs GPUs"),
+            ("--use-sharp", "it belongs to NCCL, which needs GPUs"),
+            ("--use-megatron-fsdp", "its buffers live in GPU memory"),
+            ("--use-torch-fsdp2", "its device mesh is made of GPUs"),
+            ("--log-energy", "it reads the GPU's counters"),
+        )
+    ),
+)
+
+
+def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
+    """Add the flags that Megatron needs on a machine without a GPU.
+
+    Args:
+        arguments: The command line without the program name, as in ``sys.argv[1:]``.
+
+    Returns:
+        The command line to parse, and what was added to it and why.
+
+    Raises:
+        BadInput: A flag asks for something that only a GPU can do.
+    """
+    found = _values_by_flag(arguments)
+    for refusal in REFUSED:
+        values = found.get(refusal.flag)
+        if values is not None and refusal.refuses(values):
+            raise BadInput(
+                refusal.flag, " ".join(values) or "(set)", rule=refusal.rule, remedy=refusal.remedy
+            )
+    if "--profile" in found and "--use-pytorch-profiler" not in found:
+        raise BadInput(
+            "--profile",
+            "(set)",
+            rule="without --use-pytorch-profiler it drives the CUDA profiler, and there is no GPU",
+            remedy="Add --use-pytorch-profiler, or leave --profile out.",
+        )
+    chosen = [adjustment for adjustment in CHOSEN if adjustment.flag not in found]
+    added = [argument for adjustment in chosen for argument in adjustment.arguments]
+    return [*arguments, *added], chosen
+
+
+def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The values after each flag; of a repeated flag the last, as argparse takes it."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, separator, value = argument.partition("=")
+            values = [value] if separator else []
+            found[flag] = values
+        else:
+            values.append(argument)
+    return found

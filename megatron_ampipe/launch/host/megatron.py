@@ -1,0 +1,72 @@
+"""Stand-ins for names inside Megatron itself. The only module of the host platform that imports Megatron.
+
+Called last by :func:`megatron_ampipe.launch.host.install`, once ``torch`` is ready for the import.
+"""
+
+import functools
+import logging
+import warnings
+from typing import Any
+
+import torch
+
+from megatron_ampipe.launch.host.dropping import lower_index_wins
+from megatron_ampipe.launch.host.norm import build_norm
+from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
+
+
+def _run_eagerly(function: Any = None, **_options: object) -> Any:
+    return function if function is not None else _run_eagerly
+
+
+def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's converts CUDA tensors only, and gloo takes split sizes as ints, not as a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _import_megatron() -> None:
+    # The fusion decorator binds torch.compile while megatron.core is imported, and routing is compiled at
+    # its definition; on a CPU that costs a C++ compilation per shape and gains nothing here.
+    compile_, torch.compile = torch.compile, _run_eagerly
+    # "No CUDA runtime is found", from the extension loader that recompute imports.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # "Apex / Transformer Engine is not installed", once per module: neither exists without a GPU.
+            warnings.simplefilter("ignore", category=UserWarning)
+            import megatron.training.training  # noqa: F401
+    finally:
+        torch.compile = compile_
+
+
+def install() -> None:
+    """Import Megatron and replace the names below."""
+    _import_megatron()
+    import megatron.core.tensor_parallel.random as tracker
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.router as router
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.training.training as training
+    from megatron.core.jit import disable_jit_fuser
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    # For modules that are imported later.
+    disable_jit_fuser()
+
+    # CudaRNGStatesTracker.add and .fork, and recompute, reach the device's random state through these.
+    tracker._get_cuda_rng_state = get_rng_state
+    tracker._set_cuda_rng_state = set_rng_state
+
+    # MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize.
+    moe_utils.maybe_move_tensor_to_cpu = _splits_to_host
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_host
+
+    # TopKRouter.routing, with --moe-token-drop-policy position.
+    router.apply_router_token_dropping = lower_index_wins(router.apply_router_token_dropping)
+
+    # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. On the class, because many
+    # modules hold a reference to it.
+    WrappedTorchNorm.__new__ = staticmethod(lambda _cls, *args, **kwargs: build_norm(*args, **kwargs))
+
+    # pretrain() asserts CUDA through this.
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

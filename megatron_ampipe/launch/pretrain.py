@@ -1,0 +1,155 @@
+"""GPT pretraining through ``megatron.training.pretrain``: from a command line to an exit code.
+
+Every flag of Megatron's GPT pretraining means here what it means there; AMPipe adds its own group and,
+when it is switched on, its layer spec. Whatever is wrong with the input is found before any process
+group exists. What one training step does is in :mod:`.gpt`. Called by ``megatron_ampipe.pretrain_gpt``.
+"""
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
+
+PROGRAM_NAME = "pretrain_gpt"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, and return the exit code.
+
+    Args:
+        arguments: The command line without the program name; that of the process when None.
+    """
+    start_time_s = time.time()
+    try:
+        arguments, adjustments = prepare_platform(sys.argv[1:] if arguments is None else arguments)
+        prepare_training(arguments, adjustments)(start_time_s)
+    except AMPipeError as error:
+        return end_with(error)
+    except Exception:
+        traceback.print_exc()
+        print(
+            f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above. A rank that reports a "
+            "closed connection or a timeout has lost a peer: look at that peer's output.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return RunFailed.exit_code
+    return 0
+
+
+def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adjustment]]:
+    """Make Megatron importable on this machine.
+
+    Returns:
+        The command line Megatron is to parse, and what was added to it.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there.
+        BadInput: A flag needs a GPU and there is none.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
+    try:
+        if host.gpu_available():
+            import megatron.training.training  # noqa: F401
+
+            return list(arguments), []
+        adjusted, adjustments = host.adjust(arguments)
+        host.install()
+    except ImportError as error:
+        raise EnvironmentMissing(
+            f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
+        ) from error
+    return adjusted, list(adjustments)
+
+
+def prepare_training(
+    arguments: Sequence[str], adjustments: Sequence[host.Adjustment]
+) -> Callable[[float], None]:
+    """Parse, check and build every configuration; no process group exists yet.
+
+    Args:
+        arguments: The command line without the program name.
+        adjustments: What the host platform added to it, for the start-up table.
+
+    Returns:
+        A function of the start time (seconds since the epoch) that trains.
+
+    Raises:
+        BadInput: Megatron or AMPipe refuses the arguments.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_ampipe.launch import gpt
+    from megatron_ampipe.launch.attach import attach, traced, write_trace
+    from megatron_ampipe.launch.data_paths import check_data_paths
+    from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+
+    sys.argv = [PROGRAM_NAME, *arguments]
+    use_built_helpers()
+    with refuse_as_bad_input():
+        args = parse_and_validate_args(
+            extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+        )
+        check_required(args)
+        check_data_paths(args)
+        model_config = gpt_config_from_args(args)
+        context = attach(args, model_config, adjustments=adjustments)
+        run_config = pretrain_cfg_container_from_args(args, model_config)
+
+    def launch(start_time_s: float) -> None:
+        set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
+        run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+        try:
+            run(
+                run_config,
+                gpt.datasets_provider,
+                ModelType.encoder_or_decoder,
+                traced(gpt.forward_step, context, args),
+                store=store,
+                get_embedding_ranks=gpt.embedding_ranks,
+            )
+        finally:
+            # Also what was recorded before a failure is worth seeing.
+            write_trace(context)
+
+    return launch
+
+
+def check_required(args: argparse.Namespace) -> None:
+    """Refuse what Megatron's own check lets through and its training loop then fails on.
+
+    Raises:
+        BadInput: A flag is missing that training cannot do without.
+    """
+    if args.skip_train:
+        return
+    for flag, value, example in (
+        ("--train-iters", args.train_iters or args.train_samples, 1000),
+        ("--eval-interval", args.eval_interval, 1000),
+        ("--lr", args.lr, 1e-4),
+    ):
+        if value is None:
+            raise BadInput(
+                flag,
+                "(not given)",
+                rule="training needs it",
+                remedy=f"Give it, for example {flag} {example}.",
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
+    report_parser_errors(parser)
+    return flags.add_arguments(parser)

@@ -1,0 +1,89 @@
+"""How a launch ends on bad input: one message, no traceback, the same exit code on every rank.
+
+Called by :mod:`.pretrain`. Not for failures during training, whose traceback is wanted.
+"""
+
+import argparse
+import contextlib
+import difflib
+import linecache
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+from megatron_ampipe.errors import AMPipeError, BadInput
+
+PEER_GRACE_S = 20.0
+"""How long another rank leaves local rank 0 to print the message before it takes the error for its own."""
+
+
+def end_with(error: AMPipeError) -> int:
+    """Print ``error`` once per machine and return its exit code.
+
+    The launcher ends every rank as soon as one has exited, so a rank that left at once could silence the
+    one that speaks. The others therefore wait to be ended; one that is not, has failed alone, and speaks.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
+        time.sleep(PEER_GRACE_S)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+@contextlib.contextmanager
+def refuse_as_bad_input() -> Iterator[None]:
+    """Turn what Megatron raises while it checks arguments into :class:`BadInput`.
+
+    Megatron checks with assertions, some of them bare, as well as with ValueError; a missing file is an
+    OSError.
+    """
+    try:
+        yield
+    except AMPipeError:
+        raise
+    except (AssertionError, ValueError, NotImplementedError, OSError) as error:
+        place = error.__traceback__
+        while place.tb_next is not None:
+            place = place.tb_next
+        path = place.tb_frame.f_code.co_filename
+        line = linecache.getline(path, place.tb_lineno).strip()
+        raise BadInput(
+            "arguments",
+            "(refused by Megatron)",
+            rule=str(error).strip().rstrip(".") or line,
+            remedy=f"The check is at {path}:{place.tb_lineno}.",
+        ) from error
+
+
+def report_parser_errors(parser: argparse.ArgumentParser) -> None:
+    """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
+
+    def error(message: str) -> NoReturn:
+        raise _parser_error(message, parser)
+
+    parser.error = error
+    if int(os.environ.get("RANK", "0")) != 0:
+        parser.print_help = lambda file=None: None
+
+
+def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ")
+        close = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=3)
+        remedy = f"Did you mean {' or '.join(close)}?" if close else "Run with --help for the list."
+        return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
+    flag, separator, rule = message.removeprefix("argument ").partition(": ")
+    if not separator or not message.startswith("argument "):
+        return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
+    rule, _, choices = rule.partition(" (choose from ")
+    rule, _, value = rule.partition(": ")
+    return BadInput(
+        flag,
+        value or "(no value)",
+        rule=rule,
+        remedy=f"Use one of: {choices.removesuffix(')')}." if choices else "Run with --help for its type.",
+    )

@@ -1,0 +1,39 @@
+"""The table that rank 0 prints before training. Called by :mod:`.attach`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ampipe.launch.host import Adjustment
+
+
+def print_startup_table(rows: Sequence[tuple[str, str]], adjustments: Sequence[Adjustment]) -> None:
+    """Print, on rank 0 only, what this run does and what was adjusted.
+
+    Args:
+        rows: Name and value of every setting.
+        adjustments: Flags that were added to the command line, each with its reason.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    table = Table(title="AMPipe", title_justify="left", show_header=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("why", overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value, "")
+    for index, adjustment in enumerate(adjustments):
+        table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        table.add_row(
+            "note",
+            "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            "one hardware queue: keeps communication from overlapping",
+        )
+    # A log file is as wide as it needs to be; only a terminal has an edge.
+    console = Console(width=None if Console().is_terminal else 140)
+    console.print(table)

@@ -1,0 +1,109 @@
+"""Megatron's top-k router, able to route a sequence chunk by chunk with the result of routing it whole.
+
+The parameters, buffers and checkpoint keys are the stock router's. Used by :mod:`.stages`.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_capacity,
+    topk_routing_with_score_function,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+# S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
+
+
+class CapacityLedger:
+    """How much of each expert's capacity the chunks of one block have used so far.
+
+    Dropping by position keeps an expert's first ``capacity`` tokens of the sequence, so carrying the
+    count from chunk to chunk, in order, keeps exactly the tokens that the whole sequence would keep.
+
+    Args:
+        capacity: Tokens per expert, for the whole sequence.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._used: Tensor | int = 0
+
+    def keep(self, routing_map: Tensor) -> Tensor:
+        """The part of ``routing_map`` ``[tokens, E]`` that fits; call once per chunk, first to last."""
+        position = routing_map.long().cumsum(dim=0) + self._used
+        self._used = position[-1]
+        return routing_map & (position <= self._capacity)
+
+
+class ChunkRouter(TopKRouter):
+    """The stock router plus :meth:`route_chunk` and :meth:`block_losses`."""
+
+    def capacity_ledger(self, num_tokens: int) -> CapacityLedger | None:
+        """A new ledger for a block of ``num_tokens`` tokens, None for dropless routing."""
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None:
+            return None
+        return CapacityLedger(get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor))
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a training step adds any loss of the router to the model's."""
+        return self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
+
+    def route_chunk(self, hidden: Tensor, ledger: CapacityLedger | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Route the tokens of one chunk, without the losses.
+
+        Mirrors ``TopKRouter.forward`` and ``routing``, the losses and dropping replaced.
+
+        Args:
+            hidden: ``[R, B, D]``.
+            ledger: The block's capacity, None for dropless routing.
+
+        Returns:
+            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, ``logits [R, B, E]``.
+        """
+        self._maintain_float32_expert_bias()
+        logits = self.gating(self.apply_input_jitter(hidden))
+        probs, routing_map = topk_routing_with_score_function(
+            logits.view(-1, self.config.num_moe_experts),
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            fused=self.config.moe_router_fusion,
+        )
+        if ledger is not None:
+            routing_map = ledger.keep(routing_map)
+            probs = probs * routing_map
+        self._apply_expert_bias(routing_map)
+        return probs, routing_map, logits
+
+    def block_losses(self, logits: Tensor) -> Tensor:
+        """Every loss of the router, computed once for the whole block and logged as in a stock run.
+
+        The losses are not linear in the tokens, so a sum over chunks would be another function.
+
+        Args:
+            logits: ``[S, B, E]``, of all chunks.
+
+        Returns:
+            A number whose backward, whatever its incoming gradient, adds the losses' gradient to
+            ``logits`` (Megatron's ``MoEAuxLossAutoScaler``); give it a gradient of zero.
+        """
+        sequence_length, batch = logits.shape[:2]
+        flat = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))
+        carrier = flat
+        if self.is_aux_loss_enabled():
+            routing_map, scores = compute_routing_scores_for_aux_loss(
+                flat, self.topk, self.score_function, fused=self.config.moe_router_fusion
+            )
+            carrier = self._apply_aux_loss(carrier, scores, routing_map)
+            carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch)
+            carrier = self._apply_global_aux_loss(carrier, scores, routing_map)
+        return carrier.sum(dtype=torch.float32)

@@ -1,0 +1,65 @@
+"""Turns Megatron's layer specification into one whose MoE layers are pipelined.
+
+Dense layers, and everything at degree 1, stay the stock classes. Called by ``launch``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers.layer import AMPipeContext, AMPipeTransformerLayer
+from megatron_ampipe.layers.router import ChunkRouter
+
+
+def pipelined(
+    spec: TransformerBlockSubmodules | ModuleSpec, context: AMPipeContext
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The same model with its MoE layers as :class:`AMPipeTransformerLayer`; ``spec`` itself at degree 1.
+
+    Raises:
+        BadInput: an MoE layer is of a class that AMPipe does not know.
+    """
+    if context.config.degree == 1:
+        return spec
+    if isinstance(spec, ModuleSpec):
+        return _pipelined_layer(spec, context)
+    assert spec.layer_specs is not None
+    layers = [_pipelined_layer(layer, context) for layer in spec.layer_specs]
+    return dataclasses.replace(spec, layer_specs=layers)
+
+
+def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
+    build_mlp = spec.submodules.mlp
+    if getattr(build_mlp, "func", None) is not MoELayer:
+        return spec
+    _require(spec.module, TransformerLayer, "layer")
+    _require(spec.submodules.self_attention.module, SelfAttention, "attention")
+    moe = build_mlp.keywords["submodules"]
+    _require(moe.router, TopKRouter, "router")
+    submodules = dataclasses.replace(
+        spec.submodules,
+        mlp=partial(MoELayer, submodules=dataclasses.replace(moe, router=ChunkRouter)),
+    )
+    return ModuleSpec(
+        module=AMPipeTransformerLayer, params={**spec.params, "ampipe": context}, submodules=submodules
+    )
+
+
+def _require(found: type, known: type, role: str) -> None:
+    """Subclasses are refused too: what they add is not in our stages."""
+    if found is not known:
+        raise BadInput(
+            f"MoE {role}",
+            getattr(found, "__name__", found),
+            rule=f"only Megatron's {known.__name__} can be pipelined",
+            remedy="Use the default layer specification, or train with --ampipe-degree 1.",
+        )

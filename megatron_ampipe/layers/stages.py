@@ -1,0 +1,117 @@
+"""What every stage of a Megatron MoE block computes: one object per forward call.
+
+Implements ``runtime.block.BlockStages`` on the modules of a
+:class:`~megatron_ampipe.layers.layer.AMPipeTransformerLayer`. Megatron's ``TransformerLayer._forward_attention``
+and ``_forward_mlp`` and ``MoELayer.forward``, cut at the places where tokens travel.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ampipe.layers.attention import attention_scale, project_qkv
+from megatron_ampipe.runtime.attention import AttentionKernel
+from megatron_ampipe.runtime.collectives import CountsOnHost
+from megatron_ampipe.schedule import Chunk, Kind
+
+if TYPE_CHECKING:
+    from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+
+
+class MegatronStages:
+    """The stages of one pass of one micro-batch through a layer.
+
+    Args:
+        layer: Whose modules are called.
+        chunks: Where the sequence is cut.
+        kernel: Core attention of a chunk.
+        rotary_pos_emb: As Megatron passes it to the layer.
+        num_tokens: Tokens of this rank in the block, ``S * B``.
+    """
+
+    def __init__(
+        self,
+        layer: AMPipeTransformerLayer,
+        *,
+        chunks: Sequence[Chunk],
+        kernel: AttentionKernel,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        num_tokens: int,
+    ) -> None:
+        self.chunks = chunks
+        self._layer, self._kernel, self._rotary_pos_emb = layer, kernel, rotary_pos_emb
+        self._scale = attention_scale(layer.self_attention)
+        self._ledger = layer.mlp.router.capacity_ledger(num_tokens)
+        template = layer.chunk_dispatcher
+        # The state of a chunk is bound to attributes of its own copy; the constants are shared.
+        self._dispatchers = [copy.copy(template) for _ in chunks]
+        self.counts_group = template.tp_ep_group
+        self.tokens_group = template.ep_group
+
+    def parameters(self, kind: Kind) -> Sequence[Parameter]:
+        """See ``BlockStages``."""
+        return self._layer.stage_parameters[kind]
+
+    def qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        normed = self._layer.input_layernorm(hidden)
+        return project_qkv(self._layer.self_attention, normed, self._rotary_pos_emb)
+
+    def attention(
+        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        layer = self._layer
+        context = self._kernel(query, key, value, spans=chunk.queries, scale=self._scale, dropout=0.0)
+        output_with_bias = layer.self_attention.linear_proj(context)
+        residual = layer.add_residual(layer.self_attn_bda, output_with_bias, hidden)
+        return residual, layer.pre_mlp_layernorm(residual)
+
+    def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        router = self._layer.mlp.router
+        probs, routing_map, logits = router.route_chunk(normed, self._ledger)
+        tokens, token_probs = self._dispatchers[index].dispatch_preprocess(normed, routing_map, probs)
+        return tokens, token_probs, logits
+
+    def counts(self, index: int) -> Tensor:
+        """See ``BlockStages``."""
+        return self._dispatchers[index].local_counts
+
+    def set_counts(self, index: int, counts: CountsOnHost) -> None:
+        """See ``BlockStages``."""
+        self._dispatchers[index].set_counts(counts)
+
+    def splits(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
+        """See ``BlockStages``."""
+        return self._dispatchers[index].splits()
+
+    def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        return (self._layer.mlp.router.block_losses(torch.cat(logits)),)
+
+    def shared(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        return (self._layer.mlp.shared_experts(normed),)
+
+    def expert(self, index: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        dispatcher = self._dispatchers[index]
+        tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(tokens, probs)
+        output, bias = self._layer.mlp.experts(tokens, tokens_per_expert, probs)
+        assert bias is None, "Megatron's experts add their bias themselves"
+        return (dispatcher.combine_preprocess(output),)
+
+    def merge(self, index: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """See ``BlockStages``."""
+        layer = self._layer
+        output = self._dispatchers[index].combine_postprocess(combined)
+        for part in shared:
+            output = output + part
+        return (layer.add_residual(layer.mlp_bda, (output, None), residual),)

@@ -1,0 +1,466 @@
+"""One transformer block as one autograd function whose inside runs by a schedule.
+
+:class:`BlockCall` holds everything of one forward pass and its backward, so that several micro-batches
+can be in flight in one layer. What a stage computes comes from the layer (:class:`BlockStages`); in
+which order, from the schedule; where, from the executor. Called by ``layers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ampipe.runtime.collectives import CountsOnHost, all_to_all_rows
+from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.rows import put_rows, take_rows
+from megatron_ampipe.runtime.segment import GradientSums, Segment
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Chunk,
+    Direction,
+    Kind,
+    Schedule,
+    Stage,
+    dependencies,
+    issue_order,
+)
+
+# S sequence rows, B batch, D hidden size, T tokens in the order in which they travel, H heads.
+
+
+class BlockStages(Protocol):
+    """What one pass through a layer computes. The layer makes one for every forward call."""
+
+    chunks: Sequence[Chunk]
+    counts_group: dist.ProcessGroup
+    """Ranks whose token counts are exchanged."""
+    tokens_group: dist.ProcessGroup
+    """Ranks between which tokens travel."""
+
+    def parameters(self, kind: Kind) -> Sequence[Parameter]:
+        """The trainable parameters that stages of this kind use."""
+
+    def qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[S, B, D]`` to queries, keys and values, each ``[S, B, heads, head size]``."""
+
+    def attention(
+        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``."""
+
+    def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
+
+    def counts(self, index: int) -> Tensor:
+        """``[E]`` tokens of chunk ``index`` for each expert, known once it is routed."""
+
+    def set_counts(self, index: int, counts: CountsOnHost) -> None:
+        """Take the gathered counts of chunk ``index``."""
+
+    def splits(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Rows that chunk ``index`` sends to and receives from each rank."""
+
+    def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
+        """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
+
+    def shared(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` through the shared experts."""
+
+    def expert(self, index: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
+
+    def merge(self, index: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """``combined [T, D]`` back in place, plus shared and residual, to ``[rows, B, D]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """A schedule made ready for one executor: dependencies and issue order of both directions."""
+
+    schedule: Schedule
+    features: BlockFeatures
+    needs: dict[Direction, dict[Stage, tuple[Stage, ...]]]
+    order: dict[Direction, tuple[tuple[str, Stage], ...]]
+
+    @classmethod
+    def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> BlockPlan:
+        """Derive both directions from a schedule that was checked."""
+        needs = {
+            direction: dependencies(
+                features,
+                degree=schedule.degree,
+                whole_attention=schedule.whole_attention,
+                direction=direction,
+            )
+            for direction in Direction
+        }
+        order = {
+            direction: issue_order(
+                schedule.program(direction), needs[direction], host_waits=executor.host_waits
+            )
+            for direction in Direction
+        }
+        return cls(schedule, features, needs, order)
+
+
+def run_block(
+    hidden: Tensor,
+    *,
+    stages: BlockStages,
+    plan: BlockPlan,
+    executor: Executor,
+    recorder: Recorder,
+    layer: int,
+    parameters: Sequence[Parameter],
+) -> Tensor:
+    """Run a block; differentiable in ``hidden`` and ``parameters``.
+
+    Args:
+        hidden: ``[S, B, D]``, this rank's rows of the residual stream.
+        stages: What the layer computes.
+        plan: In which order.
+        executor: On what.
+        recorder: Told of every stage.
+        layer: Layer number for the recorder.
+        parameters: All parameters the stages use.
+
+    Returns:
+        ``[S, B, D]``. Under ``torch.no_grad`` nothing is kept.
+    """
+    keep_graph = torch.is_grad_enabled() and (
+        hidden.requires_grad or any(parameter.requires_grad for parameter in parameters)
+    )
+    call = BlockCall(stages, plan, executor, recorder, layer=layer, keep_graph=keep_graph)
+    if not keep_graph:
+        return call.forward(hidden)
+    trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
+    output: Tensor = _Block.apply(call, hidden, *trained)
+    return output
+
+
+class _Block(torch.autograd.Function):
+    """The autograd node: hands each parameter its gradient exactly once."""
+
+    @staticmethod
+    def forward(ctx, call: BlockCall, hidden: Tensor, *parameters: Parameter) -> Tensor:
+        ctx.call, ctx.parameters = call, parameters
+        return call.forward(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call is None:
+            raise RuntimeError("an AMPipe block was differentiated twice; its graph is gone after the first time")
+        call, parameters = ctx.call, ctx.parameters
+        ctx.call = ctx.parameters = None
+        hidden_gradient, sums = call.backward(gradient)
+        return (None, hidden_gradient, *(sums.take(parameter) for parameter in parameters))
+
+
+class BlockCall:
+    """One forward pass through a block and its backward.
+
+    Tensors that pass between stages are kept by name and chunk, in forward ``_values`` and in backward
+    ``_gradients``, and leave as soon as their last reader has run.
+    """
+
+    def __init__(
+        self,
+        stages: BlockStages,
+        plan: BlockPlan,
+        executor: Executor,
+        recorder: Recorder,
+        *,
+        layer: int,
+        keep_graph: bool,
+    ) -> None:
+        self._stages, self._plan, self._executor, self._recorder = stages, plan, executor, recorder
+        self._layer, self._keep_graph = layer, keep_graph
+        self._whole = Chunk.joined(stages.chunks)
+        self._segments: dict[Stage, Segment] = {}
+        self._values: dict[tuple[str, int | None], Tensor] = {}
+        self._gradients: dict[tuple[str, int | None], Tensor | None] = {}
+        self._held: list[Tensor] = []
+        self._sums = GradientSums()
+
+    # Forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Run the forward program on ``hidden`` ``[S, B, D]``."""
+        self._hidden = hidden.detach()
+        self._output: Tensor | None = None
+        self._execute(
+            Direction.FORWARD,
+            {
+                Kind.QKV: self._qkv,
+                Kind.ATTENTION: self._attention,
+                Kind.ROUTE: self._route,
+                Kind.LOSSES: self._losses,
+                Kind.SHARED: self._shared,
+                Kind.COUNTS: self._counts,
+                Kind.DISPATCH: self._dispatch,
+                Kind.EXPERT: self._expert,
+                Kind.COMBINE: self._combine,
+                Kind.MERGE: self._merge,
+            },
+        )
+        output = self._output
+        assert output is not None
+        del self._hidden, self._output
+        self._values.clear()
+        return output
+
+    def _qkv(self, stage: Stage) -> None:
+        self._query, self._key, self._value = self._run(stage, self._stages.qkv, self._hidden)
+
+    def _attention(self, stage: Stage) -> None:
+        chunk = self._chunk(stage)
+        residual, normed = self._run(
+            stage,
+            lambda *inputs: self._stages.attention(chunk, *inputs),
+            take_rows(self._query, chunk.queries),
+            self._key[: chunk.num_keys],
+            self._value[: chunk.num_keys],
+            take_rows(self._hidden, chunk.hidden),
+        )
+        if stage.chunk is not None:
+            self._values["residual", stage.chunk] = residual
+            self._values["normed", stage.chunk] = normed
+            return
+        for index, part in enumerate(self._stages.chunks):
+            self._values["residual", index] = take_rows(residual, part.hidden)
+            self._values["normed", index] = take_rows(normed, part.hidden)
+
+    def _route(self, stage: Stage) -> None:
+        index = self._index(stage)
+        normed = self._values["normed", index]
+        tokens, probs, logits = self._run(stage, lambda x: self._stages.route(index, x), normed)
+        self._values["tokens", index] = tokens
+        self._values["probs", index] = probs
+        if self._plan.features.losses:
+            self._values["logits", index] = logits
+        if not self._plan.features.shared:
+            del self._values["normed", index]
+
+    def _losses(self, stage: Stage) -> None:
+        logits = [self._values.pop(("logits", index)) for index in range(len(self._stages.chunks))]
+        self._run(stage, self._stages.losses, *logits)
+
+    def _shared(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (output,) = self._run(stage, self._stages.shared, self._values["normed", index])
+        self._values["shared", index] = output
+
+    def _counts(self, stage: Stage) -> None:
+        index = self._index(stage)
+        gathered = CountsOnHost(self._stages.counts(index), group=self._stages.counts_group)
+        self._stages.set_counts(index, gathered)
+        self._hold(gathered.on_device)
+
+    def _dispatch(self, stage: Stage) -> None:
+        index = self._index(stage)
+        tokens, probs = self._travel(index, [self._values.pop(("tokens", index)), self._values.pop(("probs", index))])
+        self._values["received", index] = tokens
+        self._values["received_probs", index] = probs
+
+    def _expert(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (output,) = self._run(
+            stage,
+            lambda *inputs: self._stages.expert(index, *inputs),
+            self._values.pop(("received", index)),
+            self._values.pop(("received_probs", index)),
+        )
+        self._values["expert", index] = output
+
+    def _combine(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (combined,) = self._travel(index, [self._values.pop(("expert", index))], back=True)
+        self._values["combined", index] = combined
+
+    def _merge(self, stage: Stage) -> None:
+        index = self._index(stage)
+        inputs = [self._values.pop(("combined", index)), self._values.pop(("residual", index))]
+        if self._plan.features.shared:
+            inputs.append(self._values.pop(("shared", index)))
+        (rows,) = self._run(stage, lambda *tensors: self._stages.merge(index, *tensors), *inputs)
+        if self._output is None:
+            self._output = rows.new_empty(self._hidden.shape)
+        put_rows(self._output, self._stages.chunks[index].hidden, rows)
+
+    def _run(
+        self, stage: Stage, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        segment = Segment(function, *inputs, keep_graph=self._keep_graph)
+        values, segment.values = segment.values, ()
+        if self._keep_graph:
+            self._segments[stage] = segment
+        return values
+
+    # Backward
+
+    def backward(self, gradient: Tensor) -> tuple[Tensor, GradientSums]:
+        """Run the backward program.
+
+        Args:
+            gradient: Of the output, ``[S, B, D]``.
+
+        Returns:
+            The gradient of ``hidden`` and the sums of the parameters' gradients.
+        """
+        self._output_gradient = gradient
+        self._query_gradient = torch.empty_like(self._query)
+        self._key_gradient = torch.zeros_like(self._key, dtype=_sum_dtype(self._key))
+        self._value_gradient = torch.zeros_like(self._value, dtype=_sum_dtype(self._value))
+        self._hidden_gradient: Tensor | None = None
+        self._execute(
+            Direction.BACKWARD,
+            {
+                Kind.QKV: self._qkv_backward,
+                Kind.ATTENTION: self._attention_backward,
+                Kind.ROUTE: self._route_backward,
+                Kind.LOSSES: self._losses_backward,
+                Kind.SHARED: self._shared_backward,
+                Kind.DISPATCH: self._dispatch_backward,
+                Kind.EXPERT: self._expert_backward,
+                Kind.COMBINE: self._combine_backward,
+                Kind.MERGE: self._merge_backward,
+            },
+        )
+        assert self._hidden_gradient is not None
+        return self._hidden_gradient, self._sums
+
+    def _merge_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        rows = take_rows(self._output_gradient, self._stages.chunks[index].hidden)
+        combined, residual, *shared = self._differentiate(stage, rows)
+        self._gradients["combined", index] = combined
+        self._gradients["residual", index] = residual
+        if shared:
+            self._gradients["shared", index] = shared[0]
+
+    def _combine_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (self._gradients["expert", index],) = self._travel(index, [self._take_gradient("combined", index)])
+
+    def _expert_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        received, probs = self._differentiate(stage, self._take_gradient("expert", index))
+        self._gradients["received", index] = received
+        self._gradients["received_probs", index] = probs
+
+    def _dispatch_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        gradients = [self._take_gradient("received", index), self._take_gradient("received_probs", index)]
+        tokens, probs = self._travel(index, gradients, back=True)
+        self._gradients["tokens", index] = tokens
+        self._gradients["probs", index] = probs
+
+    def _losses_backward(self, stage: Stage) -> None:
+        # The losses hang on the number that carries them: a zero gradient lets only theirs through.
+        gradients = self._differentiate(stage, torch.zeros((), device=self._output_gradient.device))
+        for index, gradient in enumerate(gradients):
+            self._gradients["logits", index] = gradient
+
+    def _shared_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (gradient,) = self._differentiate(stage, self._take_gradient("shared", index))
+        self._add_gradient("normed", index, gradient)
+
+    def _route_backward(self, stage: Stage) -> None:
+        index = self._index(stage)
+        (normed,) = self._differentiate(
+            stage,
+            self._take_gradient("tokens", index),
+            self._take_gradient("probs", index),
+            self._take_gradient("logits", index) if self._plan.features.losses else None,
+        )
+        self._add_gradient("normed", index, normed)
+
+    def _attention_backward(self, stage: Stage) -> None:
+        chunk = self._chunk(stage)
+        if stage.chunk is not None:
+            residual = self._take_gradient("residual", stage.chunk)
+            normed = self._take_gradient("normed", stage.chunk)
+        else:
+            residual, normed = self._join("residual"), self._join("normed")
+        query, key, value, hidden = self._differentiate(stage, residual, normed)
+        put_rows(self._query_gradient, chunk.queries, query)
+        self._key_gradient[: chunk.num_keys] += key
+        self._value_gradient[: chunk.num_keys] += value
+        if self._hidden_gradient is None:
+            self._hidden_gradient = torch.empty_like(self._output_gradient, dtype=hidden.dtype)
+        put_rows(self._hidden_gradient, chunk.hidden, hidden)
+
+    def _qkv_backward(self, stage: Stage) -> None:
+        gradients = (
+            self._query_gradient,
+            self._key_gradient.to(self._key.dtype),
+            self._value_gradient.to(self._value.dtype),
+        )
+        (hidden,) = self._differentiate(stage, *gradients)
+        self._hidden_gradient += hidden
+
+    def _differentiate(self, stage: Stage, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+        parameters = self._stages.parameters(stage.kind)
+        segment = self._segments.pop(stage)
+        if self._executor.holds_buffers:
+            self._held.extend(segment.inputs)
+        return segment.backward(gradients, parameters=parameters, sums=self._sums)
+
+    def _take_gradient(self, name: str, index: int) -> Tensor | None:
+        return self._gradients.pop((name, index))
+
+    def _add_gradient(self, name: str, index: int, gradient: Tensor) -> None:
+        earlier = self._gradients.get((name, index))
+        self._gradients[name, index] = gradient if earlier is None else earlier + gradient
+
+    def _join(self, name: str) -> Tensor:
+        """The gradients of all chunks as one tensor, rows where they belong."""
+        parts = [self._gradients.pop((name, index)) for index in range(len(self._stages.chunks))]
+        joined = torch.empty_like(self._output_gradient, dtype=parts[0].dtype)
+        for chunk, part in zip(self._stages.chunks, parts, strict=True):
+            put_rows(joined, chunk.hidden, part)
+        return joined
+
+    # Both directions
+
+    def _execute(self, direction: Direction, handlers: dict[Kind, Callable[[Stage], None]]) -> None:
+        self._recorder.enter(self._layer, direction)
+        self._executor.execute(
+            self._plan.order[direction],
+            self._plan.needs[direction],
+            lambda stage: handlers[stage.kind](stage),
+            self._recorder,
+        )
+        self._held.clear()
+
+    def _travel(self, index: int, tensors: Sequence[Tensor], *, back: bool = False) -> tuple[Tensor, ...]:
+        """Bring tensors of a chunk to the experts' ranks, or back from there."""
+        send, receive = self._stages.splits(index)
+        if back:
+            send, receive = receive, send
+        received = all_to_all_rows(tensors, send=send, receive=receive, group=self._stages.tokens_group)
+        self._hold(*tensors, *received)
+        return received
+
+    def _hold(self, *tensors: Tensor) -> None:
+        if self._executor.holds_buffers:
+            self._held.extend(tensors)
+
+    def _chunk(self, stage: Stage) -> Chunk:
+        return self._whole if stage.chunk is None else self._stages.chunks[stage.chunk]
+
+    def _index(self, stage: Stage) -> int:
+        assert stage.chunk is not None
+        return stage.chunk
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.element_size() < 4 else tensor.dtype

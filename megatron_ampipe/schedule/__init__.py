@@ -1,0 +1,29 @@
+"""What runs when inside one transformer block, as data: stages, lanes, orders, and their checks. No torch here."""
+
+from megatron_ampipe.schedule.build import SCHEDULES, build
+from megatron_ampipe.schedule.check import check
+from megatron_ampipe.schedule.chunks import Chunk, Span, chunk_sequence
+from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
+from megatron_ampipe.schedule.issue import issue_order
+from megatron_ampipe.schedule.text import from_text, to_text
+from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
+
+__all__ = [
+    "SCHEDULES",
+    "BlockFeatures",
+    "Chunk",
+    "Direction",
+    "Kind",
+    "LaneOrder",
+    "Program",
+    "Schedule",
+    "Span",
+    "Stage",
+    "build",
+    "check",
+    "chunk_sequence",
+    "dependencies",
+    "from_text",
+    "issue_order",
+    "to_text",
+]

@@ -1,0 +1,71 @@
+"""Refuses a schedule that cannot be run, before anything runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
+from megatron_ampipe.schedule.types import COMPUTE, Direction, Program, Schedule, Stage
+
+_REMEDY = "Use one of the named schedules, or mend the text form of this one."
+
+
+def check(schedule: Schedule, features: BlockFeatures) -> None:
+    """Verify that a schedule runs every stage of the block once and never waits for itself.
+
+    Raises:
+        BadInput: naming the direction and the first stage that is wrong.
+    """
+    for direction in Direction:
+        program = schedule.program(direction)
+        needs = dependencies(
+            features,
+            degree=schedule.degree,
+            whole_attention=schedule.whole_attention,
+            direction=direction,
+        )
+        _check_stages(schedule, direction, program, needs)
+        _check_lanes(schedule, direction, program)
+        _check_feasible(schedule, direction, program, needs)
+
+
+def _check_stages(
+    schedule: Schedule, direction: Direction, program: Program, needs: dict[Stage, tuple[Stage, ...]]
+) -> None:
+    times = Counter(program.stages)
+    for stage in needs:
+        if times[stage] != 1:
+            raise _refuse(schedule, direction, f"runs {stage} {times[stage]} times instead of once")
+    for stage in times:
+        if stage not in needs:
+            raise _refuse(schedule, direction, f"has a stage {stage} that this block does not have")
+
+
+def _check_lanes(schedule: Schedule, direction: Direction, program: Program) -> None:
+    for order in program.lanes:
+        for stage in order.stages:
+            if order.lane != COMPUTE and not stage.is_communication:
+                raise _refuse(schedule, direction, f"computes {stage} in the communication lane {order.lane}")
+
+
+def _check_feasible(
+    schedule: Schedule, direction: Direction, program: Program, needs: dict[Stage, tuple[Stage, ...]]
+) -> None:
+    waiting = {order.lane: list(order.stages) for order in program.lanes}
+    done: set[Stage] = set()
+    while any(waiting.values()):
+        ready = [lane for lane, stages in waiting.items() if stages and done.issuperset(needs[stages[0]])]
+        if not ready:
+            stuck = "; ".join(
+                f"{lane} waits at {stages[0]} for {next(s for s in needs[stages[0]] if s not in done)}"
+                for lane, stages in waiting.items()
+                if stages
+            )
+            raise _refuse(schedule, direction, f"can never finish: {stuck}")
+        for lane in ready:
+            done.add(waiting[lane].pop(0))
+
+
+def _refuse(schedule: Schedule, direction: Direction, rule: str) -> BadInput:
+    return BadInput("schedule", f"{schedule.name} ({direction})", rule=rule, remedy=_REMEDY)

@@ -1,0 +1,72 @@
+"""Which stage needs which: the data flow of a block, forward and backward.
+
+The one place that states it; the checker, the issue order and the executors all read it from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ampipe.schedule.types import Direction, Kind, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFeatures:
+    """What a block contains besides attention and routed experts.
+
+    Attributes:
+        losses: The router has auxiliary or z losses.
+        shared: There are shared experts.
+        ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
+            one chunk uses is gone for the next.
+    """
+
+    losses: bool = False
+    shared: bool = False
+    ordered_routing: bool = False
+
+
+def dependencies(
+    features: BlockFeatures, *, degree: int, whole_attention: bool, direction: Direction
+) -> dict[Stage, tuple[Stage, ...]]:
+    """Every stage of one direction with the stages that must have run before it.
+
+    The backward graph is the forward graph with its edges reversed and without ``counts``.
+    """
+    forward = _forward(features, degree=degree, whole_attention=whole_attention)
+    if direction is Direction.FORWARD:
+        return {stage: tuple(needed) for stage, needed in forward.items()}
+    backward: dict[Stage, list[Stage]] = {stage: [] for stage in forward if stage.kind is not Kind.COUNTS}
+    for stage, needed in forward.items():
+        for earlier in needed:
+            # An order among equals (route after route) carries no data, so it has no reverse.
+            if stage in backward and earlier in backward and earlier.kind is not stage.kind:
+                backward[earlier].append(stage)
+    return {stage: tuple(needed) for stage, needed in backward.items()}
+
+
+def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> dict[Stage, list[Stage]]:
+    qkv = Stage(Kind.QKV)
+    graph: dict[Stage, list[Stage]] = {qkv: []}
+    routes = [Stage(Kind.ROUTE, chunk) for chunk in range(degree)]
+    for chunk, route in enumerate(routes):
+        attention = Stage(Kind.ATTENTION, None if whole_attention else chunk)
+        counts, dispatch = Stage(Kind.COUNTS, chunk), Stage(Kind.DISPATCH, chunk)
+        expert, combine = Stage(Kind.EXPERT, chunk), Stage(Kind.COMBINE, chunk)
+        merge = Stage(Kind.MERGE, chunk)
+        graph[attention] = [qkv]
+        graph[route] = [attention]
+        if features.ordered_routing and chunk:
+            graph[route].append(routes[chunk - 1])
+        graph[counts] = [route]
+        graph[dispatch] = [route, counts]
+        graph[expert] = [dispatch]
+        graph[combine] = [expert]
+        graph[merge] = [combine, attention]
+        if features.shared:
+            shared = Stage(Kind.SHARED, chunk)
+            graph[shared] = [attention]
+            graph[merge].append(shared)
+    if features.losses:
+        graph[Stage(Kind.LOSSES)] = list(routes)
+    return graph

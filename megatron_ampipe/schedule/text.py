@@ -1,0 +1,78 @@
+"""The text form of a schedule: what people read in a log, keep in a file, and write by hand.
+
+::
+
+    schedule ampipe degree 2
+    forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
+    forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
+    backward compute: ...
+    backward comm: ...
+"""
+
+from __future__ import annotations
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule.types import WHOLE_BLOCK, Direction, Kind, LaneOrder, Program, Schedule, Stage
+
+
+def to_text(schedule: Schedule) -> str:
+    """The text form, ending in a newline."""
+    lines = [f"schedule {schedule.name} degree {schedule.degree}"]
+    for direction in Direction:
+        for order in schedule.program(direction).lanes:
+            lines.append(f"{direction} {order.lane}: {' '.join(map(str, order.stages))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Schedule:
+    """Read the text form. The result is well-formed, not yet checked against a block.
+
+    Raises:
+        BadInput: naming the line that is wrong.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    header = lines[0][1].split() if lines else []
+    if len(header) != 4 or header[0::2] != ["schedule", "degree"] or not _is_positive(header[3]):
+        raise BadInput(
+            "schedule line 1",
+            lines[0][1] if lines else "(empty)",
+            rule="is not 'schedule NAME degree N' with N at least 1",
+            remedy="Write for example 'schedule mine degree 4'.",
+        )
+    degree = int(header[3])
+    programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
+    for number, line in lines[1:]:
+        head, colon, tail = line.partition(":")
+        words = head.split()
+        if not colon or len(words) != 2 or words[0] not in set(Direction):
+            raise BadInput(
+                f"schedule line {number}",
+                line,
+                rule="is not 'forward LANE: stages' or 'backward LANE: stages'",
+                remedy="Write for example 'forward compute: qkv attention.0'.",
+            )
+        stages = tuple(_stage(word, number=number, degree=degree) for word in tail.split())
+        programs[Direction(words[0])].append(LaneOrder(words[1], stages))
+    return Schedule(
+        header[1],
+        degree,
+        Program(tuple(programs[Direction.FORWARD])),
+        Program(tuple(programs[Direction.BACKWARD])),
+    )
+
+
+def _stage(word: str, *, number: int, degree: int) -> Stage:
+    name, dot, index = word.partition(".")
+    whole = name in WHOLE_BLOCK or (name == Kind.ATTENTION and not dot)
+    if name in set(Kind) and (not dot if whole else index.isdecimal() and int(index) < degree):
+        return Stage(Kind(name), None if whole else int(index))
+    raise BadInput(
+        f"schedule line {number}",
+        word,
+        rule=f"is not a stage of a block of degree {degree}",
+        remedy=f"Stages are {', '.join(Kind)}, followed by .0 to .{degree - 1} except {', '.join(sorted(WHOLE_BLOCK))}.",
+    )
+
+
+def _is_positive(word: str) -> bool:
+    return word.isdecimal() and int(word) > 0

@@ -1,0 +1,118 @@
+"""The records a schedule is made of.
+
+Pure values: nothing here knows how a stage is computed (``layers``) or executed (``runtime``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+COMPUTE = "compute"
+COMM = "comm"
+
+
+class Direction(StrEnum):
+    """Which of the two passes through a block a program describes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Kind(StrEnum):
+    """What a stage does. The value is the stage's name in schedules, traces and messages."""
+
+    QKV = "qkv"
+    """Input norm, query/key/value projection, rotary embedding; of the whole sequence."""
+    ATTENTION = "attention"
+    """Core attention, output projection, residual, pre-MoE norm."""
+    ROUTE = "route"
+    """Router and permutation of the tokens by expert."""
+    LOSSES = "losses"
+    """Auxiliary and z losses of the router, once for the whole block."""
+    SHARED = "shared"
+    """Shared experts."""
+    COUNTS = "counts"
+    """Exchange of the number of tokens each rank sends to each expert. Forward only."""
+    DISPATCH = "dispatch"
+    """All-to-all that brings the tokens to their experts."""
+    EXPERT = "expert"
+    """The local experts."""
+    COMBINE = "combine"
+    """All-to-all that brings the expert outputs back."""
+    MERGE = "merge"
+    """Unpermutation, shared expert output, residual."""
+
+
+COMMUNICATION = frozenset({Kind.COUNTS, Kind.DISPATCH, Kind.COMBINE})
+WHOLE_BLOCK = frozenset({Kind.QKV, Kind.LOSSES})
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One schedulable piece of work.
+
+    Attributes:
+        kind: What is done.
+        chunk: Of which chunk, from 0; None when it is done once for the whole sequence.
+    """
+
+    kind: Kind
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return self.kind.value if self.chunk is None else f"{self.kind.value}.{self.chunk}"
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether the stage is a collective rather than computation."""
+        return self.kind in COMMUNICATION
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOrder:
+    """The stages of one lane, in the order in which the lane runs them."""
+
+    lane: str
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One pass through the block: what each lane runs, in order.
+
+    A communication stage that stands in the ``compute`` lane is waited for on the spot.
+    """
+
+    lanes: tuple[LaneOrder, ...]
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, lane by lane."""
+        return tuple(stage for order in self.lanes for stage in order.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The whole order of one block.
+
+    Attributes:
+        name: ``sequential``, ``moe-only``, ``ampipe``, or what a planner calls its own.
+        degree: Number of chunks.
+        forward: Order of the forward pass.
+        backward: Order of the backward pass.
+    """
+
+    name: str
+    degree: int
+    forward: Program
+    backward: Program
+
+    def program(self, direction: Direction) -> Program:
+        """The program of one direction."""
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+    @property
+    def whole_attention(self) -> bool:
+        """Whether attention runs once for the whole sequence instead of chunk by chunk."""
+        return Stage(Kind.ATTENTION) in self.forward.stages

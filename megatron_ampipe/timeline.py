@@ -1,0 +1,186 @@
+"""When every stage ran: the one type that a recorded run and a simulated one share.
+
+Pure data and arithmetic, no torch. Written by :mod:`megatron_ampipe.runtime.recorder`, read by
+``ampipe draw``. The file form is the Chrome trace event format, which Perfetto opens as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.errors import BadInput
+
+COMPUTE_LANE = "compute"
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpan:
+    """One execution of one stage.
+
+    Attributes:
+        lane: What the stage occupied: ``compute`` or a communication lane (``comm``).
+        stage: The stage's name, as in the schedule: ``attention.2``.
+        direction: ``forward`` or ``backward``.
+        layer: Megatron's layer number, from 1.
+        iteration: Training iteration, as Megatron counts.
+        begin_us: Start, in microseconds on this rank's clock.
+        end_us: End, in microseconds on the same clock.
+    """
+
+    lane: str
+    stage: str
+    direction: str
+    layer: int
+    iteration: int
+    begin_us: float
+    end_us: float
+
+    @property
+    def chunk(self) -> int | None:
+        """The chunk number, or None for a stage of the whole block."""
+        _, _, number = self.stage.partition(".")
+        return int(number) if number.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All recorded spans of one rank.
+
+    Attributes:
+        rank: Global rank.
+        spans: In the order in which they began.
+        labels: What the run was (degree, schedule, ...), shown by the drawing.
+    """
+
+    rank: int
+    spans: tuple[StageSpan, ...]
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def communication_us(self) -> float:
+        """Time during which some communication lane was busy."""
+        return _length(_union(self._intervals(communication=True)))
+
+    @property
+    def hidden_us(self) -> float:
+        """The part of ``communication_us`` during which the compute lane was busy as well."""
+        return _overlap(
+            _union(self._intervals(communication=True)), _union(self._intervals(communication=False))
+        )
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the communication time that computation covered, 0 to 1 (0 without communication)."""
+        total = self.communication_us
+        return self.hidden_us / total if total else 0.0
+
+    def _intervals(self, *, communication: bool) -> Iterable[tuple[float, float]]:
+        return (
+            (span.begin_us, span.end_us)
+            for span in self.spans
+            if (span.lane != COMPUTE_LANE) is communication
+        )
+
+    def write_chrome(self, path: Path) -> None:
+        """Write the Chrome trace; the file appears under its name only when it is whole."""
+        events: list[dict[str, object]] = [
+            {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
+        ]
+        events += [
+            {
+                "name": span.stage,
+                "cat": span.direction,
+                "ph": "X",
+                "ts": span.begin_us,
+                "dur": span.end_us - span.begin_us,
+                "pid": self.rank,
+                "tid": span.lane,
+                "args": {"layer": span.layer, "iteration": span.iteration},
+            }
+            for span in self.spans
+        ]
+        document = {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"rank": str(self.rank), **self.labels},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(document))
+        os.replace(partial, path)
+
+    @classmethod
+    def read_chrome(cls, path: Path) -> Timeline:
+        """Read what :meth:`write_chrome` wrote.
+
+        Raises:
+            BadInput: the file is absent, is not such a trace, or holds no stage.
+        """
+        remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
+        try:
+            document = json.loads(path.read_text())
+            labels = {str(key): str(value) for key, value in dict(document["otherData"]).items()}
+            rank = int(labels.pop("rank"))
+            spans = tuple(_read_span(event) for event in document["traceEvents"] if event["ph"] == "X")
+        except OSError as error:
+            raise BadInput("trace", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise BadInput("trace", path, rule="is not a trace of ours", remedy=remedy) from error
+        if not spans:
+            raise BadInput("trace", path, rule="holds no stage", remedy=remedy)
+        return cls(rank=rank, spans=spans, labels=labels)
+
+
+def _read_span(event: dict[str, Any]) -> StageSpan:
+    """Check one complete event of a trace file and turn it into a span; ValueError when it is not ours."""
+    lane, stage, direction = event["tid"], event["name"], event["cat"]
+    begin_us, duration_us = float(event["ts"]), float(event["dur"])
+    if not isinstance(lane, str) or not isinstance(stage, str) or direction not in DIRECTIONS:
+        raise ValueError(f"{stage!r} on {lane!r}, {direction!r}")
+    if not math.isfinite(begin_us) or not math.isfinite(duration_us) or duration_us < 0:
+        raise ValueError(f"{stage} lasts from {begin_us} for {duration_us} us")
+    return StageSpan(
+        lane=lane,
+        stage=stage,
+        direction=direction,
+        layer=int(event["args"]["layer"]),
+        iteration=int(event["args"]["iteration"]),
+        begin_us=begin_us,
+        end_us=begin_us + duration_us,
+    )
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merge overlapping intervals, in order."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _overlap(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
+    """Length that two lists of disjoint, ordered intervals have in common, in one walk over both."""
+    total, first, second = 0.0, 0, 0
+    while first < len(left) and second < len(right):
+        begin = max(left[first][0], right[second][0])
+        end = min(left[first][1], right[second][1])
+        total += max(0.0, end - begin)
+        if left[first][1] <= right[second][1]:
+            first += 1
+        else:
+            second += 1
+    return total
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in intervals)

@@ -1,0 +1,227 @@
+"""``ampipe draw``: pictures of the timelines that a run recorded.
+
+Chooses what is shown and says what it amounts to; the drawing itself is
+:mod:`megatron_ampipe.tools.timeline_picture`. Called by :mod:`megatron_ampipe.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
+from megatron_ampipe.tools import timeline_picture
+
+_EPILOG = """\
+examples:
+  ampipe draw traces/ --output timeline
+      timeline.svg and timeline.png: of every rank, the first MoE layer in the last recorded iteration
+  ampipe draw traces/rank0.trace.json --output whole --layer all
+      one rank, every layer that it ran
+
+A run writes its traces with --ampipe-trace-dir traces/. Perfetto (ui.perfetto.dev) opens them as well.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ampipe draw``."""
+    parser.description = "Draw what each rank computed and what travelled meanwhile, as SVG and PNG."
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "traces",
+        metavar="TRACE",
+        type=Path,
+        nargs="+",
+        help="a rank's trace, or a directory of them (rank*.trace.json)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="NAME",
+        type=Path,
+        required=True,
+        help="write NAME.svg and NAME.png",
+    )
+    parser.add_argument(
+        "--iteration",
+        metavar="N",
+        type=int,
+        help="training iteration to draw (default: the last that all ranks recorded)",
+    )
+    parser.add_argument(
+        "--layer",
+        metavar="N",
+        type=_layer,
+        help="layer to draw, from 1, or 'all' (default: each rank's first MoE layer)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw, and print the share of communication that was hidden.
+
+    Raises:
+        BadInput: no trace, not ours, or without the iteration or layer that was asked for.
+        EnvironmentMissing: matplotlib is absent.
+        RunFailed: the pictures cannot be written.
+    """
+    targets = _targets(arguments.output)
+    timelines = read_timelines(arguments.traces)
+    iteration = _iteration(timelines, wanted=arguments.iteration)
+    if arguments.layer == "all":
+        shown, num_passes = [_of_iteration(timeline, iteration) for timeline in timelines], 1
+    else:
+        shown, num_passes = _one_layer(timelines, iteration=iteration, wanted=arguments.layer)
+    title = _title(shown, iteration=iteration, num_passes=num_passes)
+    try:
+        timeline_picture.draw(shown, targets=targets, title=title, split=arguments.layer != "all")
+    except OSError as error:
+        raise RunFailed(
+            f"{error.filename or arguments.output} cannot be written ({error.strerror}). "
+            "Choose another --output."
+        ) from error
+    for timeline in shown:
+        print(
+            f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
+            f"communication hidden behind computation ({timeline_picture.layers_of(timeline)})"
+        )
+    print(f"wrote {' and '.join(str(target) for target in targets)}")
+    return 0
+
+
+def read_timelines(traces: Sequence[Path]) -> list[Timeline]:
+    """Read files and directories of files, in the order of their ranks.
+
+    Raises:
+        BadInput: a directory without a trace, a file that is no trace, or two traces of one rank.
+    """
+    paths: list[Path] = []
+    for trace in traces:
+        found = sorted(trace.glob("rank*.trace.json")) if trace.is_dir() else [trace]
+        if not found:
+            raise BadInput(
+                "TRACE",
+                trace,
+                rule="holds no rank*.trace.json",
+                remedy="Give the directory that a run got as --ampipe-trace-dir.",
+            )
+        paths += found
+    timelines: dict[int, Timeline] = {}
+    for path in dict.fromkeys(paths):
+        timeline = Timeline.read_chrome(path)
+        if timeline.rank in timelines:
+            raise BadInput(
+                "TRACE",
+                path,
+                rule=f"is a second trace of rank {timeline.rank}",
+                remedy="Give the traces of one run at a time.",
+            )
+        timelines[timeline.rank] = timeline
+    return [timelines[rank] for rank in sorted(timelines)]
+
+
+def split_passes(spans: Iterable[StageSpan]) -> list[list[StageSpan]]:
+    """Part the spans of one layer and direction into its passes, one for each micro-batch.
+
+    A pass ends where a stage comes again. Spans are taken in the order in which they began.
+    """
+    passes: list[list[StageSpan]] = []
+    seen: set[tuple[str, str]] = set()
+    for span in sorted(spans, key=lambda span: span.begin_us):
+        if not passes or (span.lane, span.stage) in seen:
+            passes.append([])
+            seen = set()
+        seen.add((span.lane, span.stage))
+        passes[-1].append(span)
+    return passes
+
+
+def _layer(text: str) -> int | str:
+    if text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a layer number nor 'all'; write --layer 1"
+        ) from None
+
+
+def _targets(output: Path) -> tuple[Path, Path]:
+    if output.suffix in (".svg", ".png"):
+        raise BadInput(
+            "--output",
+            output,
+            rule="has a suffix, and both an SVG and a PNG are written",
+            remedy=f"Leave it away: {output.with_suffix('')}.",
+        )
+    if output.is_dir() or not output.name:
+        raise BadInput(
+            "--output", output, rule="is a directory", remedy=f"Name the files too: {output / 'timeline'}."
+        )
+    return output.with_name(output.name + ".svg"), output.with_name(output.name + ".png")
+
+
+def _iteration(timelines: Sequence[Timeline], *, wanted: int | None) -> int:
+    recorded = [{span.iteration for span in timeline.spans} for timeline in timelines]
+    common = set.intersection(*recorded)
+    if wanted is None and common:
+        return max(common)
+    if wanted in common:
+        return wanted
+    anywhere = ", ".join(map(str, sorted(set.union(*recorded))))
+    raise BadInput(
+        "--iteration",
+        "(default)" if wanted is None else wanted,
+        rule=f"not every trace holds one same iteration that was asked for; they hold {anywhere}",
+        remedy="Choose an iteration that all traces hold, or draw fewer traces.",
+    )
+
+
+def _of_iteration(timeline: Timeline, iteration: int) -> Timeline:
+    return replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
+
+
+def _one_layer(
+    timelines: Sequence[Timeline], *, iteration: int, wanted: int | None
+) -> tuple[list[Timeline], int]:
+    """Of each rank that ran the layer, its first forward and first backward pass; and how many it ran."""
+    shown: list[Timeline] = []
+    num_passes = 1
+    for whole in timelines:
+        timeline = _of_iteration(whole, iteration)
+        layer = _first_moe_layer(timeline) if wanted is None else wanted
+        by_direction: defaultdict[str, list[StageSpan]] = defaultdict(list)
+        for span in timeline.spans:
+            if span.layer == layer:
+                by_direction[span.direction].append(span)
+        passes = [split_passes(part) for part in by_direction.values()]
+        spans = [span for part in passes for span in part[0]]
+        if spans:
+            num_passes = max(num_passes, *map(len, passes))
+            shown.append(replace(timeline, spans=tuple(sorted(spans, key=lambda span: span.begin_us))))
+    if not shown:
+        layers = sorted({span.layer for timeline in timelines for span in timeline.spans})
+        raise BadInput(
+            "--layer",
+            wanted,
+            rule=f"no trace holds it; they hold {', '.join(map(str, layers))}",
+            remedy=f"Choose one of them: --layer {layers[0]}.",
+        )
+    return shown, num_passes
+
+
+def _first_moe_layer(timeline: Timeline) -> int:
+    """The first layer that communicates; the first of all where none does."""
+    communicating = [span.layer for span in timeline.spans if span.lane != COMPUTE_LANE]
+    return min(communicating or [span.layer for span in timeline.spans])
+
+
+def _title(shown: Sequence[Timeline], *, iteration: int, num_passes: int) -> str:
+    """The labels that all ranks share, then the iteration."""
+    counts = Counter(label for timeline in shown for label in timeline.labels.items())
+    labels = [f"{key} {value}" for (key, value), count in counts.items() if count == len(shown)]
+    several = [f"first of {num_passes} passes"] if num_passes > 1 else []
+    return "  \u00b7  ".join([*labels, f"iteration {iteration}", *several])

@@ -1,0 +1,363 @@
+"""Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
+
+Chooses nothing: what it is given, it draws. Called by :mod:`megatron_ampipe.tools.draw`.
+
+The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
+does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own
+first stage of the panel: the clocks of different ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, StageSpan, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which is told apart by all common kinds of colour vision, without its black and
+# its pale yellow; the order keeps neighbouring chunks far apart.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
+WHOLE_BLOCK = "#A6A9AD"
+
+_INK, _FAINT_INK, _PAPER, _STRIPE = "#22262B", "#6B7280", "#FFFFFF", "#F3F4F6"
+# Within a chunk's colour, what the stage does: the share of white mixed in.
+_TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
+_OTHER_TINT = 0.6
+
+_WIDTH_IN, _ROW_IN, _RANK_GAP_IN = 13.0, 0.36, 0.2
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.45, 1.3, 1.12, 0.16
+_LABEL_PT, _CHARACTER_SHARE = 7.5, 0.6
+_PNG_DPI = 180
+_MAX_PNG_PIXELS = 30_000
+_BAR_SHARE, _SEAM_IN = 0.84, 0.012
+_BACKWARD_SHARE, _BACKWARD_ALPHA = 0.15, 0.75
+_LEGEND_COLUMNS, _LEGEND_ROW_IN = 10, 0.2
+# A whole iteration is drawn wider, so that its median span has this width, up to a limit.
+_MEDIAN_SPAN_IN, _MAX_WIDTH_IN = 0.06, 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One lane of one rank; ``y_in`` is its middle in inches above the lowest row's foot."""
+
+    rank: int
+    lane: str
+    y_in: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """What one axes shows: spans by rank, in milliseconds after each rank's first."""
+
+    heading: str
+    spans: dict[int, list[StageSpan]]
+    length_ms: float
+
+
+def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, split: bool) -> None:
+    """Draw one picture and write it under every target; the suffix gives the format.
+
+    Args:
+        timelines: One for each rank, of what is to be shown; none may be empty.
+        targets: Files to write. Each appears under its name only when it is whole.
+        title: First line of the picture.
+        split: Whether forward and backward get a panel each.
+
+    Raises:
+        EnvironmentMissing: matplotlib is absent.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentMissing(
+            f"ampipe draw needs matplotlib ({error}). Install it: pip install matplotlib"
+        ) from error
+    # Labels come from files: a dollar sign in one is no formula. The salt makes the SVG reproducible.
+    settings: dict[Any, Any] = {
+        "text.parse_math": False,
+        "svg.hashsalt": "ampipe",
+        "font.family": "DejaVu Sans",
+    }
+    with matplotlib.rc_context(settings):
+        rows, height_in = _rows(timelines)
+        panels = _panels(timelines, split=split)
+        bottom_in = 0.78 + _LEGEND_ROW_IN * _legend_rows(timelines)
+        size_in = (_width_in(panels, split=split), height_in + _TOP_IN + bottom_in)
+        figure = Figure(figsize=size_in, facecolor=_PAPER)
+        _draw_panels(figure, panels, rows, rows_in=height_in, bottom_in=bottom_in)
+        _draw_margins(figure, timelines, rows, title=title, bottom_in=bottom_in)
+        _draw_legend(figure, timelines)
+        for target in targets:
+            _write(figure, target)
+
+
+def layers_of(timeline: Timeline) -> str:
+    """``layer 2`` or ``layers 1-4``: what a timeline holds, for people."""
+    layers = sorted({span.layer for span in timeline.spans})
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
+
+
+def chunk_colours(chunks: Sequence[int]) -> dict[int, str]:
+    """A colour for each chunk: the palette, or for more chunks than it has, an even walk through viridis."""
+    if len(chunks) <= len(PALETTE):
+        return dict(zip(chunks, PALETTE, strict=False))
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return {
+        chunk: to_hex(colormaps["viridis"](0.95 * place / (len(chunks) - 1)))
+        for place, chunk in enumerate(chunks)
+    }
+
+
+def _rows(timelines: Sequence[Timeline]) -> tuple[list[_Row], float]:
+    """Rows from the top: for each rank compute, then its communication lanes. And their height together."""
+    rows: list[_Row] = []
+    depth_in = 0.0
+    for timeline in timelines:
+        lanes = {span.lane for span in timeline.spans}
+        for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE_LANE, lane)):
+            rows.append(_Row(timeline.rank, lane, -depth_in - _ROW_IN / 2))
+            depth_in += _ROW_IN
+        depth_in += _RANK_GAP_IN
+    height_in = depth_in - _RANK_GAP_IN
+    return [replace(row, y_in=row.y_in + height_in) for row in rows], height_in
+
+
+def _panels(timelines: Sequence[Timeline], *, split: bool) -> list[_Panel]:
+    directions = [(name, (name,)) for name in DIRECTIONS] if split else [("", DIRECTIONS)]
+    panels = []
+    for heading, wanted in directions:
+        spans: dict[int, list[StageSpan]] = {}
+        for timeline in timelines:
+            chosen = [span for span in timeline.spans if span.direction in wanted]
+            if chosen:
+                zero = min(span.begin_us for span in chosen)
+                spans[timeline.rank] = [
+                    replace(span, begin_us=span.begin_us - zero, end_us=span.end_us - zero) for span in chosen
+                ]
+        if spans:
+            longest_us = max(span.end_us for chosen in spans.values() for span in chosen)
+            # A panel of which every stage took no time at all still needs an axis.
+            panels.append(_Panel(heading, spans, max(longest_us, 1e-3) / 1e3))
+    return panels
+
+
+def _width_in(panels: Sequence[_Panel], *, split: bool) -> float:
+    if split:
+        return _WIDTH_IN
+    lengths_us = [span.end_us - span.begin_us for part in panels[0].spans.values() for span in part]
+    median_ms = max(statistics.median(lengths_us) / 1e3, 1e-6)
+    return min(_MAX_WIDTH_IN, max(_WIDTH_IN, panels[0].length_ms / median_ms * _MEDIAN_SPAN_IN))
+
+
+def _draw_panels(
+    figure: Figure, panels: Sequence[_Panel], rows: Sequence[_Row], *, rows_in: float, bottom_in: float
+) -> None:
+    width_in, height_in = figure.get_size_inches()
+    room_in = width_in - _LEFT_IN - _RIGHT_IN - _PANEL_GAP_IN * (len(panels) - 1)
+    in_per_ms = room_in / sum(panel.length_ms for panel in panels)
+    colours = chunk_colours(
+        _chunks([span for panel in panels for part in panel.spans.values() for span in part])
+    )
+    left_in = _LEFT_IN
+    for panel in panels:
+        panel_in = panel.length_ms * in_per_ms
+        axes = figure.add_axes(
+            (left_in / width_in, bottom_in / height_in, panel_in / width_in, rows_in / height_in)
+        )
+        left_in += panel_in + _PANEL_GAP_IN
+        axes.set_xlim(0, panel.length_ms)
+        axes.set_ylim(0, rows_in)
+        _dress(axes, rows, panel=panel, panel_in=panel_in)
+        for row in rows:
+            spans = [span for span in panel.spans.get(row.rank, []) if span.lane == row.lane]
+            _draw_row(axes, row, spans, colours=colours, in_per_ms=in_per_ms)
+
+
+def _dress(axes: Axes, rows: Sequence[_Row], *, panel: _Panel, panel_in: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for row in rows:
+        axes.axhspan(row.y_in - _ROW_IN / 2, row.y_in + _ROW_IN / 2, color=_STRIPE, linewidth=0, zorder=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT_INK)
+    axes.spines["bottom"].set_position(("outward", 4))
+    axes.set_yticks([])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=max(1, int(panel_in / 0.8)), steps=[1, 2, 2.5, 5, 10]))
+    axes.tick_params(axis="x", colors=_FAINT_INK, labelsize=8, length=3)
+    axes.grid(axis="x", color="#DDE0E4", linewidth=0.6, zorder=0.5)
+    axes.set_axisbelow(True)
+    if panel.heading:
+        axes.set_title(
+            f"{panel.heading}  {panel.length_ms:.3g} ms", loc="left", fontsize=9, color=_INK, pad=5
+        )
+
+
+def _draw_row(
+    axes: Axes, row: _Row, spans: Sequence[StageSpan], *, colours: dict[int, str], in_per_ms: float
+) -> None:
+    """Bars in one collection for each look, so that tens of thousands of spans stay quick; then the names."""
+    looks: defaultdict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+    bar_in = _ROW_IN * _BAR_SHARE
+    for span in spans:
+        begin_ms, length_ms = span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3
+        fill = _fill(span, colours)
+        # Paper shows between neighbours; an edge drawn in white would swallow the narrow ones whole.
+        shown_ms = length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms)
+        looks[fill, span.direction == "backward"].append((begin_ms, shown_ms))
+        name = _fitting_name(span, room_in=length_ms * in_per_ms)
+        if name:
+            axes.text(
+                begin_ms + length_ms / 2,
+                row.y_in,
+                name,
+                ha="center",
+                va="center_baseline",
+                fontsize=_LABEL_PT,
+                color=_ink_on(fill),
+                clip_on=True,
+                zorder=4,
+            )
+    for (fill, backward), bars in looks.items():
+        axes.broken_barh(bars, (row.y_in - bar_in / 2, bar_in), facecolor=fill, linewidth=0, zorder=2)
+        if backward:
+            foot = (row.y_in - bar_in / 2, bar_in * _BACKWARD_SHARE)
+            axes.broken_barh(bars, foot, facecolor=_INK, linewidth=0, alpha=_BACKWARD_ALPHA, zorder=3)
+
+
+def _draw_margins(
+    figure: Figure, timelines: Sequence[Timeline], rows: Sequence[_Row], *, title: str, bottom_in: float
+) -> None:
+    width_in, height_in = figure.get_size_inches()
+
+    def write(x_in: float, y_in: float, text: str, **how: Any) -> None:
+        figure.text(x_in / width_in, y_in / height_in, text, **{"color": _INK, "fontsize": 9, **how})
+
+    write(0.2, height_in - 0.36, title, fontsize=13, fontweight="bold")
+    total_us = sum(timeline.communication_us for timeline in timelines)
+    hidden_us = sum(timeline.hidden_us for timeline in timelines)
+    share = f"{hidden_us / total_us:.0%} of communication hidden" if total_us else "no communication"
+    write(
+        0.2,
+        height_in - 0.62,
+        f"{share} behind computation" if total_us else share,
+        fontsize=10,
+        color=_FAINT_INK,
+    )
+    under_axis_in = bottom_in - 0.5
+    write(_LEFT_IN, under_axis_in, "ms after each rank's first stage", fontsize=8.5, color=_FAINT_INK)
+    key = {"fontsize": 8.5, "ha": "right", "color": _FAINT_INK}
+    write(width_in - _RIGHT_IN, under_axis_in, _initials(timelines), **key)
+    for row in rows:
+        write(_LEFT_IN - 0.12, bottom_in + row.y_in, row.lane, ha="right", va="center", fontsize=8.5)
+    for timeline in timelines:
+        own = [row.y_in for row in rows if row.rank == timeline.rank]
+        middle_in = bottom_in + (own[0] + own[-1]) / 2
+        write(0.2, middle_in + 0.02, f"rank {timeline.rank}", fontweight="bold", va="bottom")
+        write(0.2, middle_in - 0.02, layers_of(timeline), color=_FAINT_INK, fontsize=8, va="top")
+        if timeline.communication_us:
+            right_in = width_in - _RIGHT_IN + 0.15
+            write(right_in, middle_in + 0.02, f"{timeline.hidden_share:.0%}", fontweight="bold", va="bottom")
+            hidden = f"of {timeline.communication_us / 1e3:.3g} ms hidden"
+            write(right_in, middle_in - 0.02, hidden, color=_FAINT_INK, fontsize=7.5, va="top")
+
+
+def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    spans = [span for timeline in timelines for span in timeline.spans]
+    chunks = _chunks(spans)
+    colours = chunk_colours(chunks)
+    handles: list[Any] = [Patch(facecolor=colours[chunk], label=f"chunk {chunk}") for chunk in chunks]
+    if any(span.chunk is None for span in spans):
+        handles.append(Patch(facecolor=WHOLE_BLOCK, label="whole block"))
+    if any(span.direction == "backward" for span in spans):
+        handles.append(Line2D([], [], color=_INK, alpha=_BACKWARD_ALPHA, linewidth=2.5, label="backward"))
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncol=math.ceil(len(handles) / math.ceil(len(handles) / _LEGEND_COLUMNS)),
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.3,
+        handleheight=1.0,
+        columnspacing=1.6,
+        borderaxespad=0.3,
+    )
+
+
+def _legend_rows(timelines: Sequence[Timeline]) -> int:
+    # Two more than the chunks: the whole block, and backward.
+    chunks = _chunks([span for timeline in timelines for span in timeline.spans])
+    return math.ceil((len(chunks) + 2) / _LEGEND_COLUMNS)
+
+
+def _chunks(spans: Sequence[StageSpan]) -> list[int]:
+    return sorted({span.chunk for span in spans if span.chunk is not None})
+
+
+def _fill(span: StageSpan, colours: dict[int, str]) -> str:
+    from matplotlib.colors import to_hex, to_rgb
+
+    if span.chunk is None:
+        return WHOLE_BLOCK
+    tint = _TINTS.get(span.stage.partition(".")[0], _OTHER_TINT)
+    red, green, blue = (value + (1 - value) * tint for value in to_rgb(colours[span.chunk]))
+    return to_hex((red, green, blue))
+
+
+def _fitting_name(span: StageSpan, *, room_in: float) -> str:
+    """The stage's name, its first letter with the chunk, or nothing: the longest that has room in the bar."""
+    for name in (span.stage, _initial(span)):
+        if len(name) * _LABEL_PT * _CHARACTER_SHARE / 72 + 0.05 <= room_in:
+            return name
+    return ""
+
+
+def _initial(span: StageSpan) -> str:
+    kind, _, number = span.stage.partition(".")
+    return f"{kind[:1].upper()}{number}"
+
+
+def _initials(timelines: Sequence[Timeline]) -> str:
+    """What the initials in the bars stand for."""
+    stages = {span.stage.partition(".")[0] for timeline in timelines for span in timeline.spans}
+    return "   ".join(f"{stage[:1].upper()} {stage}" for stage in sorted(stages))
+
+
+def _ink_on(fill: str) -> str:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(fill)
+    return _PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else _INK
+
+
+def _write(figure: Figure, target: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    kind = target.suffix.removeprefix(".")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
+    metadata = {"Date": None} if kind == "svg" else None
+    try:
+        figure.savefig(partial, format=kind, dpi=dpi, metadata=metadata)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,247 @@
+# shellcheck shell=bash
+# The environment that every script runs in; sourced, never run.
+#
+# The first time it finds a Python, makes .venv in the checkout and installs the package and what it needs
+# into it; after that it compares a stamp and is done in milliseconds. Sets `root` and `python`, changes to
+# the checkout, and points every cache below it, so that nothing is left anywhere else.
+#
+# .venv/.ampipe-stamp       what is installed; written last, so it is there only when all of it is
+# .venv/.ampipe-installing  an installation of ours has begun; still there when it was interrupted
+
+root=$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+cd "$root" || exit 1
+venv=$root/.venv
+python=$venv/bin/python
+cache=$venv/cache
+stamp=$venv/.ampipe-stamp
+marker=$venv/.ampipe-installing
+needed_gb=12
+
+say() { printf 'ampipe: %s\n' "$*"; }
+
+# fail SUMMARY [REMEDY...]: one line of what is wrong, then what to do.
+fail() {
+    printf 'ampipe: %s\n' "$1" >&2
+    shift
+    if [ $# -gt 0 ]; then printf '    %s\n' "$@" >&2; fi
+    exit 1
+}
+
+# What another environment has set must not reach this one. The pip variables would redirect the install;
+# the rest of the machine's pip settings (index, proxy, certificates) are left alone.
+leave_other_environments() {
+    unset PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_ROOT
+    export PIP_USER=0
+}
+
+keep_caches_inside() {
+    mkdir -p "$cache"
+    export XDG_CACHE_HOME=$cache
+    export CUDA_CACHE_PATH=$cache/cuda
+    export HF_HOME=$cache/huggingface
+    export MPLCONFIGDIR=$cache/matplotlib
+    export PYTEST_DEBUG_TEMPROOT=$cache/pytest
+    export TIKTOKEN_CACHE_DIR=$cache/tiktoken
+    export TORCH_EXTENSIONS_DIR=$cache/torch_extensions
+    export TORCH_HOME=$cache/torch
+    export TORCHINDUCTOR_CACHE_DIR=$cache/inductor
+    export TRITON_CACHE_DIR=$cache/triton
+    export WANDB_CACHE_DIR=$cache/wandb WANDB_CONFIG_DIR=$cache/wandb
+    export WANDB_DATA_DIR=$cache/wandb WANDB_DIR=$cache/wandb
+    mkdir -p "$PYTEST_DEBUG_TEMPROOT" "$WANDB_DIR"
+    # matplotlib lists the system's fonts, and fontconfig then writes its cache where its settings say.
+    export FONTCONFIG_FILE=$cache/fonts.conf
+    printf '<fontconfig><cachedir>%s</cachedir><include ignore_missing="yes">%s</include></fontconfig>\n' \
+        "$cache/fontconfig" /etc/fonts/fonts.conf >"$FONTCONFIG_FILE"
+}
+
+# Prints "ok VERSION PATH" for an interpreter that can carry the package, else "no VERSION REASON".
+# Runs on whatever is called python, so it is written for Python 2 as well.
+probe='import sys
+version = "%d.%d.%d" % sys.version_info[:3]
+try:
+    import sysconfig
+    from importlib.util import find_spec
+    free_threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
+    has_venv = find_spec("venv") and find_spec("ensurepip")
+except ImportError:
+    free_threaded, has_venv = False, False
+reason = ""
+if sys.version_info[:2] < (3, 12):
+    reason = "is older than 3.12"
+elif sys.version_info[3] != "final":
+    reason = "is a pre-release"
+elif free_threaded:
+    reason = "is a free-threaded build"
+elif not has_venv:
+    reason = "lacks the venv module (Debian and Ubuntu: install python3.%d-venv)" % sys.version_info[1]
+print("no %s %s" % (version, reason) if reason else "ok %s %s" % (version, sys.executable))'
+
+# interpreters VERSION: everything that may be a Python of that version, one path a line.
+interpreters() {
+    local each
+    type -aP "python$1" python3 python 2>/dev/null || true
+    for each in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/bin/"python$1"; do
+        if [ -x "$each" ]; then printf '%s\n' "$each"; fi
+    done
+    if command -v uv >/dev/null; then
+        uv python find --no-cache --no-project --no-python-downloads "$1" 2>/dev/null || true
+    fi
+}
+
+# Sets `base_python`, or explains how to get a Python. 3.12 and 3.13 first: a newer one may have no torch yet.
+find_python() {
+    local wanted candidate answer seen=$'\n'
+    rejected=()
+    for wanted in 3.12 3.13 3.14 3; do
+        while IFS= read -r candidate; do
+            answer=$("$candidate" -c "$probe" 2>/dev/null </dev/null) || continue
+            case $answer in
+                "ok $wanted."*)
+                    base_python=${answer#ok * }
+                    base_version=${answer#ok }
+                    base_version=${base_version%% *}
+                    return 0
+                    ;;
+                "no "*)
+                    case $seen in *$'\n'"$candidate"$'\n'*) continue ;; esac
+                    seen=$seen$candidate$'\n'
+                    answer=${answer#no }
+                    rejected+=("not usable: $candidate, ${answer%% *} ${answer#* }")
+                    ;;
+            esac
+        done < <(interpreters "$wanted")
+    done
+    fail "no Python 3.12 or newer was found (on PATH, among pyenv's versions, with uv)." \
+        ${rejected[@]+"${rejected[@]}"} \
+        "Get one in any of these ways, then run this script again:" \
+        "  uv python install 3.12" \
+        "  pyenv install 3.12" \
+        "  conda create -n python3.12 python=3.12 && conda activate python3.12" \
+        "  apt-get install python3.12 python3.12-venv     (Ubuntu 24.04)" \
+        "  dnf install python3.12                         (Fedora, RHEL 9)"
+}
+
+# What the environment is for: a virtual environment works neither at another path nor with another Python.
+identity() {
+    printf 'checkout %s\n' "$root"
+    "$python" -I -S -c 'import sys; print("python %d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# What is installed in it. A checksum: it has to notice an edit, not an attack.
+inputs() { printf 'inputs %s\n' "$(cat setup.py constraints.txt | cksum)"; }
+
+make_venv() {
+    find_python
+    local free_kb
+    free_kb=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print $4 }')
+    if [ "${free_kb:-999999999}" -lt $((needed_gb * 1024 * 1024)) ]; then
+        say "only $((free_kb / 1024 / 1024)) GB are free here, and with CUDA builds of torch about $needed_gb are needed"
+    fi
+    say "making .venv with Python $base_version ($base_python)"
+    # Of an interrupted installation pip's download cache is kept, and what it had unpacked is not.
+    find "$venv/" -mindepth 1 -maxdepth 1 ! -name cache ! -name .ampipe-lock -exec rm -rf {} +
+    : >"$marker"
+    PYTHONDONTWRITEBYTECODE=1 "$base_python" -m venv "$venv" >"$cache/install.log" 2>&1 ||
+        fail "$base_python -m venv failed; its last words:" "$(tail -n 3 "$cache/install.log")"
+}
+
+# Of all that pip says, the lines that tell how far it is.
+show_progress() {
+    local line
+    while IFS= read -r line; do
+        printf '%s\n' "$line" >>"$cache/install.log"
+        case $line in
+            *Downloading*" MB"*) case $line in *[0-9][0-9]"."[0-9]" MB"*) say "  ${line#"${line%%[! ]*}"}" ;; esac ;;
+            *Downloading*" GB"*) say "  ${line#"${line%%[! ]*}"}" ;;
+            "Installing collected packages"*) say "  unpacking (some minutes)" ;;
+        esac
+    done
+}
+
+explain_pip() {
+    local log=$cache/install.log
+    if grep -qiE 'no space left|disk quota' "$log"; then
+        fail "the disk is full: $root needs about $needed_gb GB." "Free some, then run this script again."
+    elif grep -qE 'NewConnectionError|ConnectTimeout|NameResolution|name resolution|ProxyError|ReadTimeout|Connection (refused|reset|aborted)|Network is unreachable' "$log"; then
+        fail "the package index could not be reached." \
+            "Check the network, or pip's own settings (HTTPS_PROXY, PIP_INDEX_URL, pip config list)," \
+            "then run this script again."
+    elif grep -q 'No matching distribution found' "$log"; then
+        fail "$(grep -m 1 'No matching distribution found' "$log")" \
+            "The index has no build for this Python and this system. Python 3.12 on Linux is the tested one:" \
+            "put it on PATH, remove .venv, and run this script again."
+    fi
+    fail "pip failed; the end of $log:" "$(tail -n 15 "$log")"
+}
+
+install_package() {
+    say "installing torch, Megatron and the test tools into .venv (the first time 3 to 6 GB and some minutes)"
+    rm -rf "$cache/tmp"
+    mkdir -p "$cache/tmp"
+    : >"$cache/install.log"
+    # /tmp is often too small for what pip unpacks. The download cache is there for an interrupted
+    # installation only, and takes as much room as the downloads.
+    if ! TMPDIR=$cache/tmp PYTHONDONTWRITEBYTECODE=1 "$python" -m pip install --no-input \
+        --disable-pip-version-check --progress-bar off --cache-dir "$cache/pip" \
+        -c constraints.txt -e '.[test]' 2>&1 | show_progress; then
+        explain_pip
+    fi
+    say "checking that torch and Megatron can be imported"
+    TMPDIR=$cache/tmp "$python" -c 'import torch, megatron.core' >>"$cache/install.log" 2>&1 ||
+        fail "torch or Megatron cannot be imported:" "$(tail -n 5 "$cache/install.log")"
+    rm -rf "$cache/pip" "$cache/tmp"
+}
+
+update_environment() {
+    local known='' here
+    if [ -e "$stamp" ]; then known=$(cat "$stamp"); fi
+    here=$(identity) || here=missing
+    if [ -e "$marker" ] && [ ! -e "$stamp" ]; then
+        say "an earlier installation was interrupted; starting it again"
+        make_venv
+    elif [ -n "$known" ]; then
+        : >"$marker"
+        rm -f "$stamp"
+        case $known in
+            "$here"$'\n'*) say "the requirements have changed" ;;
+            *)
+                say "the checkout has moved or its Python has changed"
+                make_venv
+                ;;
+        esac
+    elif [ -e "$venv/pyvenv.cfg" ]; then
+        # Made by hand, so completed and never cleared.
+        "$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] < (3, 12))' 2>/dev/null ||
+            fail "$venv was not made by this script, and has no working Python 3.12 with pip." \
+                "Remove or rename it, then run this script again."
+        say "using the .venv that is already there"
+    else
+        make_venv
+    fi
+    install_package
+    here=$(identity)
+    # The order matters: stamp and marker together mean that all is done, the marker alone that it is not.
+    printf '%s\n%s\n' "$here" "$(inputs)" >"$stamp.partial"
+    mv "$stamp.partial" "$stamp"
+    rm -f "$marker"
+    say "the environment is ready"
+}
+
+ready() { [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(identity)"$'\n'"$(inputs)" ]; }
+
+leave_other_environments
+keep_caches_inside
+if ! ready; then
+    # Two scripts started together must not install over each other.
+    if command -v flock >/dev/null; then
+        exec 9>"$venv/.ampipe-lock"
+        flock 9
+        ready || update_environment
+        exec 9>&-
+    else
+        update_environment
+    fi
+fi
+export VIRTUAL_ENV=$venv
+export PATH=$venv/bin:$PATH

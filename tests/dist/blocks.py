@@ -1,0 +1,115 @@
+"""Builds a stock Megatron MoE layer and an AMPipe layer with the same weights, and runs them alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
+from tests.dist.cases import Case
+
+EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
+HEADS = 4
+HIDDEN = 32
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    """Megatron's configuration of one small fp32 layer."""
+    fields: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "ffn_hidden_size": 64,
+        "num_moe_experts": 4,
+        "moe_router_topk": 1,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+        "expert_model_parallel_size": case.world_size,
+        "use_cpu_initialization": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "normalization": "RMSNorm",
+        "params_dtype": torch.float32,
+    }
+    fields |= case.model
+    # With one expert per token, a softmax over the chosen would always be 1; Megatron asks for this.
+    fields.setdefault("moe_router_pre_softmax", fields["moe_router_topk"] == 1)
+    if fields.get("activation_func") == "silu":
+        fields["activation_func"] = torch.nn.functional.silu
+    return TransformerConfig(**fields)
+
+
+def build_layers(case: Case) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``."""
+    config = transformer_config(case)
+    spec = get_gpt_layer_local_spec(
+        config.num_moe_experts, False, config.qk_layernorm, normalization=config.normalization
+    )
+    context = AMPipeContext(
+        AMPipeConfig(degree=case.degree, schedule=case.schedule),
+        executor=EXECUTORS[case.executor](),
+        kernel=case.kernel,
+    )
+    torch.manual_seed(11)
+    stock = build_module(spec, config=config, layer_number=1)
+    ours = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+    # Weights of one size everywhere would hide mistakes; biases and norms start at constants.
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    ours.load_state_dict(stock.state_dict(), strict=True)
+    for layer in (stock, ours):
+        layer.train(case.training)
+    return stock, ours
+
+
+def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Tensor]:
+    """One forward and backward; everything that may depend on the layer, by name."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    shape = (case.sequence_length, case.batch, HIDDEN)
+    hidden = torch.randn(shape, generator=generator, requires_grad=True)
+    gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
+    rotary = RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length) if case.rope else None
+    get_moe_metrics_tracker().clear()
+    for parameter in layer.parameters():
+        parameter.grad = None
+    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
+    output.backward(gradient)
+    found = {"output": output.detach(), "input gradient": hidden.grad}
+    for name, parameter in layer.named_parameters():
+        found[f"gradient of {name}"] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    for name, buffer in layer.named_buffers():
+        found[f"buffer {name}"] = buffer.clone()
+    for name, metric in get_moe_metrics_tracker().metrics.items():
+        found[f"logged {name}"] = metric.values.clone()
+    return found
+
+
+def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of each entry, relative to the largest value of the stock entry."""
+    assert stock.keys() == ours.keys(), stock.keys() ^ ours.keys()
+    return {
+        name: ((expected - ours[name]).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+        if not torch.equal(expected, ours[name])
+        else 0.0
+        for name, expected in stock.items()
+    }

@@ -1,0 +1,34 @@
+"""Compares the cases named on the command line with stock; reports their differences, by case."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+from tests.dist.cases import BY_NAME
+from tests.dist.worker import report, start
+
+
+def main() -> None:
+    rank, _ = start()
+    from tests.dist.blocks import build_layers, differences, run
+
+    results: dict[str, object] = {}
+    for name in sys.argv[1:]:
+        case = BY_NAME[name]
+        try:
+            stock, ours = build_layers(case)
+            expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
+            results[name] = {
+                "differences": differences(expected, found),
+                "largest": {key: value.abs().max().item() for key, value in expected.items()},
+                "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
+                "class": type(ours).__name__,
+            }
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    report(results)
+
+
+if __name__ == "__main__":
+    main()

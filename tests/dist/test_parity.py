@@ -1,0 +1,47 @@
+"""Every schedule, executor and feature against the stock Megatron layer built beside it (fp32).
+
+Output, input gradient, every parameter gradient, router buffers and logged losses, to 1e-5 relative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.cases import PARITY, Case
+from tests.dist.launch import run_workers
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """All cases of a world size share one launch of processes."""
+    return {
+        world_size: run_workers(
+            "tests.dist.parity_worker",
+            [case.name for case in PARITY if case.world_size == world_size],
+            world_size=world_size,
+            folder=tmp_path_factory.mktemp(f"parity{world_size}"),
+        )
+        for world_size in sorted({case.world_size for case in PARITY})
+    }
+
+
+@pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
+def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
+    for rank, results in enumerate(reports[case.world_size]):
+        result = results[case.name]
+        assert "error" not in result, f"rank {rank}:\n{result['error']}"
+        assert result["same state_dict"]
+        assert result["class"] == ("TransformerLayer" if case.degree == 1 else "AMPipeTransformerLayer")
+        wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
+        assert not wrong, f"rank {rank} differs from stock: {wrong}"
+
+
+@pytest.mark.parametrize("case", [case for case in PARITY if case.only_losses], ids=lambda case: case.name)
+def test_losses_alone_reach_the_router(case: Case, reports: dict[int, list[Any]]) -> None:
+    """A comparison of zeros would pass: with only the losses flowing, the router's gradient is not zero."""
+    for results in reports[case.world_size]:
+        assert results[case.name]["largest"]["gradient of mlp.router.weight"] > 1e-6

@@ -1,0 +1,196 @@
+"""What two ranks check about the host platform; started by ``test_host.py`` under torchrun.
+
+Every ``check_*`` function runs on both ranks, in order; the first that fails ends the process.
+"""
+
+import threading
+
+from megatron_ampipe.launch import host
+
+host.install()
+host.install()  # A second call does nothing.
+
+import torch  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel.random import (  # noqa: E402
+    CheckpointFunction,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.spec_utils import build_module  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def config(**changes: object) -> TransformerConfig:
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**{**settings, **changes})
+
+
+def check_torch_knows_that_there_is_no_gpu() -> None:
+    assert host.installed()
+    assert not torch.cuda.is_available()
+    assert torch.cuda.current_device() == CPU
+
+
+def check_device_literals_mean_the_cpu() -> None:
+    for device in ("cuda", "cuda:1", 0, torch.device("cuda"), torch.cuda.current_device()):
+        assert torch.zeros(2, device=device).device == CPU
+        assert torch.zeros(2).to(device).device == CPU
+        assert torch.zeros(2).new_empty(3, device=device).device == CPU
+    assert torch.empty(2, pin_memory=True).cuda().pin_memory().device == CPU
+    assert torch.nn.Linear(2, 2).cuda(0).weight.device == CPU
+    assert torch.zeros(2).to(torch.float64).dtype == torch.float64
+    assert torch.zeros(2).to(torch.ones(2, dtype=torch.int)).dtype == torch.int
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+    assert torch.zeros(2, device="meta").device.type == "meta"
+
+
+def check_device_literals_hold_in_threads_and_in_backward() -> None:
+    class MakesBuffer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad + torch.zeros(1, device="cuda")
+
+    x = torch.ones(3, requires_grad=True)
+    MakesBuffer.apply(x).sum().backward()
+    assert x.grad is not None and x.grad.device == CPU
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.ones(1, device="cuda")))
+    thread.start()
+    thread.join()
+    assert made[0].device == CPU
+
+
+def check_types_are_named_as_megatron_expects() -> None:
+    assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(1).type(torch.int).dtype == torch.int
+
+
+def check_streams_and_events_do_nothing() -> None:
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        event.record(stream)
+    stream.wait_event(stream.record_event())
+    torch.cuda.synchronize()
+    assert event.query() and event.elapsed_time(event) == 0.0
+    assert torch.cuda.memory_allocated() > 0
+
+
+def check_tracker_switches_and_restores_the_random_state() -> None:
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    tracker = get_cuda_rng_tracker()
+    outside = torch.get_rng_state()
+    with tracker.fork():
+        first = torch.rand(4)
+        with tracker.fork("expert-parallel-rng"):
+            inner = torch.rand(4)
+        second = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), outside)
+    with tracker.fork():
+        third = torch.rand(4)
+    model_parallel_cuda_manual_seed(11, force_reset_rng=True)
+    with get_cuda_rng_tracker().fork():
+        repeated = torch.rand(12)
+    assert torch.equal(torch.cat([first, second, third]), repeated)
+    gathered = [torch.empty(4) for _ in range(2)]
+    torch.distributed.all_gather(gathered, inner)
+    assert not torch.equal(*gathered), "expert weights must differ between expert-parallel ranks"
+
+
+def check_data_loaders_leave_the_random_state() -> None:
+    before = torch.get_rng_state()
+    list(torch.utils.data.DataLoader(range(3), pin_memory=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def check_recompute_repeats_dropout() -> None:
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork():
+            x = torch.nn.functional.dropout(x, 0.5)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    x = torch.ones(64, requires_grad=True)
+    out = CheckpointFunction.apply(block, False, x)
+    after = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def check_norm_is_marked_for_sequence_parallelism() -> None:
+    for normalization in ("LayerNorm", "RMSNorm"):
+        parallel = config(normalization=normalization, sequence_parallel=True, tensor_model_parallel_size=2)
+        norm = WrappedTorchNorm(config=parallel, hidden_size=32, eps=1e-5)
+        assert type(norm).__name__ == normalization
+        assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    norm = WrappedTorchNorm(config=config(), hidden_size=32)
+    assert not any(parameter.sequence_parallel for parameter in norm.parameters())
+
+
+def check_moe_layers_run() -> None:
+    cases = (
+        {},
+        {"moe_expert_capacity_factor": 0.5},
+        {"moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True},
+        {"moe_shared_expert_intermediate_size": 16},
+        {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True},
+        {
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+        },
+    )
+    mask = torch.triu(torch.ones(16, 16, dtype=torch.bool), 1)[None, None]
+    for case in cases:
+        model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+        layer = build_module(
+            get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False),
+            config=config(**case),
+            layer_number=1,
+        )
+        hidden = torch.randn(16, 2, 32, requires_grad=True)
+        output, _ = layer(hidden, attention_mask=mask)
+        output.pow(2).mean().backward()
+        assert output.isfinite().all() and hidden.grad.isfinite().all(), case
+        assert all(parameter.grad is not None for parameter in layer.parameters()), case
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            print(name, flush=True)
+            check()
+    torch.distributed.destroy_process_group()
+    print("all checks passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

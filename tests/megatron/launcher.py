@@ -1,0 +1,115 @@
+"""Runs the GPT pretraining of a tiny model in real processes, and reads what Megatron logs. Used by tests."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODULE = "megatron_ampipe.pretrain_gpt"
+
+TINY_GPT = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --eval-iters 0 --eval-interval 100 "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --log-interval 1"
+)
+TINY_MOE = shlex.split(
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --disable-bias-linear"
+)
+MOCK_DATA = ["--mock-data"]
+
+_FIELD = re.compile(r"\|\s*([a-z_ ]+?):\s*([0-9.]+(?:E[+-]\d+)?)\s*(?=\|)")
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one launch did."""
+
+    exit_code: int
+    """That of torchrun; for a single process without torchrun, its own."""
+    output: str
+    """Standard output and error of all ranks."""
+    iterations: list[int] = field(default_factory=list)
+    lm_loss: list[float] = field(default_factory=list)
+    load_balancing_loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    validation_loss: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> str:
+        """The one line that says why the launch was refused."""
+        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, f"expected one error line, found {lines}\n{self.output[-4000:]}"
+        return lines[0]
+
+
+def environment() -> dict[str, str]:
+    """That of a test's processes: one thread each, and no rank left over from an outer launch."""
+    outer = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in outer}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def torchrun_command(*arguments: str, num_ranks: int = 2) -> list[str]:
+    """A torchrun command on a free port."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
+        *arguments,
+    ]  # fmt: skip
+
+
+def execute(command: list[str], *, timeout_s: float = 120) -> Run:
+    """Run ``command`` to its end and parse what it logged."""
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    return parse(done.returncode, done.stdout)
+
+
+def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+    """Launch GPT pretraining under torchrun; the arguments are its whole command line."""
+    command = torchrun_command("-m", MODULE, *arguments, num_ranks=num_ranks)
+    return execute(command, timeout_s=timeout_s)
+
+
+def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+    """Train the tiny GPT-MoE on made-up data; fails the test when it does not come through."""
+    run = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    assert run.exit_code == 0, run.output[-6000:]
+    return run
+
+
+def parse(exit_code: int, output: str) -> Run:
+    """Read the logged values of every iteration.
+
+    Ranks share one stream, so another rank's line may stand in front of, or behind, the values.
+    """
+    iterations: list[int] = []
+    values: dict[str, list[float]] = {"lm loss": [], "load_balancing_loss": [], "grad norm": []}
+    for line in output.splitlines():
+        if found := _ITERATION.search(line):
+            iterations.append(int(found[1]))
+            for name, value in _FIELD.findall(line[found.end() - 1 :]):
+                if name in values:
+                    values[name].append(float(value))
+    return Run(
+        exit_code=exit_code,
+        output=output,
+        iterations=iterations,
+        lm_loss=values["lm loss"],
+        load_balancing_loss=values["load_balancing_loss"],
+        grad_norm=values["grad norm"],
+        validation_loss=[float(value) for _, value in _VALIDATION.findall(output)],
+    )

@@ -1,0 +1,89 @@
+"""The host platform: the flags it chooses and refuses, when it loads, and what its stand-ins do."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.launch import host
+from tests.megatron.launcher import execute, torchrun_command
+
+
+def test_flags_are_added_and_explained() -> None:
+    arguments, adjustments = host.adjust(["--num-layers", "2"])
+    assert arguments[:2] == ["--num-layers", "2"]
+    assert arguments[arguments.index("--distributed-backend") + 1] == "gloo"
+    assert arguments[arguments.index("--transformer-impl") + 1] == "local"
+    assert "--no-gradient-accumulation-fusion" in arguments
+    assert arguments[2:] == [part for adjustment in adjustments for part in adjustment.arguments]
+    assert all(adjustment.reason for adjustment in adjustments)
+
+
+def test_flags_that_are_set_are_left_alone() -> None:
+    given = ["--distributed-backend=gloo", "--num-workers", "2", "--no-rope-fusion"]
+    arguments, adjustments = host.adjust(given)
+    added = {adjustment.flag for adjustment in adjustments}
+    assert not added & {"--distributed-backend", "--num-workers", "--no-rope-fusion"}
+    assert arguments[: len(given)] == given
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--transformer-impl", "transformer_engine"],
+        ["--transformer-impl=transformer_engine"],
+        ["--distributed-backend", "nccl"],
+        ["--context-parallel-size", "2"],
+        ["--moe-token-dispatcher-type", "flex"],
+        ["--fp8-format", "hybrid"],
+        ["--moe-permute-fusion"],
+        ["--moe-grouped-gemm"],
+        ["--cuda-graph-impl", "local"],
+        ["--profile"],
+        ["--yaml-cfg", "run.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_need_a_gpu_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        host.adjust(["--num-layers", "2", *arguments])
+    message = str(caught.value)
+    assert message.startswith(arguments[0].partition("=")[0])
+    assert caught.value.rule and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--transformer-impl", "local"],
+        ["--context-parallel-size", "1"],
+        ["--profile", "--use-pytorch-profiler"],
+    ],
+    ids=" ".join,
+)
+def test_harmless_settings_of_the_same_flags_pass(arguments: list[str]) -> None:
+    assert host.adjust(arguments)[0][: len(arguments)] == arguments
+
+
+def test_refuses_to_load_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_installed", False)
+    monkeypatch.setattr(host, "gpu_available", lambda: True)
+    with pytest.raises(EnvironmentMissing, match="this machine has one"):
+        host.install()
+
+
+def test_refuses_to_load_after_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_installed", False)
+    monkeypatch.setattr(host, "gpu_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "megatron.core", ModuleType("megatron.core"))
+    with pytest.raises(EnvironmentMissing, match=r"Call megatron_ampipe.launch.host.install\(\) first"):
+        host.install()
+
+
+@pytest.mark.timeout(120)
+def test_stand_ins_on_two_ranks() -> None:
+    run = execute(torchrun_command("-m", "tests.megatron.host_worker"), timeout_s=110)
+    assert run.exit_code == 0, run.output[-6000:]
+    assert run.output.count("all checks passed") == 2
+    assert "CPU RNG state changed" not in run.output

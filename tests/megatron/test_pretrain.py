@@ -1,0 +1,191 @@
+"""Stock GPT-MoE training (degree 1) through Megatron's own loop, on CPU with gloo, and its bad input."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launcher import (
+    MODULE,
+    REPOSITORY,
+    TINY_GPT,
+    TINY_MOE,
+    Run,
+    environment,
+    execute,
+    pretrain,
+    torchrun_command,
+    train,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+LOG_UNIFORM_LOSS = math.log(256)
+"""What an untrained model loses per token: the NullTokenizer's 255 words and its end of document."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--expert-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--expert-model-parallel-size 2 --bf16 --swiglu --normalization RMSNorm "
+        "--position-embedding-type rope --moe-expert-capacity-factor 1.0",
+        "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 32 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
+    ],
+    ids=["ep2", "pp2", "tp2-sp", "dp2-zero", "ep2-bf16-capacity", "ep2-shared-recompute", "pp2-mtp"],
+)
+def test_stock_training_runs_on_cpu(layout: str) -> None:
+    run = train(*layout.split())
+    assert run.iterations == [1, 2, 3, 4]
+    assert run.lm_loss[0] == pytest.approx(LOG_UNIFORM_LOSS, abs=0.1)
+    assert run.lm_loss[-1] < run.lm_loss[0] - 0.05
+    assert all(0.9 < loss < 1.5 for loss in run.load_balancing_loss)
+    assert all(0.1 < norm < 10 for norm in run.grad_norm)
+    assert len(run.load_balancing_loss) == len(run.grad_norm) == 4
+
+
+def test_evaluation_runs() -> None:
+    run = train("--expert-model-parallel-size", "2", "--eval-iters", "1", "--eval-interval", "2")
+    assert len(run.validation_loss) >= 2
+    assert run.validation_loss[0] == pytest.approx(LOG_UNIFORM_LOSS, abs=0.3)
+
+
+def test_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
+    """With dropout on, so that the restored random state counts."""
+    shared = ["--expert-model-parallel-size", "2", "--train-iters", "6"]
+    unbroken = train(*shared, "--save", str(tmp_path), "--save-interval", "2")
+    resumed = train(*shared, "--load", str(tmp_path), "--ckpt-step", "2")
+    assert resumed.iterations == [3, 4, 5, 6]
+    assert resumed.grad_norm == unbroken.grad_norm[2:]
+    # Megatron does not reset its sum at the first iteration that it logs after a resume, so what it
+    # prints for the second is the mean of the two.
+    mean = (unbroken.lm_loss[2] + unbroken.lm_loss[3]) / 2
+    assert resumed.lm_loss[1] == pytest.approx(mean, abs=2e-6)
+    for index in (0, 2, 3):
+        assert resumed.lm_loss[index] == unbroken.lm_loss[2 + index]
+        assert resumed.load_balancing_loss[index] == unbroken.load_balancing_loss[2 + index]
+
+
+def test_trains_on_an_indexed_dataset(tmp_path: Path) -> None:
+    prefix = tmp_path / "cycle"
+    _write_cyclic_dataset(prefix)
+    run = pretrain(
+        *TINY_GPT, *TINY_MOE, "--data-path", str(prefix), "--split", "100,0,0", "--train-iters", "12",
+        "--data-cache-path", str(tmp_path / "cache"), "--expert-model-parallel-size", "2",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.output[-6000:]
+    assert run.lm_loss[-1] < run.lm_loss[0] - 1.0, "a cycle of 16 tokens is easy to learn"
+
+
+def _write_cyclic_dataset(prefix: Path) -> None:
+    """In a process of its own: Megatron must not be imported into the test process."""
+    code = f"""
+from megatron_ampipe.launch import host
+host.install()
+import numpy, torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+builder = IndexedDatasetBuilder({str(prefix) + ".bin"!r}, dtype=numpy.int32)
+for _ in range(8):
+    builder.add_document(torch.arange(1024) % 16, [1024])
+builder.finalize({str(prefix) + ".idx"!r})
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), check=True, timeout=60)
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    command = torchrun_command("-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", "--train-iters", "100000")
+    job = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for line in job.stdout:
+            if "iteration        2/" in line:
+                break
+        os.kill(_ranks_of(job.pid)[1], signal.SIGKILL)
+        killed_at_s = time.monotonic()
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode != 0
+    assert time.monotonic() - killed_at_s < 30
+    assert "Signal 9 (SIGKILL)" in output
+
+
+def _ranks_of(launcher_pid: int) -> list[int]:
+    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
+    return sorted(int(pid) for pid in children)
+
+
+def _launch_alone(*arguments: str) -> Run:
+    return execute([sys.executable, "-m", MODULE, *arguments], timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--num-layerss", "2"], "there is no such flag. Did you mean --num-layers"),
+        ([*TINY_GPT, "--num-layers", "two"], "--num-layers 'two': invalid int value"),
+        ([*TINY_GPT, "--ckpt-format", "zip"], "--ckpt-format 'zip': invalid choice. Use one of: "),
+        ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "(refused by Megatron)"),
+        (
+            [*TINY_GPT, "--data-path", "/nowhere/text"],
+            "--data-path /nowhere/text: the file /nowhere/text.bin",
+        ),
+        ([*TINY_GPT], "--data-path (not given): a run needs data"),
+        ([*TINY_GPT[:-2], "--mock-data", "--distributed-backend", "nccl"], "--distributed-backend nccl:"),
+        ([*TINY_GPT, "--mock-data", "--ampipe-degree", "0"], "--ampipe-degree 0"),
+    ],
+    ids=["unknown-flag", "bad-type", "bad-choice", "bad-shape", "no-file", "no-data", "nccl", "degree-0"],
+)
+def test_bad_input_is_refused_in_one_line(arguments: list[str], expected: str) -> None:
+    run = _launch_alone(*arguments)
+    assert run.exit_code == 2, run.output[-4000:]
+    assert expected in run.error
+    assert "Traceback" not in run.output
+    assert "initializing torch distributed" not in run.output
+
+
+def test_missing_eval_interval_is_found_before_training() -> None:
+    start = TINY_GPT.index("--eval-interval")
+    run = _launch_alone(*TINY_GPT[:start], *TINY_GPT[start + 2 :], "--mock-data")
+    assert run.exit_code == 2
+    assert "--eval-interval (not given)" in run.error
+
+
+def test_bad_input_ends_every_rank_with_the_same_code() -> None:
+    started_at_s = time.monotonic()
+    run = pretrain(*TINY_GPT, "--data-path", "/nowhere/text")
+    assert "/nowhere/text.bin" in run.error
+    assert run.output.count("exitcode  : 2") == 2, run.output[-4000:]
+    assert time.monotonic() - started_at_s < 45
+
+
+def test_missing_megatron_is_said_with_the_command_that_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('no Megatron here')")
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, *TINY_GPT, "--mock-data"],
+        cwd=REPOSITORY,
+        env={**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,101 @@
+"""The ``ampipe`` command: exit codes, what it prints where, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_ampipe
+from megatron_ampipe import errors
+from megatron_ampipe.cli import TOOLS, main
+from megatron_ampipe.tools import draw
+
+ROOT = Path(megatron_ampipe.__file__).parents[1]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert megatron_ampipe.__version__ in capsys.readouterr().out
+
+
+def test_help_lists_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, summary in TOOLS.items():
+        assert name in text
+        assert summary in text
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_help_of_a_tool_teaches_by_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"examples:\n  ampipe {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["nonsense"], ["draw"], ["data"], ["draw", "x", "--output", "y", "--no"]]
+)
+def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "usage: ampipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.EnvironmentMissing("no torch"), 1),
+        (errors.BadInput("--x", 3, rule="is odd", remedy="Use --x 4."), 2),
+        (errors.RunFailed("broke"), 3),
+        (errors.DifferenceFound("differ"), 4),
+    ],
+)
+def test_our_errors_become_one_line_and_their_code(
+    error: errors.AMPipeError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(draw, "run", fail)
+    assert main(["draw", "x", "--output", "y"]) == code
+    assert capsys.readouterr().err == f"ampipe: {error}\n"
+
+
+def test_ctrl_c_ends_with_130_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(draw, "run", interrupt)
+    assert main(["draw", "x", "--output", "y"]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_of_ours_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(draw, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["draw", "x", "--output", "y"])
+
+
+def test_help_imports_neither_torch_nor_megatron_nor_matplotlib() -> None:
+    code = (
+        "import sys; from megatron_ampipe.cli import main; "
+        "codes = [main([n, '--help']) for n in ('draw', 'data')];"
+        "heavy = {'torch', 'megatron', 'matplotlib'} & set(sys.modules); sys.exit(f'{codes} {heavy}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[0, 0] set()"
+
+
+def test_it_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "megatron_ampipe.cli", "draw", "/absent", "--output", "y"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ampipe: trace /absent: cannot be read")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,192 @@
+"""``ampipe draw``: what it selects, what the pictures say, and what it refuses."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.timeline import StageSpan, Timeline
+from megatron_ampipe.tools import timeline_picture
+from megatron_ampipe.tools.draw import split_passes
+
+PNG = b"\x89PNG\r\n"
+
+
+def one_pass(
+    begin_us: float, *, layer: int, direction: str, iteration: int, dense: bool = False
+) -> list[StageSpan]:
+    """One layer of degree 2: half of each all-to-all is covered. Dense layers do not communicate."""
+
+    def stage(lane: str, name: str, begin: float, end: float) -> StageSpan:
+        return StageSpan(lane, name, direction, layer, iteration, begin_us + begin, begin_us + end)
+
+    spans = [stage("compute", "qkv", 0, 1000)]
+    if dense:
+        return spans
+    for chunk in range(2):
+        at = 1000 + 4000 * chunk
+        spans.append(stage("compute", f"attention.{chunk}", at, at + 2000))
+        spans.append(stage("comm", f"dispatch.{chunk}", at + 1000, at + 3000))
+    return spans
+
+
+def trace(
+    rank: int, *, iterations: tuple[int, ...] = (1, 2), layers: tuple[int, ...] = (1, 2, 3)
+) -> Timeline:
+    """Layer 1 is dense, the others are MoE layers; two micro-batches in each iteration."""
+    spans: list[StageSpan] = []
+    at_us = 1e9 * (rank + 1)
+    for iteration in iterations:
+        for _ in range(2):
+            for direction in ("forward", "backward"):
+                for layer in layers:
+                    how = {"layer": layer, "direction": direction, "iteration": iteration}
+                    spans += one_pass(at_us, dense=layer == 1, **how)  # type: ignore[arg-type]
+                    at_us += 20_000
+    return Timeline(rank, tuple(spans), {"degree": "2", "schedule": "a$b$"})
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    for rank in range(2):
+        trace(rank).write_chrome(tmp_path / "traces" / f"rank{rank}.trace.json")
+    return tmp_path / "traces"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the picture was asked to show, without drawing it."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        timeline_picture, "draw", lambda timelines, **how: asked.update(how, timelines=timelines)
+    )
+    return asked
+
+
+def test_default_is_the_last_iteration_and_the_first_layer_that_communicates(
+    traces: Path, tmp_path: Path, drawn: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["draw", str(traces), "--output", str(tmp_path / "picture")]) == 0
+    assert [timeline.rank for timeline in drawn["timelines"]] == [0, 1]
+    for timeline in drawn["timelines"]:
+        assert {(span.layer, span.iteration) for span in timeline.spans} == {(2, 2)}
+        # One forward and one backward pass of five stages, though the iteration had two micro-batches.
+        assert [span.direction for span in timeline.spans] == ["forward"] * 5 + ["backward"] * 5
+    assert drawn["split"] is True
+    for word in ("degree 2", "schedule a$b$", "iteration 2", "first of 2 passes"):
+        assert word in drawn["title"]
+    assert (
+        "rank 0: 50% of 8.00 ms communication hidden behind computation (layer 2)" in capsys.readouterr().out
+    )
+
+
+def test_all_layers_of_a_chosen_iteration(traces: Path, tmp_path: Path, drawn: dict[str, Any]) -> None:
+    words = ["draw", str(traces / "rank1.trace.json"), "--output", str(tmp_path / "p")]
+    assert main([*words, "--iteration", "1", "--layer", "all"]) == 0
+    (timeline,) = drawn["timelines"]
+    assert timeline.spans == tuple(span for span in trace(1).spans if span.iteration == 1)
+    assert drawn["split"] is False
+
+
+def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    trace(0, layers=(1, 2)).write_chrome(tmp_path / "rank0.trace.json")
+    trace(1, layers=(3, 4)).write_chrome(tmp_path / "rank1.trace.json")
+    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", "4"]) == 0
+    assert [timeline.rank for timeline in drawn["timelines"]] == [1]
+    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p")]) == 0
+    assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == [2, 3]
+
+
+@pytest.mark.parametrize("layer", [[], ["--layer", "all"]])
+def test_pictures_are_written_whole_and_the_same_each_time(
+    traces: Path, tmp_path: Path, layer: list[str]
+) -> None:
+    def pictures() -> tuple[bytes, bytes]:
+        assert main(["draw", str(traces), "--output", str(tmp_path / "out" / "run.v1"), *layer]) == 0
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"run.v1.svg", "run.v1.png"}
+        return (tmp_path / "out" / "run.v1.svg").read_bytes(), (tmp_path / "out" / "run.v1.png").read_bytes()
+
+    svg, png = pictures()
+    assert png.startswith(PNG)
+    # Text is drawn as outlines; matplotlib leaves each text in a comment beside them.
+    texts = re.findall(r"<!-- (.*?) -->", svg.decode())
+    for text in (
+        "rank 0",
+        "rank 1",
+        "compute",
+        "comm",
+        "chunk 0",
+        "chunk 1",
+        "whole block",
+        "backward",
+        "50%",
+    ):
+        assert text in texts, text
+    assert any("50% of communication hidden" in text for text in texts)
+    assert ("qkv" in texts) is not bool(layer)
+    assert (svg, png) == pictures()
+
+
+def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> None:
+    spans = [StageSpan("compute", f"attention.{chunk}", "forward", 1, 1, 5.0, 5.0) for chunk in range(32)]
+    Timeline(0, tuple(spans)).write_chrome(tmp_path / "rank0.trace.json")
+    for layer in ("1", "all"):
+        assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", layer]) == 0
+    assert len(set(timeline_picture.chunk_colours(range(32)).values())) == 32
+
+
+def test_passes_are_parted_where_a_stage_comes_again() -> None:
+    first = one_pass(0, layer=1, direction="forward", iteration=1)
+    second = one_pass(50_000, layer=1, direction="forward", iteration=1)
+    assert [len(part) for part in split_passes([*second, *first])] == [len(first), len(second)]
+    assert split_passes([]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["{traces}", "--output", "{here}/p.svg"], "Leave it away: {here}/p."),
+        (["{traces}", "--output", "{here}"], "is a directory"),
+        (["{traces}", "--output", "{here}/p", "--iteration", "9"], "they hold 1, 2"),
+        (["{traces}", "--output", "{here}/p", "--layer", "9"], "they hold 1, 2, 3"),
+        (["{traces}", "--output", "{here}/p", "--layer", "one"], "neither a layer number nor 'all'"),
+        (["{here}/absent", "--output", "{here}/p"], "cannot be read"),
+        (["{here}", "--output", "{here}/p"], "holds no rank*.trace.json"),
+        (["{traces}", "{here}/copy.json", "--output", "{here}/p"], "is a second trace of rank 0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], rule: str
+) -> None:
+    (tmp_path / "copy.json").write_bytes((traces / "rank0.trace.json").read_bytes())
+    places = {"traces": traces, "here": tmp_path}
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["draw", *(word.format(**places) for word in words)]) == 2
+    assert rule.format(**places) in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_that_cannot_be_written_ends_with_3(traces: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert main(["draw", str(traces), "--output", str(tmp_path / "file" / "p")]) == 3
+
+
+def test_without_matplotlib_the_remedy_is_named(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real: Callable[..., Any] = builtins.__import__
+
+    def absent(name: str, *how: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *how, **more)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    assert main(["draw", str(traces), "--output", str(tmp_path / "p")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err

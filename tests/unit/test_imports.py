@@ -1,0 +1,84 @@
+"""The walls between the packages, and that what needs no torch does not import it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
+
+
+def heavy_modules_after(code: str) -> tuple[set[str], str]:
+    """Run ``code`` in a new interpreter; which of torch and Megatron it imported, and all that it wrote."""
+    report = "import sys; print('imported', *({'torch', 'megatron'} & sys.modules.keys()))"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    *_, last = result.stdout.splitlines()
+    assert last.startswith("imported"), result.stdout
+    return set(last.split()[1:]), result.stdout
+
+
+@pytest.mark.skipif(not LINT_IMPORTS.exists(), reason="import-linter is missing; install the [test] extra")
+def test_import_contracts_hold() -> None:
+    result = subprocess.run(
+        [LINT_IMPORTS, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(
+    not (ROOT / "megatron_ampipe/plan/__init__.py").exists(), reason="there is no plan package yet"
+)
+def test_plan_stands_behind_the_walls_once_it_exists() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    _, only_cli, laptop, *_ = settings["importlinter"]["contracts"]
+    assert "megatron_ampipe.plan" in only_cli["source_modules"]
+    assert "megatron_ampipe.plan" in laptop["source_modules"]
+    assert "megatron_ampipe/plan" in settings["mypy"]["files"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "megatron_ampipe",
+        "megatron_ampipe.cli",
+        "megatron_ampipe.config",
+        "megatron_ampipe.errors",
+        "megatron_ampipe.schedule",
+        "megatron_ampipe.timeline",
+        "megatron_ampipe.tools.draw",
+    ],
+)
+def test_importing_it_imports_neither_torch_nor_megatron(module: str) -> None:
+    imported, _ = heavy_modules_after(f"import {module}")
+    assert imported == set()
+
+
+def test_runtime_does_not_import_megatron() -> None:
+    imported, _ = heavy_modules_after("import megatron_ampipe.runtime")
+    assert "megatron" not in imported
+
+
+def test_the_command_prints_its_help_without_torch() -> None:
+    code = """
+import contextlib, sys
+from megatron_ampipe.cli import main
+sys.argv = ["ampipe", "--help"]
+with contextlib.suppress(SystemExit):
+    main()
+"""
+    imported, output = heavy_modules_after(code)
+    assert "usage: ampipe" in output
+    assert imported == set()
+
+
+def test_metadata_is_read_without_torch() -> None:
+    # With setup() replaced, so that this only reads the file.
+    code = "import setuptools, runpy; setuptools.setup = lambda **_: None; runpy.run_path('setup.py')"
+    imported, _ = heavy_modules_after(code)
+    assert imported == set()

@@ -1,0 +1,158 @@
+"""Schedules as data: the named ones, their text form, the checker, the issue order."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import (
+    SCHEDULES,
+    BlockFeatures,
+    Direction,
+    Kind,
+    LaneOrder,
+    Program,
+    Schedule,
+    Stage,
+    build,
+    check,
+    dependencies,
+    from_text,
+    issue_order,
+    to_text,
+)
+
+features = st.builds(BlockFeatures, losses=st.booleans(), shared=st.booleans(), ordered_routing=st.booleans())
+names = st.sampled_from(sorted(SCHEDULES))
+degrees = st.integers(1, 9)
+
+AMPIPE_OF_TWO = """\
+schedule ampipe degree 2
+forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
+forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
+backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
+backward comm: combine.1 combine.0 dispatch.1 dispatch.0
+"""
+
+
+def needs_of(schedule: Schedule, block: BlockFeatures, direction: Direction) -> dict[Stage, tuple[Stage, ...]]:
+    return dependencies(
+        block, degree=schedule.degree, whole_attention=schedule.whole_attention, direction=direction
+    )
+
+
+def test_text_of_the_papers_order() -> None:
+    assert to_text(build("ampipe", degree=2, features=BlockFeatures())) == AMPIPE_OF_TWO
+
+
+@given(names, degrees, features)
+def test_named_schedules_pass_the_check_and_survive_their_text_form(
+    name: str, degree: int, block: BlockFeatures
+) -> None:
+    schedule = build(name, degree=degree, features=block)
+    check(schedule, block)
+    assert from_text(to_text(schedule)) == schedule
+
+
+@given(names, degrees, features, st.booleans())
+def test_issue_order_respects_lanes_and_dependencies(
+    name: str, degree: int, block: BlockFeatures, host_waits: bool
+) -> None:
+    schedule = build(name, degree=degree, features=block)
+    for direction in Direction:
+        needs = needs_of(schedule, block, direction)
+        order = issue_order(schedule.program(direction), needs, host_waits=host_waits)
+        place = {stage: position for position, (_, stage) in enumerate(order)}
+        assert len(place) == len(order) == len(needs)
+        assert all(place[earlier] < place[stage] for stage, found in needs.items() for earlier in found)
+        for lane in schedule.program(direction).lanes:
+            assert [stage for name_, stage in order if name_ == lane.lane] == list(lane.stages)
+
+
+def test_a_waiting_host_has_launched_the_next_attention_before() -> None:
+    schedule = build("ampipe", degree=4, features=BlockFeatures())
+    needs = needs_of(schedule, BlockFeatures(), Direction.FORWARD)
+    order = [stage for _, stage in issue_order(schedule.forward, needs, host_waits=True)]
+    for chunk in range(3):
+        dispatch, next_attention = Stage(Kind.DISPATCH, chunk), Stage(Kind.ATTENTION, chunk + 1)
+        assert order.index(next_attention) < order.index(dispatch)
+
+
+def test_backward_is_the_reverse_of_forward() -> None:
+    block = BlockFeatures(losses=True, shared=True)
+    forward = dependencies(block, degree=3, whole_attention=False, direction=Direction.FORWARD)
+    backward = dependencies(block, degree=3, whole_attention=False, direction=Direction.BACKWARD)
+    edges = {(a, b) for b, found in forward.items() for a in found if Kind.COUNTS not in (a.kind, b.kind)}
+    assert {(b, a) for b, found in backward.items() for a in found} == {(a, b) for a, b in edges}
+
+
+def replace_lane(schedule: Schedule, lane: str, stages: tuple[Stage, ...]) -> Schedule:
+    lanes = tuple(
+        LaneOrder(order.lane, stages) if order.lane == lane else order for order in schedule.forward.lanes
+    )
+    return Schedule(schedule.name, schedule.degree, Program(lanes), schedule.backward)
+
+
+def test_a_schedule_that_waits_for_itself_is_refused() -> None:
+    schedule = build("ampipe", degree=2, features=BlockFeatures())
+    comm = schedule.forward.lanes[1].stages
+    # The experts' results are awaited before the tokens they are computed from are sent.
+    turned = replace_lane(schedule, "comm", comm[4:] + comm[:4])
+    with pytest.raises(BadInput, match=r"can never finish.*comm waits at combine\.0 for expert\.0"):
+        check(turned, BlockFeatures())
+
+
+def test_a_missing_a_doubled_and_a_foreign_stage_are_refused() -> None:
+    schedule = build("ampipe", degree=2, features=BlockFeatures())
+    compute = schedule.forward.lanes[0].stages
+    with pytest.raises(BadInput, match=r"merge\.1 0 times"):
+        check(replace_lane(schedule, "compute", compute[:-1]), BlockFeatures())
+    with pytest.raises(BadInput, match=r"merge\.1 2 times"):
+        check(replace_lane(schedule, "compute", (*compute, compute[-1])), BlockFeatures())
+    with pytest.raises(BadInput, match="losses that this block does not have"):
+        check(replace_lane(schedule, "compute", (*compute, Stage(Kind.LOSSES))), BlockFeatures())
+    with pytest.raises(BadInput, match="losses 0 times"):
+        check(schedule, BlockFeatures(losses=True))
+
+
+def test_computation_in_the_communication_lane_is_refused() -> None:
+    schedule = build("ampipe", degree=2, features=BlockFeatures())
+    compute, comm = (order.stages for order in schedule.forward.lanes)
+    moved = replace_lane(replace_lane(schedule, "compute", compute[:-1]), "comm", (*comm, compute[-1]))
+    with pytest.raises(BadInput, match=r"computes merge\.1 in the communication lane"):
+        check(moved, BlockFeatures())
+
+
+def test_capacity_forbids_routing_out_of_order() -> None:
+    schedule = build("sequential", degree=2, features=BlockFeatures())
+    lane = schedule.forward.lanes[0].stages
+    half = (len(lane) - 1) // 2
+    turned = replace_lane(schedule, "compute", (lane[0], *lane[1 + half :], *lane[1 : 1 + half]))
+    check(turned, BlockFeatures())
+    with pytest.raises(BadInput, match=r"can never finish"):
+        check(turned, BlockFeatures(ordered_routing=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1"),
+        ("schedule mine degree 0", "line 1"),
+        ("schedule mine degree two", "line 1"),
+        ("schedule mine degree 2\nsideways compute: qkv", "line 2"),
+        ("schedule mine degree 2\nforward compute qkv", "line 2"),
+        ("schedule mine degree 2\nforward compute: qkv.0", r"qkv\.0"),
+        ("schedule mine degree 2\nforward compute: expert", "expert: is not a stage"),
+        ("schedule mine degree 2\nforward compute: expert.2", r"expert\.2: is not a stage"),
+        ("schedule mine degree 2\nforward compute: expert.-1", r"expert\.-1: is not a stage"),
+        ("schedule mine degree 2\nforward compute: mlp.0", r"mlp\.0: is not a stage"),
+    ],
+)
+def test_text_that_is_no_schedule_is_refused_by_line(text: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        from_text(text)
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(BadInput, match="ampipe, moe-only, sequential"):
+        build("fast", degree=2, features=BlockFeatures())

@@ -1,0 +1,283 @@
+"""The environment script, with a Python that only pretends: what it looks for, installs and repairs.
+
+The stand-in answers the script's questions, makes an environment that is a copy of itself, and writes every
+pip command to a log. So nothing is downloaded and each run takes a tenth of a second.
+"""
+
+import os
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = (
+    *("awk", "bash", "cat", "chmod", "cksum", "df", "dirname", "env", "find", "flock", "grep"),
+    *("mkdir", "mv", "readlink", "rm", "sed", "sort", "tail"),
+)
+
+# $VERSION is filled in when it is written; $CALLS and $PIP_DOES are set when it runs.
+STAND_IN = """#!/usr/bin/env bash
+case "$*" in
+    *"has_venv"*)
+        case $VERSION in
+            3.11.*) echo "no $VERSION is older than 3.12" ;;
+            *) echo "ok $VERSION $0" ;;
+        esac ;;
+    *"-m venv "*)
+        mkdir -p "${@: -1}/bin" && cat "$0" >"${@: -1}/bin/python" && : >"${@: -1}/pyvenv.cfg"
+        chmod +x "${@: -1}/bin/python" ;;
+    *"print(\\"python"*) echo "python ${VERSION%.*}" ;;
+    *"-m pip install"*) echo "pip $*" >>"$CALLS"; eval "$PIP_DOES" ;;
+    *) echo "$*" >>"$CALLS" ;;
+esac
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A copy of the scripts on a machine of its own: its PATH holds the tools it needs and no Python."""
+
+    root: Path
+    bin: Path
+    calls: Path
+    home: Path
+
+    def add_python(self, name: str, version: str, *, folder: Path | None = None) -> Path:
+        path = (folder or self.bin) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STAND_IN.replace("$VERSION", version).replace("${VERSION%.*}", version[:4]))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    def run(
+        self, *args: str, script: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        self.calls.write_text("")
+        return subprocess.run(
+            [script or self.root / "scripts/test.sh", *(args or ("-q",))],
+            cwd="/",
+            env={
+                "PATH": str(self.bin),
+                "HOME": str(self.home),
+                "CALLS": str(self.calls),
+                "PIP_DOES": ":",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    @property
+    def installs(self) -> list[str]:
+        return [line for line in self.calls.read_text().splitlines() if line.startswith("pip ")]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    made = Checkout(tmp_path / "a checkout", tmp_path / "bin", tmp_path / "calls", tmp_path / "home")
+    made.bin.mkdir()
+    made.home.mkdir()
+    shutil.copytree(ROOT / "scripts", made.root / "scripts")
+    for name in ("setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, made.root)
+    for tool in TOOLS:
+        found = shutil.which(tool, path="/usr/bin:/bin:/usr/local/bin:/opt/homebrew/bin")
+        if found:
+            (made.bin / tool).symlink_to(found)
+    return made
+
+
+def add_command(path: Path, body: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_without_a_python_it_says_how_to_get_one(checkout: Checkout) -> None:
+    result = checkout.run()
+    assert result.returncode == 1
+    assert "no Python 3.12 or newer was found" in result.stderr
+    assert "uv python install 3.12" in result.stderr
+
+
+def test_an_old_python_is_named_and_not_used(checkout: Checkout) -> None:
+    old = checkout.add_python("python3", "3.11.7")
+    result = checkout.run()
+    assert result.returncode == 1
+    assert result.stderr.count(f"not usable: {old}, 3.11.7 is older than 3.12") == 1
+
+
+def test_first_run_installs_and_the_second_installs_nothing(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    first = checkout.run("-k", "two words")
+    assert first.returncode == 0, first.stderr
+    assert len(checkout.installs) == 1
+    assert "-c constraints.txt -e .[test]" in checkout.installs[0]
+
+    second = checkout.run("-k", "two words")
+    assert second.returncode == 0, second.stderr
+    assert checkout.calls.read_text() == "-m pytest -k two words\n"
+    assert second.stdout == ""
+
+
+def test_the_well_tried_python_is_preferred_to_the_newest(checkout: Checkout) -> None:
+    for version in ("3.14.1", "3.13.2", "3.12.4"):
+        checkout.add_python(f"python{version[:4]}", version)
+    assert "making .venv with Python 3.12.4" in checkout.run().stdout
+
+
+def test_a_newer_python_is_used_where_it_is_the_only_one(checkout: Checkout) -> None:
+    checkout.add_python("python3", "3.15.0")
+    assert "making .venv with Python 3.15.0" in checkout.run().stdout
+
+
+@pytest.mark.parametrize("variable", ["PYENV_ROOT", "HOME"])
+def test_a_python_of_pyenv_is_found_without_being_activated(checkout: Checkout, variable: str) -> None:
+    pyenv = checkout.home / ".pyenv"
+    python = checkout.add_python("python3.13", "3.13.2", folder=pyenv / "versions/3.13.2/bin")
+    settings = {"PYENV_ROOT": str(pyenv), "HOME": "/nonexistent"} if variable == "PYENV_ROOT" else {}
+    assert str(python) in checkout.run(**settings).stdout
+
+
+def test_a_python_of_uv_is_found(checkout: Checkout) -> None:
+    python = checkout.add_python("python3.12", "3.12.9", folder=checkout.home / "elsewhere")
+    add_command(checkout.bin / "uv", f'case "$*" in *3.12) echo "{python}" ;; *) exit 2 ;; esac')
+    assert str(python) in checkout.run().stdout
+
+
+@pytest.mark.parametrize("changed", ["setup.py", "constraints.txt"])
+def test_changed_requirements_are_installed_into_the_same_environment(
+    checkout: Checkout, changed: str
+) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run()
+    kept = checkout.root / ".venv/kept"
+    kept.touch()
+    with (checkout.root / changed).open("a") as file:
+        file.write("# changed\n")
+    result = checkout.run()
+    assert "the requirements have changed" in result.stdout
+    assert len(checkout.installs) == 1
+    assert kept.exists()
+
+
+def test_a_moved_checkout_gets_a_new_environment(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run()
+    (checkout.root / ".venv/old").touch()
+    moved = checkout.root.rename(checkout.root.with_name("moved"))
+    result = checkout.run(script=moved / "scripts/test.sh")
+    assert "the checkout has moved" in result.stdout
+    assert len(checkout.installs) == 1
+    assert not (moved / ".venv/old").exists()
+
+
+def test_an_environment_whose_python_has_gone_is_made_again(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run()
+    (checkout.root / ".venv/bin/python").unlink()
+    result = checkout.run()
+    assert result.returncode == 0, result.stderr
+    assert len(checkout.installs) == 1
+
+
+def test_an_interrupted_installation_is_not_taken_for_done(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    interrupted = checkout.run(PIP_DOES="mkdir -p .venv/half .venv/cache/pip/wheel; kill -9 $PPID")
+    assert interrupted.returncode != 0
+    result = checkout.run()
+    assert result.returncode == 0, result.stderr
+    assert "was interrupted" in result.stdout
+    assert len(checkout.installs) == 1
+    assert not (checkout.root / ".venv/half").exists()
+    checkout.run()
+    assert checkout.installs == []
+
+
+@pytest.mark.parametrize(
+    ("complaint", "remedy"),
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("NewConnectionError: Temporary failure in name resolution", "could not be reached"),
+        ("ERROR: No matching distribution found for torch>=2.6", "Python 3.12 on Linux"),
+        ("ERROR: something new", "something new"),
+    ],
+)
+def test_a_failed_installation_is_explained_and_leaves_no_stamp(
+    checkout: Checkout, complaint: str, remedy: str
+) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    result = checkout.run(PIP_DOES=f"echo '{complaint}'; exit 1")
+    assert result.returncode == 1
+    assert remedy in result.stderr
+    assert not (checkout.root / ".venv/.ampipe-stamp").exists()
+
+
+def test_an_environment_made_by_hand_is_completed_and_not_cleared(checkout: Checkout) -> None:
+    python = checkout.add_python("python3.12", "3.12.4")
+    checkout.add_python("python", "3.12.4", folder=checkout.root / ".venv/bin")
+    (checkout.root / ".venv/pyvenv.cfg").touch()
+    (checkout.root / ".venv/mine").touch()
+    result = checkout.run()
+    assert result.returncode == 0, result.stderr
+    assert (checkout.root / ".venv/mine").exists()
+    assert len(checkout.installs) == 1
+    assert str(python) not in result.stdout
+
+
+def test_an_unusable_environment_made_by_hand_is_refused(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    (checkout.root / ".venv").mkdir()
+    (checkout.root / ".venv/pyvenv.cfg").touch()
+    result = checkout.run()
+    assert result.returncode == 1
+    assert "Remove or rename it" in result.stderr
+
+
+def test_it_runs_through_a_symbolic_link(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    link = tmp_path / "links" / "a link"
+    link.parent.mkdir()
+    link.symlink_to(os.path.relpath(checkout.root / "scripts/quickstart.sh", link.parent))
+    result = checkout.run("--help", script=link)
+    assert result.returncode == 0, result.stderr
+    assert checkout.calls.read_text().endswith("-m megatron_ampipe.launch.quickstart --help\n")
+
+
+def test_what_another_environment_has_set_is_left_behind_and_pip_settings_are_not(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run(
+        PYTHONPATH="/elsewhere",
+        VIRTUAL_ENV="/elsewhere",
+        PIP_TARGET="/elsewhere",
+        PIP_FIND_LINKS="/wheels",
+        PIP_DOES='echo "[$PYTHONPATH][$VIRTUAL_ENV][$PIP_TARGET][$PIP_FIND_LINKS]" >>"$CALLS"',
+    )
+    assert "[][][][/wheels]\n" in checkout.calls.read_text()
+
+
+def test_nothing_is_written_outside_the_checkout(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    before = {path for path in tmp_path.rglob("*") if checkout.root not in path.parents}
+    checkout.run()
+    after = {path for path in tmp_path.rglob("*") if checkout.root not in path.parents}
+    assert after - before == {checkout.calls}
+
+
+def test_ci_runs_the_test_command(checkout: Checkout) -> None:
+    shutil.copytree(ROOT / ".ci", checkout.root / ".ci")
+    checkout.add_python("python3.12", "3.12.4")
+    checkout.run()
+    for tool in ("ruff", "lint-imports", "codespell", "shellcheck"):
+        add_command(checkout.root / ".venv/bin" / tool, "exit 0")
+    add_command(checkout.root / ".venv/bin/mypy", "echo a type error; exit 3")
+    result = checkout.run(script=checkout.root / ".ci/run")
+    assert result.returncode == 3
+    assert "a type error" in result.stdout
+    assert checkout.calls.read_text() == "-m pytest --durations=15 tests\n"
+    assert result.stdout.splitlines()[-1] == "test.sh: FAILED: mypy (details above)"

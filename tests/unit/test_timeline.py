@@ -1,0 +1,116 @@
+"""Timelines: their arithmetic against brute force, their file form, and files that are not theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.timeline import StageSpan, Timeline
+
+
+def span(lane: str, begin_us: float, end_us: float, stage: str = "attention.0") -> StageSpan:
+    return StageSpan(lane, stage, "forward", 1, 1, begin_us, end_us)
+
+
+SPANS = st.lists(
+    st.builds(
+        lambda lane, begin, length: span(lane, float(begin), float(begin + length)),
+        st.sampled_from(["compute", "comm", "comm.inter"]),
+        st.integers(0, 40),
+        st.integers(0, 12),
+    ),
+    max_size=24,
+)
+
+
+@given(SPANS)
+def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> None:
+    def cells(*, communication: bool) -> set[int]:
+        return {
+            cell
+            for one in spans
+            if (one.lane != "compute") is communication
+            for cell in range(int(one.begin_us), int(one.end_us))
+        }
+
+    timeline = Timeline(0, tuple(spans))
+    travelling, computing = cells(communication=True), cells(communication=False)
+    assert timeline.communication_us == len(travelling)
+    assert timeline.hidden_us == len(travelling & computing)
+    expected = len(travelling & computing) / len(travelling) if travelling else 0.0
+    assert timeline.hidden_share == expected
+
+
+def test_hidden_time_of_a_long_run_is_linear() -> None:
+    # 2 x 50,000 disjoint intervals: a walk over all pairs would take hours.
+    spans = [span("compute", 4.0 * i, 4.0 * i + 2) for i in range(50_000)]
+    spans += [span("comm", 4.0 * i + 1, 4.0 * i + 3) for i in range(50_000)]
+    assert Timeline(0, tuple(spans)).hidden_us == 50_000
+
+
+@pytest.mark.parametrize(
+    ("stage", "chunk"), [("attention.3", 3), ("qkv", None), ("expert.12", 12), ("a.b", None)]
+)
+def test_chunk_is_read_from_the_stage(stage: str, chunk: int | None) -> None:
+    assert span("compute", 0, 1, stage).chunk == chunk
+
+
+def test_file_form_round_trips(tmp_path: Path) -> None:
+    spans = (span("compute", 10.5, 20.25), StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0))
+    timeline = Timeline(5, spans, {"degree": "4", "schedule": "ampipe"})
+    timeline.write_chrome(tmp_path / "deep" / "rank5.trace.json")
+    assert Timeline.read_chrome(tmp_path / "deep" / "rank5.trace.json") == timeline
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rank5.trace.json"]
+
+
+def event(**changes: object) -> dict[str, object]:
+    good: dict[str, object] = {
+        "name": "qkv", "cat": "forward", "ph": "X", "ts": 1, "dur": 2, "tid": "compute",
+        "args": {"layer": 1, "iteration": 1},
+    }  # fmt: skip
+    return {**good, **changes}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        "\ud800",
+        json.dumps({"otherData": {"rank": "0"}, "traceEvents": ["X"]}),
+        *(
+            json.dumps({"otherData": {"rank": "0"}, "traceEvents": [bad]})
+            for bad in (
+                event(dur=-1),
+                event(ts=float("nan")),
+                event(ts=float("inf")),
+                event(tid=7),
+                event(name=None),
+                event(cat="sideways"),
+                event(args=None),
+                event(args={"layer": float("inf"), "iteration": 1}),
+            )
+        ),
+    ],
+)
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank0.trace.json"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(BadInput, match="is not a trace of ours"):
+        Timeline.read_chrome(path)
+
+
+def test_an_absent_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be read"):
+        Timeline.read_chrome(tmp_path / "none.json")
+    Timeline(0, ()).write_chrome(tmp_path / "empty.json")
+    with pytest.raises(BadInput, match="holds no stage"):
+        Timeline.read_chrome(tmp_path / "empty.json")
