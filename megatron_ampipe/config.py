@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import SCHEDULES
+
+SCHEDULE_NAMES = ("ampipe", "moe-only", "sequential")
+"""The named orders of stages; :mod:`megatron_ampipe.schedule.build` builds each."""
 
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
@@ -24,7 +26,7 @@ class AMPipeConfig:
     degree: int = 1
     """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else."""
     schedule: str = "ampipe"
-    """Name of the order of the stages; one of ``schedule.SCHEDULES``."""
+    """Name of the order of the stages; one of :data:`SCHEDULE_NAMES`."""
     trace_dir: str | None = None
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
@@ -36,11 +38,11 @@ class AMPipeConfig:
                 rule="must be a whole number of chunks, at least 1",
                 remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
             )
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in SCHEDULE_NAMES:
             raise BadInput(
                 "--ampipe-schedule",
                 self.schedule,
-                rule=f"is not one of {', '.join(SCHEDULES)}",
+                rule=f"is not one of {', '.join(SCHEDULE_NAMES)}",
                 remedy="Use --ampipe-schedule ampipe.",
             )
 
@@ -84,9 +86,8 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     for refusal in REFUSALS:
         value = refusal.applies(arguments)
         if value is not None:
-            raise BadInput(
-                refusal.setting, value, rule=f"with --ampipe-degree {config.degree}, {refusal.rule}", remedy=refusal.remedy
-            )
+            rule = f"with --ampipe-degree {config.degree}, {refusal.rule}"
+            raise BadInput(refusal.setting, value, rule=rule, remedy=refusal.remedy)
 
 
 def _above_one(name: str) -> Callable[[Any], object]:
@@ -151,7 +152,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --context-parallel-size 1.",
     ),
     Refusal(
-        "--spec", _set("spec"), "a layer specification of one's own cannot be pipelined yet", "Leave --spec out."
+        "--spec",
+        _set("spec"),
+        "a layer specification of one's own cannot be pipelined yet",
+        "Leave --spec out.",
     ),
     Refusal(
         "--experimental-attention-variant",
@@ -160,7 +164,10 @@ REFUSALS: tuple[Refusal, ...] = (
         _OFF,
     ),
     Refusal(
-        "--multi-latent-attention", _set("multi_latent_attention"), "latent attention is not supported yet", _OFF
+        "--multi-latent-attention",
+        _set("multi_latent_attention"),
+        "latent attention is not supported yet",
+        _OFF,
     ),
     Refusal("--window-size", _set("window_size"), "sliding window attention is not supported yet", _OFF),
     Refusal(
@@ -179,7 +186,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --attention-dropout 0.",
     ),
     Refusal(
-        "--hidden-dropout", _set("hidden_dropout"), "hidden dropout is not supported yet", "Use --hidden-dropout 0."
+        "--hidden-dropout",
+        _set("hidden_dropout"),
+        "hidden dropout is not supported yet",
+        "Use --hidden-dropout 0.",
     ),
     Refusal(
         "--reset-attention-mask",
@@ -237,7 +247,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "random routing would differ from the stock run's",
         _OFF,
     ),
-    Refusal("--moe-enable-routing-replay", _set("moe_enable_routing_replay"), "replay is not supported", _OFF),
+    Refusal(
+        "--moe-enable-routing-replay", _set("moe_enable_routing_replay"), "replay is not supported", _OFF
+    ),
     Refusal(
         "--moe-router-padding-for-quantization",
         _set("moe_router_padding_for_quantization"),
@@ -264,9 +276,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "both would schedule the same all-to-alls",
         "Leave it out.",
     ),
-    Refusal("--delay-wgrad-compute", _set("delay_wgrad_compute"), "delayed weight gradients are not supported", _OFF),
     Refusal(
-        "--cuda-graph-impl", _not_equal("cuda_graph_impl", "none"), "CUDA graphs are not supported", "Use --cuda-graph-impl none."
+        "--delay-wgrad-compute",
+        _set("delay_wgrad_compute"),
+        "delayed weight gradients are not supported",
+        _OFF,
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        _not_equal("cuda_graph_impl", "none"),
+        "CUDA graphs are not supported",
+        "Use --cuda-graph-impl none.",
     ),
     Refusal(
         "--fine-grained-activation-offloading",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.config import SCHEDULE_NAMES, TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import SCHEDULES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -21,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own layers "
-        "(default: 1)",
+        help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
+        "layers (default: 1)",
     )
     group.add_argument(
         "--ampipe-schedule",
-        choices=sorted(SCHEDULES),
+        choices=SCHEDULE_NAMES,
         default=None,
         help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
         "experts alone, sequential not at all (default: ampipe)",

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megatron_ampipe import cli
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, RunFailed
 from megatron_ampipe.timeline import Timeline
 
@@ -76,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(folder: Path, *, degree: int, iterations: int) -> int:
     console = Console()
     data = folder / "data" / "stdlib"
-    code = cli.main(["data", "--output", str(data)])
-    if code != 0:
-        return code
+    _ampipe("data", "--output", str(data))
     traces = folder / "trace"
     common = [
         *shlex.split(MODEL),
@@ -95,9 +92,7 @@ def _compare(folder: Path, *, degree: int, iterations: int) -> int:
         console=console,
     )
     timeline = folder / "timeline"
-    code = cli.main(["draw", str(traces), "--output", str(timeline)])
-    if code != 0:
-        return code
+    _ampipe("draw", str(traces), "--output", str(timeline))
     summary = {
         "degree": degree,
         "baseline": {"losses": baseline, "log": str(folder / "baseline.log")},
@@ -116,7 +111,9 @@ def _compare(folder: Path, *, degree: int, iterations: int) -> int:
     return 0
 
 
-def train(title: str, arguments: Sequence[str], *, log: Path, iterations: int, console: Console) -> list[float]:
+def train(
+    title: str, arguments: Sequence[str], *, log: Path, iterations: int, console: Console
+) -> list[float]:
     """Run one training on two processes, with a progress bar.
 
     Args:
@@ -171,6 +168,13 @@ def train(title: str, arguments: Sequence[str], *, log: Path, iterations: int, c
             f"iterations. The end of {log}:\n{''.join(tail)}"
         )
     return losses
+
+
+def _ampipe(*arguments: str) -> None:
+    """Run an ``ampipe`` command; what it says goes to the terminal."""
+    done = subprocess.run([sys.executable, "-m", "megatron_ampipe.cli", *arguments])
+    if done.returncode != 0:
+        raise RunFailed(f"'ampipe {arguments[0]}' ended with code {done.returncode}; its message is above")
 
 
 def _largest_difference(expected: Sequence[float], found: Sequence[float]) -> float:

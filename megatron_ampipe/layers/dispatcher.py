@@ -7,7 +7,6 @@ chunk in flight has its own.
 
 from __future__ import annotations
 
-import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
@@ -61,7 +60,9 @@ class ChunkDispatcher(MoEAlltoAllTokenDispatcher):
             # The fused permutation reads the counts on the device.
             on_device = self.config.moe_permute_fusion
             self.num_global_tokens_per_local_expert = (
-                by_local_expert.to(counts.on_device.device, non_blocking=True) if on_device else by_local_expert
+                by_local_expert.to(counts.on_device.device, non_blocking=True)
+                if on_device
+                else by_local_expert
             )
 
     def _maybe_dtoh_and_synchronize(

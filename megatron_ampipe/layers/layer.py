@@ -195,9 +195,7 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     def _kernel(self, *, on_gpu: bool) -> AttentionKernel:
         local = isinstance(self.self_attention.core_attention, DotProductAttention)
-        name = self._ampipe.kernel or kernel_name(
-            local=local, on_gpu=on_gpu, dtype=self.config.params_dtype
-        )
+        name = self._ampipe.kernel or kernel_name(local=local, on_gpu=on_gpu, dtype=self.config.params_dtype)
         return bind_kernel(self.self_attention, name)
 
     def _executor(self, *, on_gpu: bool) -> Executor:

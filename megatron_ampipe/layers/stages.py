@@ -1,8 +1,8 @@
 """What every stage of a Megatron MoE block computes: one object per forward call.
 
-Implements ``runtime.block.BlockStages`` on the modules of a
-:class:`~megatron_ampipe.layers.layer.AMPipeTransformerLayer`. Megatron's ``TransformerLayer._forward_attention``
-and ``_forward_mlp`` and ``MoELayer.forward``, cut at the places where tokens travel.
+Implements ``runtime.block.BlockStages`` on the modules of an ``AMPipeTransformerLayer``: Megatron's
+``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the places
+where tokens travel.
 """
 
 from __future__ import annotations

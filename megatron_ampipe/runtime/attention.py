@@ -26,7 +26,14 @@ class AttentionKernel(Protocol):
     """Attention of one chunk; differentiable."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span], scale: float, dropout: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        spans: Sequence[Span],
+        scale: float,
+        dropout: float,
     ) -> Tensor:
         """Attend.
 
@@ -123,7 +130,9 @@ class _CpuFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, key: Tensor, value: Tensor, span: Span, scale: float) -> Tensor:
         rectangle, triangle = _CpuFlash._parts(rows, key, value, span)
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*triangle, 0.0, True, scale=scale)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *triangle, 0.0, True, scale=scale
+        )
         if span.global_start:
             earlier, earlier_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *rectangle, 0.0, False, scale=scale
@@ -142,7 +151,7 @@ class _CpuFlash(torch.autograd.Function):
         rows, key, value, output, lse = ctx.saved_tensors
         span, scale = ctx.span, ctx.scale
         rectangle, triangle = _CpuFlash._parts(rows, key, value, span)
-        length, batch, heads, size = rows.shape
+        length, batch, heads, _ = rows.shape
         groups = key.shape[2]
         incoming = gradient.permute(1, 2, 0, 3).contiguous()
         own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -156,7 +156,9 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call is None:
-            raise RuntimeError("an AMPipe block was differentiated twice; its graph is gone after the first time")
+            raise RuntimeError(
+                "an AMPipe block was differentiated twice; its graph is gone after the first time"
+            )
         call, parameters = ctx.call, ctx.parameters
         ctx.call = ctx.parameters = None
         hidden_gradient, sums = call.backward(gradient)
@@ -265,7 +267,9 @@ class BlockCall:
 
     def _dispatch(self, stage: Stage) -> None:
         index = self._index(stage)
-        tokens, probs = self._travel(index, [self._values.pop(("tokens", index)), self._values.pop(("probs", index))])
+        tokens, probs = self._travel(
+            index, [self._values.pop(("tokens", index)), self._values.pop(("probs", index))]
+        )
         self._values["received", index] = tokens
         self._values["received_probs", index] = probs
 

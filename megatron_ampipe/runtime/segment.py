@@ -24,7 +24,9 @@ class Segment:
 
     __slots__ = ("_outputs", "inputs", "values")
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, keep_graph: bool) -> None:
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, keep_graph: bool
+    ) -> None:
         if not keep_graph:
             self.inputs = self._outputs = ()
             with torch.no_grad():

@@ -1,6 +1,6 @@
-"""What runs when inside one transformer block, as data: stages, lanes, orders, and their checks. No torch here."""
+"""What runs when inside one transformer block, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.build import SCHEDULES, build
+from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, Span, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
@@ -9,7 +9,6 @@ from megatron_ampipe.schedule.text import from_text, to_text
 from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
 
 __all__ = [
-    "SCHEDULES",
     "BlockFeatures",
     "Chunk",
     "Direction",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind, LaneOrder, Program, Schedule, Stage
@@ -19,14 +20,14 @@ def build(name: str, *, degree: int, features: BlockFeatures) -> Schedule:
     Raises:
         BadInput: no schedule has that name.
     """
-    if name not in SCHEDULES:
+    if name not in _BUILDERS:
         raise BadInput(
             "--ampipe-schedule",
             name,
-            rule=f"is not one of {', '.join(SCHEDULES)}",
+            rule=f"is not one of {', '.join(_BUILDERS)}",
             remedy="Use --ampipe-schedule ampipe.",
         )
-    return SCHEDULES[name](degree, features)
+    return _BUILDERS[name](degree, features)
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
@@ -52,10 +53,12 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
-    """Dispatch of a chunk travels during the attention of the next, combine during the experts of the next."""
+    """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
     chunks = range(degree)
     first_half = [stage for chunk in chunks for stage in _of_chunk(chunk, Kind.ATTENTION, Kind.ROUTE)]
-    last_half = [stage for chunk in reversed(chunks) for stage in _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION)]
+    last_half = [
+        stage for chunk in reversed(chunks) for stage in _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION)
+    ]
     return _overlapped("ampipe", degree, features, first_half=first_half, last_half=last_half)
 
 
@@ -122,8 +125,9 @@ def _program(*, compute: list[Stage], comm: list[Stage] | None = None) -> Progra
     return Program(tuple(lanes))
 
 
-SCHEDULES: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
+_BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
     "ampipe": _ampipe,
     "moe-only": _moe_only,
     "sequential": _sequential,
 }
+assert tuple(_BUILDERS) == SCHEDULE_NAMES

@@ -70,7 +70,8 @@ def _stage(word: str, *, number: int, degree: int) -> Stage:
         f"schedule line {number}",
         word,
         rule=f"is not a stage of a block of degree {degree}",
-        remedy=f"Stages are {', '.join(Kind)}, followed by .0 to .{degree - 1} except {', '.join(sorted(WHOLE_BLOCK))}.",
+        remedy=f"Stages are {', '.join(Kind)}, followed by .0 to .{degree - 1} "
+        f"except {', '.join(sorted(WHOLE_BLOCK))}.",
     )
 
 

@@ -88,7 +88,11 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Ten
     shape = (case.sequence_length, case.batch, HIDDEN)
     hidden = torch.randn(shape, generator=generator, requires_grad=True)
     gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
-    rotary = RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length) if case.rope else None
+    rotary = (
+        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length)
+        if case.rope
+        else None
+    )
     get_moe_metrics_tracker().clear()
     for parameter in layer.parameters():
         parameter.grad = None
@@ -96,7 +100,9 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Ten
     output.backward(gradient)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
-        found[f"gradient of {name}"] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        found[f"gradient of {name}"] = (
+            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        )
     for name, buffer in layer.named_buffers():
         found[f"buffer {name}"] = buffer.clone()
     for name, metric in get_moe_metrics_tracker().metrics.items():

@@ -67,13 +67,25 @@ PARITY = [
         }.items()
     ),
     *(
-        Case(f"only-{name}-batch{batch}", only_losses=True, batch=batch, model={"moe_router_topk": 2, **losses})
+        Case(
+            f"only-{name}-batch{batch}", only_losses=True, batch=batch, model={"moe_router_topk": 2, **losses}
+        )
         for batch in (1, 3)
-        for name, losses in {"aux": AUX, "seq-aux": SEQ_AUX, "global-aux": GLOBAL_AUX, "z": Z, "several": SEVERAL_AUX | Z}.items()
+        for name, losses in {
+            "aux": AUX,
+            "seq-aux": SEQ_AUX,
+            "global-aux": GLOBAL_AUX,
+            "z": Z,
+            "several": SEVERAL_AUX | Z,
+        }.items()
     ),
     Case("only-aux-degree8", degree=8, only_losses=True, model=AUX | Z),
     *(
-        Case(f"capacity-{name}-top{topk}-batch{batch}", batch=batch, model={"moe_router_topk": topk, **capacity})
+        Case(
+            f"capacity-{name}-top{topk}-batch{batch}",
+            batch=batch,
+            model={"moe_router_topk": topk, **capacity},
+        )
         for name, capacity in {"tight": TIGHT, "loose": LOOSE}.items()
         for topk in (1, 2)
         for batch in (1, 3)
@@ -81,27 +93,55 @@ PARITY = [
     Case("capacity-aux-z", model=TIGHT | AUX | Z | {"moe_router_topk": 2}),
     Case("capacity-degree8-moe-only", degree=8, schedule="moe-only", model=TIGHT),
     *(
-        Case(f"length{length}-degree{degree}-batch{batch}", sequence_length=length, degree=degree, batch=batch)
+        Case(
+            f"length{length}-degree{degree}-batch{batch}", sequence_length=length, degree=degree, batch=batch
+        )
         for length, degree, batch in ((33, 4, 1), (31, 3, 3), (9, 8, 1), (8, 8, 3), (5, 4, 1))
     ),
     Case("rope", rope=True, kernel="cpu-flash"),
-    Case("rope-gqa-swiglu-rms", rope=True, kernel="cpu-flash", batch=3, model={
-        "num_query_groups": 2, "gated_linear_unit": True, "activation_func": "silu", "normalization": "RMSNorm",
-        "moe_router_topk": 2, **AUX,
-    }),
+    Case(
+        "rope-gqa-swiglu-rms",
+        rope=True,
+        kernel="cpu-flash",
+        batch=3,
+        model={
+            "num_query_groups": 2,
+            "gated_linear_unit": True,
+            "activation_func": "silu",
+            "normalization": "RMSNorm",
+            "moe_router_topk": 2,
+            **AUX,
+        },
+    ),
     Case("layernorm-bias", model={"normalization": "LayerNorm", "add_bias_linear": True}),
     Case("qk-layernorm", model={"qk_layernorm": True}),
     Case("shared", model={"moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}),
-    Case("shared-gate-moe-only", schedule="moe-only", model={
-        "moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True,
-    }),
-    Case("sigmoid-expert-bias", model={
-        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2,
-    }),
+    Case(
+        "shared-gate-moe-only",
+        schedule="moe-only",
+        model={
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_shared_expert_gate": True,
+        },
+    ),
+    Case(
+        "sigmoid-expert-bias",
+        model={
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk": 2,
+        },
+    ),
     Case("pre-softmax-top2", model={"moe_router_pre_softmax": True, "moe_router_topk": 2}),
-    Case("group-limited", model={
-        "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2, "num_moe_experts": 8,
-    }),
+    Case(
+        "group-limited",
+        model={
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_topk": 2,
+            "num_moe_experts": 8,
+        },
+    ),
     Case("one-expert-each", model={"num_moe_experts": 2}),
     Case("evaluation", training=False, model=AUX),
     Case("ep1", world_size=1, model=AUX | Z | {"moe_router_topk": 2}),

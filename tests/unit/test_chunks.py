@@ -12,7 +12,9 @@ from megatron_ampipe.schedule import Chunk, Span, chunk_sequence
 def test_chunks_cover_the_sequence_evenly_and_in_order(length: int, data: st.DataObject) -> None:
     degree = data.draw(st.integers(1, length))
     chunks = chunk_sequence(length, degree=degree)
-    rows = [row for chunk in chunks for span in chunk.hidden for row in range(span.local_start, span.local_end)]
+    rows = [
+        row for chunk in chunks for span in chunk.hidden for row in range(span.local_start, span.local_end)
+    ]
     lengths = [sum(span.length for span in chunk.hidden) for chunk in chunks]
     assert len(chunks) == degree
     assert rows == list(range(length))
