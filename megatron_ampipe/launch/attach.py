@@ -55,10 +55,15 @@ def attach(
     model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
     chunks = chunk_sequence(args.seq_length, degree=config.degree)
     on_gpu = not host.installed()
+    transformer = model_config.transformer
     kernel = kernel_name(
-        local=model_config.transformer.transformer_impl == "local",
+        local=transformer.transformer_impl == "local",
         on_gpu=on_gpu,
-        dtype=model_config.transformer.params_dtype,
+        dtype=transformer.params_dtype,
+        context_parallel=transformer.context_parallel_size > 1,
+        latent=transformer.multi_latent_attention,
+        dropout=transformer.attention_dropout > 0,
+        window=transformer.window_size is not None,
     )
     rows = [
         ("degree", str(config.degree)),

@@ -1,61 +1,152 @@
 """What Megatron's self-attention computes, in the two pieces that chunks need: projection, then attention.
 
-Mirrors ``megatron.core.transformer.attention.Attention.forward`` for training. Used by :mod:`.stages`.
+Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training. Used by :mod:`.stages`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.attention import KERNELS, AttentionKernel
+from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.schedule import Span
+
+RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
 
 def project_qkv(
-    attention: SelfAttention, normed: Tensor, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None
+    attention: Attention, normed: Tensor, rotary_pos_emb: RotaryEmbedding | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the whole sequence, rotary embedding applied.
+    """Queries of this rank, keys and values of the whole sequence, rotary embedding applied.
 
     Args:
         attention: Megatron's module.
-        normed: ``[S, B, D]``, behind the input norm.
-        rotary_pos_emb: As Megatron passes it to a layer.
+        normed: ``[rows of this rank, B, D]``, behind the input norm.
+        rotary_pos_emb: As Megatron passes it to a layer; None for latent attention, which has its own.
 
     Returns:
-        ``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]``.
+        Queries ``[S / context ranks, B, H, C]``, keys ``[S, B, G, C]``, values ``[S, B, G, V]``.
     """
-    query, key, value = attention.get_query_key_value_tensors(normed, None)
+    if isinstance(attention, MultiLatentAttention):
+        query, key, value, *_ = attention.get_query_key_value_tensors(normed)
+    else:
+        assert isinstance(attention, SelfAttention)
+        query, key, value = attention.get_query_key_value_tensors(normed, None)
+        query, key = _rotate(attention, query, key, rotary_pos_emb)
+    group = attention.pg_collection.cp
+    return query, gather_sequence(key, group), gather_sequence(value, group)
+
+
+def _rotate(
+    attention: SelfAttention, query: Tensor, key: Tensor, rotary_pos_emb: RotaryEmbedding | None
+) -> tuple[Tensor, Tensor]:
     config = attention.config
     skips = config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]
-    if rotary_pos_emb is not None and not skips:
-        embeddings = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-        query, key = (
-            tensor
-            if embedding is None
-            else apply_rotary_pos_emb(
-                tensor,
-                embedding,
-                config=config,
-                mscale=attention._yarn_concentration_factor,
-                cp_group=attention.pg_collection.cp,
-            )
-            for tensor, embedding in zip((query, key), embeddings, strict=True)
+    if rotary_pos_emb is None or skips:
+        return query, key
+    embeddings = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+    query, key = (
+        tensor
+        if embedding is None
+        else apply_rotary_pos_emb(
+            tensor,
+            embedding,
+            config=config,
+            mscale=attention._yarn_concentration_factor,
+            cp_group=attention.pg_collection.cp,
         )
-    return query, key, value
+        for tensor, embedding in zip((query, key), embeddings, strict=True)
+    )
+    return query, key
 
 
-def attention_scale(attention: SelfAttention) -> float:
+def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All rows of a tensor that Megatron's zigzag has spread over context-parallel ranks, in order.
+
+    Differentiable: the gradients of all ranks are summed and scattered.
+
+    Args:
+        tensor: ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence.
+        group: The context-parallel ranks.
+
+    Returns:
+        ``[S, ...]``; the tensor itself when the group is one rank.
+    """
+    num_ranks = group.size()
+    if num_ranks == 1:
+        return tensor
+    slices = gather_from_sequence_parallel_region(tensor.contiguous(), group=group).chunk(2 * num_ranks)
+    return torch.cat([*slices[0::2], *reversed(slices[1::2])])
+
+
+class ChunkAttention:
+    """Core attention of one layer's chunks, by one kernel.
+
+    Args:
+        attention: Megatron's module, for its scale, window and dropout.
+        kernel: ``te`` or a name of ``runtime.attention.KERNELS``.
+    """
+
+    def __init__(self, attention: Attention, *, kernel: str) -> None:
+        config = attention.config
+        self._core = attention.core_attention
+        self._kernel = None if kernel == "te" else KERNELS[kernel]
+        self._scale = _scale(attention)
+        self._dropout = config.attention_dropout
+        self._sequence_parallel = config.sequence_parallel
+        self._window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, attention.layer_number
+        ):
+            left, right = config.window_size
+            assert right == 0, "start-up refuses windows that look ahead"
+            self._window = left if left >= 0 else None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span]) -> Tensor:
+        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
+        if self._kernel is None:
+            return self._transformer_engine(query, key, value, spans)
+        dropout = self._dropout if self._core.training else 0.0
+        # As DotProductAttention: ranks that share a sequence must not share their dropout masks.
+        forks = dropout > 0 and not self._sequence_parallel
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
+        with fork:
+            return self._kernel(
+                query, key, value, spans=spans, scale=self._scale, dropout=dropout, window=self._window
+            )
+
+    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span]) -> Tensor:
+        """Megatron's own TE attention module, once per span, causal to the bottom right."""
+        outputs = [
+            self._core(
+                rows,
+                key[: span.global_end],
+                value[: span.global_end],
+                None,
+                attn_mask_type=AttnMaskType.causal_bottom_right,
+            )
+            for rows, span in zip(query.split([span.length for span in spans]), spans, strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _scale(attention: Attention) -> float:
     """The factor on the attention scores."""
+    if isinstance(attention, MultiLatentAttention):
+        return float(attention.softmax_scale)
     core = attention.core_attention
     if not isinstance(core, DotProductAttention):
         return float(attention.hidden_size_per_attention_head**-0.5)
@@ -64,59 +155,49 @@ def attention_scale(attention: SelfAttention) -> float:
     return float(core.softmax_scale * again)
 
 
-def kernel_name(*, local: bool, on_gpu: bool, dtype: torch.dtype) -> str:
+def kernel_name(
+    *,
+    local: bool,
+    on_gpu: bool,
+    dtype: torch.dtype,
+    context_parallel: bool = False,
+    latent: bool = False,
+    dropout: bool = False,
+    window: bool = False,
+) -> str:
     """Which kernel attends to the chunks of a layer: ``te`` or one of ``runtime.attention.KERNELS``.
 
-    A layer built with Transformer Engine keeps it. A local layer, whose own kernel holds the scores of
-    the whole sequence, gets the leanest kernel there is that computes the same function.
+    A layer built with Transformer Engine keeps it, unless context parallelism would start TE's own
+    exchange of keys and values. A local layer, whose own kernel holds the scores of the whole sequence,
+    gets the leanest kernel there is that computes the same function.
 
     Args:
         local: The layer is made of Megatron's local modules rather than Transformer Engine's.
         on_gpu: Where it runs.
         dtype: Of its parameters.
+        context_parallel: The sequence is spread over ranks.
+        latent: Values may have another head size than keys.
+        dropout: Attention weights are dropped.
+        window: Attention sees a sliding window.
     """
-    if not local:
+    if not local and not context_parallel:
         return "te"
     if not on_gpu:
-        return "cpu-flash" if compat.has_cpu_flash() else "sdpa"
+        plain = not (latent or dropout or window)
+        return "cpu-flash" if plain and compat.has_cpu_flash() else "sdpa"
     sixteen_bit = dtype in (torch.float16, torch.bfloat16)
-    return "flash-attn" if compat.has_flash_attn() and sixteen_bit else "sdpa"
+    return "flash-attn" if compat.has_flash_attn() and sixteen_bit and not latent else "sdpa"
 
 
-def bind_kernel(attention: SelfAttention, name: str) -> AttentionKernel:
-    """The kernel of that name, ready to be called for this layer.
-
-    Raises:
-        BadInput: no kernel has that name.
-    """
-    if name == "te":
-        return partial(_transformer_engine, attention.core_attention)
-    if name not in KERNELS:
-        raise BadInput(
-            "attention kernel", name, rule=f"is not one of te, {', '.join(KERNELS)}", remedy="Use sdpa."
-        )
-    return KERNELS[name]
-
-
-def _transformer_engine(
-    core: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    spans: Sequence[Span],
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """Megatron's own TE attention module, once per span, causal to the bottom right."""
-    outputs = [
-        core(
-            rows,
-            key[: span.global_end],
-            value[: span.global_end],
-            None,
-            attn_mask_type=AttnMaskType.causal_bottom_right,
-        )
-        for rows, span in zip(query.split([span.length for span in spans]), spans, strict=True)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+def kernel_of(attention: Attention, *, on_gpu: bool) -> str:
+    """:func:`kernel_name` of a built layer."""
+    config = attention.config
+    return kernel_name(
+        local=isinstance(attention.core_attention, DotProductAttention),
+        on_gpu=on_gpu,
+        dtype=config.params_dtype,
+        context_parallel=config.context_parallel_size > 1,
+        latent=isinstance(attention, MultiLatentAttention),
+        dropout=config.attention_dropout > 0,
+        window=config.window_size is not None,
+    )

@@ -12,20 +12,26 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.layers.attention import bind_kernel, kernel_name
+from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, kernel_of
 from megatron_ampipe.layers.dispatcher import ChunkDispatcher
 from megatron_ampipe.layers.stages import MegatronStages
-from megatron_ampipe.runtime.attention import AttentionKernel
 from megatron_ampipe.runtime.block import BlockPlan, run_block
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import BlockFeatures, Chunk, Kind, build, check, chunk_sequence
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Chunk,
+    Kind,
+    SequenceLayout,
+    build,
+    check,
+    chunk_sequence,
+)
 
 
 @dataclass(slots=True)
@@ -64,6 +70,15 @@ class AMPipeTransformerLayer(TransformerLayer):
         self._ampipe = ampipe
         self._plans: dict[BlockFeatures, BlockPlan] = {}
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
+        self._attention: ChunkAttention | None = None
+        context, tensor = self.pg_collection.cp, self.pg_collection.tp
+        sharded = self.config.sequence_parallel
+        self._layout = SequenceLayout(
+            tensor_ranks=tensor.size() if sharded else 1,
+            tensor_rank=tensor.rank() if sharded else 0,
+            context_ranks=context.size(),
+            context_rank=context.rank(),
+        )
         self.chunk_dispatcher = ChunkDispatcher(
             self.mlp.num_local_experts,
             self.mlp.local_expert_indices,
@@ -77,7 +92,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        rotary_pos_emb: RotaryEmbedding | None = None,
         inference_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +126,7 @@ class AMPipeTransformerLayer(TransformerLayer):
         stages = MegatronStages(
             self,
             chunks=self._chunks_of(hidden_states.shape[0]),
-            kernel=self._kernel(on_gpu=hidden_states.is_cuda),
+            attend=self._attend(on_gpu=hidden_states.is_cuda),
             rotary_pos_emb=rotary_pos_emb,
             num_tokens=hidden_states.shape[0] * hidden_states.shape[1],
         )
@@ -140,14 +155,14 @@ class AMPipeTransformerLayer(TransformerLayer):
     def stage_parameters(self) -> dict[Kind, Sequence[Parameter]]:
         """The trainable parameters that each kind of stage uses."""
         attention, moe = self.self_attention, self.mlp
+        projection = [
+            module
+            for name, module in attention.named_children()
+            if name not in ("core_attention", "linear_proj")
+        ]
         modules: dict[Kind, list[Module | None]] = {
-            Kind.QKV: [
-                self.input_layernorm,
-                attention.linear_qkv,
-                getattr(attention, "q_layernorm", None),
-                getattr(attention, "k_layernorm", None),
-            ],
-            Kind.ATTENTION: [attention.linear_proj, self.pre_mlp_layernorm],
+            Kind.QKV: [self.input_layernorm, *projection],
+            Kind.ATTENTION: [attention.core_attention, attention.linear_proj, self.pre_mlp_layernorm],
             Kind.ROUTE: [moe.router],
             Kind.LOSSES: [],
             Kind.SHARED: [moe.shared_experts],
@@ -173,10 +188,15 @@ class AMPipeTransformerLayer(TransformerLayer):
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
         return tuple(used)
 
-    def _chunks_of(self, sequence_length: int) -> tuple[Chunk, ...]:
-        if sequence_length not in self._chunks:
-            self._chunks[sequence_length] = chunk_sequence(sequence_length, degree=self._ampipe.config.degree)
-        return self._chunks[sequence_length]
+    def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
+        """Chunks of a sequence of which this rank holds ``num_rows`` rows."""
+        if num_rows not in self._chunks:
+            layout = self._layout
+            sequence_length = num_rows * layout.tensor_ranks * layout.context_ranks
+            self._chunks[num_rows] = chunk_sequence(
+                sequence_length, degree=self._ampipe.config.degree, layout=layout
+            )
+        return self._chunks[num_rows]
 
     def _plan(self, executor: Executor) -> BlockPlan:
         router = self.mlp.router
@@ -193,10 +213,11 @@ class AMPipeTransformerLayer(TransformerLayer):
             self._plans[features] = BlockPlan.of(schedule, features=features, executor=executor)
         return self._plans[features]
 
-    def _kernel(self, *, on_gpu: bool) -> AttentionKernel:
-        local = isinstance(self.self_attention.core_attention, DotProductAttention)
-        name = self._ampipe.kernel or kernel_name(local=local, on_gpu=on_gpu, dtype=self.config.params_dtype)
-        return bind_kernel(self.self_attention, name)
+    def _attend(self, *, on_gpu: bool) -> ChunkAttention:
+        if self._attention is None:
+            kernel = self._ampipe.kernel or kernel_of(self.self_attention, on_gpu=on_gpu)
+            self._attention = ChunkAttention(self.self_attention, kernel=kernel)
+        return self._attention
 
     def _executor(self, *, on_gpu: bool) -> Executor:
         if self._ampipe.executor is None:

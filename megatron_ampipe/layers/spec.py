@@ -11,6 +11,7 @@ from functools import partial
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -41,10 +42,10 @@ def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
     build_mlp = spec.submodules.mlp
     if getattr(build_mlp, "func", None) is not MoELayer:
         return spec
-    _require(spec.module, TransformerLayer, "layer")
-    _require(spec.submodules.self_attention.module, SelfAttention, "attention")
+    _require(spec.module, (TransformerLayer,), "layer")
+    _require(spec.submodules.self_attention.module, (SelfAttention, MLASelfAttention), "attention")
     moe = build_mlp.keywords["submodules"]
-    _require(moe.router, TopKRouter, "router")
+    _require(moe.router, (TopKRouter,), "router")
     submodules = dataclasses.replace(
         spec.submodules,
         mlp=partial(MoELayer, submodules=dataclasses.replace(moe, router=ChunkRouter)),
@@ -54,12 +55,12 @@ def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
     )
 
 
-def _require(found: type, known: type, role: str) -> None:
+def _require(found: type, known: tuple[type, ...], role: str) -> None:
     """Subclasses are refused too: what they add is not in our stages."""
-    if found is not known:
+    if found not in known:
         raise BadInput(
             f"MoE {role}",
             getattr(found, "__name__", found),
-            rule=f"only Megatron's {known.__name__} can be pipelined",
+            rule=f"only Megatron's {' and '.join(cls.__name__ for cls in known)} can be pipelined",
             remedy="Use the default layer specification, or train with --ampipe-degree 1.",
         )

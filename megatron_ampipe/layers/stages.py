@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.layers.attention import attention_scale, project_qkv
-from megatron_ampipe.runtime.attention import AttentionKernel
+from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv
 from megatron_ampipe.runtime.collectives import CountsOnHost
 from megatron_ampipe.schedule import Chunk, Kind
 
@@ -30,7 +29,7 @@ class MegatronStages:
     Args:
         layer: Whose modules are called.
         chunks: Where the sequence is cut.
-        kernel: Core attention of a chunk.
+        attend: Core attention of a chunk.
         rotary_pos_emb: As Megatron passes it to the layer.
         num_tokens: Tokens of this rank in the block, ``S * B``.
     """
@@ -40,13 +39,12 @@ class MegatronStages:
         layer: AMPipeTransformerLayer,
         *,
         chunks: Sequence[Chunk],
-        kernel: AttentionKernel,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        attend: ChunkAttention,
+        rotary_pos_emb: RotaryEmbedding | None,
         num_tokens: int,
     ) -> None:
         self.chunks = chunks
-        self._layer, self._kernel, self._rotary_pos_emb = layer, kernel, rotary_pos_emb
-        self._scale = attention_scale(layer.self_attention)
+        self._layer, self._attend, self._rotary_pos_emb = layer, attend, rotary_pos_emb
         self._ledger = layer.mlp.router.capacity_ledger(num_tokens)
         template = layer.chunk_dispatcher
         # The state of a chunk is bound to attributes of its own copy; the constants are shared.
@@ -68,7 +66,7 @@ class MegatronStages:
     ) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
         layer = self._layer
-        context = self._kernel(query, key, value, spans=chunk.queries, scale=self._scale, dropout=0.0)
+        context = self._attend(query, key, value, spans=chunk.queries)
         output_with_bias = layer.self_attention.linear_proj(context)
         residual = layer.add_residual(layer.self_attn_bda, output_with_bias, hidden)
         return residual, layer.pre_mlp_layernorm(residual)

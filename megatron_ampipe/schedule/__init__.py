@@ -2,7 +2,7 @@
 
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
-from megatron_ampipe.schedule.chunks import Chunk, Span, chunk_sequence
+from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
 from megatron_ampipe.schedule.issue import issue_order
 from megatron_ampipe.schedule.text import from_text, to_text
@@ -16,6 +16,7 @@ __all__ = [
     "LaneOrder",
     "Program",
     "Schedule",
+    "SequenceLayout",
     "Span",
     "Stage",
     "build",

@@ -76,28 +76,91 @@ def _join(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def chunk_sequence(sequence_length: int, *, degree: int) -> tuple[Chunk, ...]:
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """Which rows of the whole sequence this rank holds.
+
+    Attributes:
+        tensor_ranks: Ranks over which sequence parallelism shards the residual stream; 1 without.
+        tensor_rank: This rank among them.
+        context_ranks: Context-parallel ranks. Each holds two slices of the sequence, the ``r``-th from the
+            front and the ``r``-th from the back (Megatron's zigzag).
+        context_rank: This rank among them.
+    """
+
+    tensor_ranks: int = 1
+    tensor_rank: int = 0
+    context_ranks: int = 1
+    context_rank: int = 0
+
+    def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
+        """Rows of this rank's queries, numbered from 0, as spans.
+
+        Args:
+            first: First row, ``0 <= first < sequence_length / context_ranks``.
+            length: Number of rows.
+            sequence_length: Of the whole sequence.
+        """
+        if self.context_ranks == 1:
+            return (Span(first, length, first),)
+        half = sequence_length // (2 * self.context_ranks)
+        last_slice = 2 * self.context_ranks - 1 - self.context_rank
+        found = []
+        for slice_start, global_start in ((0, self.context_rank * half), (half, last_slice * half)):
+            start, end = max(first, slice_start), min(first + length, slice_start + half)
+            if start < end:
+                found.append(Span(start, end - start, global_start + start - slice_start))
+        return tuple(found)
+
+
+def chunk_sequence(
+    sequence_length: int, *, degree: int, layout: SequenceLayout | None = None
+) -> tuple[Chunk, ...]:
     """Cut a sequence into ``degree`` chunks whose lengths differ by at most one row, longer ones first.
 
+    A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
+    scatters a chunk's rows evenly over those ranks and must hand each the rows it owns.
+
     Args:
-        sequence_length: Rows of the sequence.
+        sequence_length: Rows of the whole sequence.
         degree: Number of chunks.
+        layout: What this rank holds; the whole sequence if None.
 
     Raises:
-        BadInput: when some chunk would be empty.
+        BadInput: when some chunk would be empty, or the ranks cannot hold equal parts.
     """
-    if not 1 <= degree <= sequence_length:
+    layout = layout or SequenceLayout()
+    slices = layout.tensor_ranks * layout.context_ranks * (2 if layout.context_ranks > 1 else 1)
+    if sequence_length % slices:
+        raise BadInput(
+            "--seq-length",
+            sequence_length,
+            rule=f"must be a multiple of {slices} for this tensor and context parallelism",
+            remedy=f"Use --seq-length {-(-sequence_length // slices) * slices}.",
+        )
+    num_rows = sequence_length // (layout.tensor_ranks * layout.context_ranks)
+    if not 1 <= degree <= num_rows:
         raise BadInput(
             "--ampipe-degree",
             degree,
-            rule=f"must lie between 1 and the sequence length ({sequence_length})",
-            remedy=f"Use --ampipe-degree {min(4, sequence_length)}.",
+            rule=f"must lie between 1 and the rows of the sequence that one rank holds ({num_rows})",
+            remedy=f"Use --ampipe-degree {min(4, num_rows)}.",
         )
-    base, extra = divmod(sequence_length, degree)
+    base, extra = divmod(num_rows, degree)
     chunks = []
     start = 0
     for index in range(degree):
-        span = Span(start, base + (index < extra), start)
-        chunks.append(Chunk(hidden=(span,), queries=(span,)))
-        start = span.local_end
+        length = base + (index < extra)
+        # Rows of the gathered queries: the shards of the tensor-parallel ranks, one after another.
+        parts = [
+            layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)
+            for rank in range(layout.tensor_ranks)
+        ]
+        shift = layout.tensor_rank * num_rows
+        hidden = tuple(
+            Span(span.local_start - shift, span.length, span.global_start)
+            for span in parts[layout.tensor_rank]
+        )
+        chunks.append(Chunk(hidden=hidden, queries=tuple(span for part in parts for span in part)))
+        start += length
     return tuple(chunks)

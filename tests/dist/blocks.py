@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.layer import AMPipeContext
@@ -36,7 +37,8 @@ def transformer_config(case: Case) -> TransformerConfig:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "add_bias_linear": False,
-        "expert_model_parallel_size": case.world_size,
+        **(case.parallel or {"expert_model_parallel_size": case.world_size}),
+        "sequence_parallel": case.parallel.get("tensor_model_parallel_size", 1) > 1,
         "use_cpu_initialization": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -54,14 +56,19 @@ def transformer_config(case: Case) -> TransformerConfig:
     fields.setdefault("moe_router_pre_softmax", fields["moe_router_topk"] == 1)
     if fields.get("activation_func") == "silu":
         fields["activation_func"] = torch.nn.functional.silu
-    return TransformerConfig(**fields)
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    return kind(**fields)
 
 
 def build_layers(case: Case) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``."""
     config = transformer_config(case)
     spec = get_gpt_layer_local_spec(
-        config.num_moe_experts, False, config.qk_layernorm, normalization=config.normalization
+        config.num_moe_experts,
+        False,
+        config.qk_layernorm,
+        config.multi_latent_attention,
+        normalization=config.normalization,
     )
     context = AMPipeContext(
         AMPipeConfig(degree=case.degree, schedule=case.schedule),
@@ -85,7 +92,9 @@ def build_layers(case: Case) -> tuple[torch.nn.Module, torch.nn.Module]:
 def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Tensor]:
     """One forward and backward; everything that may depend on the layer, by name."""
     generator = torch.Generator().manual_seed(100 + rank)
-    shape = (case.sequence_length, case.batch, HIDDEN)
+    parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
+    num_rows = case.sequence_length // math.prod(parts)
+    shape = (num_rows, case.batch, HIDDEN)
     hidden = torch.randn(shape, generator=generator, requires_grad=True)
     gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
     rotary = (

@@ -29,6 +29,8 @@ class Case:
     """Give the output a gradient of zero, so that nothing but the router's losses flows back."""
     training: bool = True
     model: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, int] = field(default_factory=dict)
+    """Sizes of Megatron's process groups; without, all ranks are expert-parallel."""
 
 
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -152,5 +154,83 @@ PARITY = [
     Case("ep4-odd", world_size=4, degree=3, sequence_length=19),
 ]
 
+TP = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+TP_EXPERTS = {
+    "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 1,
+}  # fmt: skip
+TP_EXPERTS_EP = {**TP_EXPERTS, "expert_model_parallel_size": 2}
+CP = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+TP_CP = {**TP, "context_parallel_size": 2}
+LATENT = {
+    "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope", "qk_layernorm": True,
+}  # fmt: skip
+LARGE = AUX | Z | {"moe_router_topk": 2, "gated_linear_unit": True, "activation_func": "silu"}
+
+PARALLEL = [
+    *(
+        Case(
+            f"{name}-{schedule}",
+            world_size=world_size,
+            schedule=schedule,
+            parallel=parallel,
+            model=LARGE,
+            rope=True,
+        )
+        for name, world_size, parallel in (
+            ("tp", 2, TP),
+            ("tp-experts", 2, TP_EXPERTS),
+            ("tp-experts-ep", 4, TP_EXPERTS_EP),
+            ("cp", 2, CP),
+            ("tp-cp", 4, TP_CP),
+        )
+        for schedule in ("ampipe", "moe-only", "sequential")
+    ),
+    Case("tp-cpu-flash", parallel=TP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
+    Case("cp-cpu-flash", parallel=CP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
+    Case("tp-odd", parallel=TP, degree=3, sequence_length=26, batch=3, model=LARGE),
+    Case("cp-odd", parallel=CP, degree=3, sequence_length=28, batch=3, model=LARGE),
+    Case("tp-capacity", parallel=TP, model=TIGHT | AUX, batch=3),
+    Case(
+        "tp-shared-gqa",
+        parallel=TP,
+        rope=True,
+        model={
+            **LARGE,
+            "moe_shared_expert_intermediate_size": 48,
+            "num_query_groups": 2,
+        },
+    ),
+    Case("tp-losses-alone", parallel=TP, only_losses=True, model=SEVERAL_AUX | Z),
+    Case("cp-losses-alone", parallel=CP, only_losses=True, model=SEVERAL_AUX | Z),
+    *(Case(f"mla-{kernel}", kernel=kernel, model=LATENT | LARGE) for kernel in ("exact", "sdpa")),
+    Case("mla-yarn-no-q-compression", model={**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"}),
+    Case("mla-tp", parallel=TP, model=LATENT),
+    Case("mla-cp", parallel=CP, model=LATENT),
+    *(Case(f"window-{kernel}", kernel=kernel, model={"window_size": (5, 0)}) for kernel in ("exact", "sdpa")),
+    Case("window-wide-degree8", degree=8, model={"window_size": (20, 0)}),
+    Case("window-tp", parallel=TP, model={"window_size": (9, 0)}),
+    Case("mqa", kernel="cpu-flash", rope=True, model={"num_query_groups": 1}),
+    Case("rope-partial-interleaved", rope=True, model={"rotary_interleaved": True}),
+    Case("top8", model={"num_moe_experts": 8, "moe_router_topk": 8}),
+    Case(
+        "scaling-factor",
+        model={
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk": 4,
+            "moe_router_topk_scaling_factor": 2.5,
+            "num_moe_experts": 8,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
+    Case("router-fp64", model={"moe_router_dtype": "fp64", "moe_router_topk": 2, **AUX, **Z}),
+    Case("per-token-loss", model={"calculate_per_token_loss": True, **SEVERAL_AUX, **Z}),
+    Case("fp32-residual", model={"fp32_residual_connection": True}),
+]
+
+PARITY += PARALLEL
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have one name"

@@ -6,7 +6,7 @@ import sys
 import traceback
 
 from tests.dist.cases import BY_NAME
-from tests.dist.worker import report, start
+from tests.dist.worker import report, start, use_groups
 
 
 def main() -> None:
@@ -14,8 +14,12 @@ def main() -> None:
     from tests.dist.blocks import build_layers, differences, run
 
     results: dict[str, object] = {}
+    groups: object = None
     for name in sys.argv[1:]:
         case = BY_NAME[name]
+        if case.parallel != groups:
+            use_groups(**case.parallel)
+            groups = case.parallel
         try:
             stock, ours = build_layers(case)
             expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def start() -> tuple[int, int]:
-    """Host platform, process group, Megatron's parallel state with all ranks expert-parallel.
+    """Host platform and process group.
 
     Returns:
         Rank and world size.
@@ -29,12 +29,23 @@ def start() -> tuple[int, int]:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=60),
     )
+    return rank, world_size
+
+
+def use_groups(**sizes: int) -> None:
+    """Make Megatron's process groups of these sizes, in place of those there are.
+
+    Args:
+        sizes: For ``initialize_model_parallel``; without, all ranks are expert-parallel.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=world_size)
-    model_parallel_cuda_manual_seed(123)
-    return rank, world_size
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    sizes = sizes or {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
 
 
 def report(result: Any) -> None:

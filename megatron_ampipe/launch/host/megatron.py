@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_ampipe.launch.host.collectives import gather_unequal, scatter_unequal
 from megatron_ampipe.launch.host.dropping import lower_index_wins
 from megatron_ampipe.launch.host.norm import build_norm
 from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
@@ -42,13 +43,17 @@ def _import_megatron() -> None:
 def install() -> None:
     """Import Megatron and replace the names below."""
     _import_megatron()
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as tracker
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.router as router
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     import megatron.training.training as training
     from megatron.core.jit import disable_jit_fuser
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_ampipe.launch.host.attention import HostDotProductAttention
 
     # For modules that are imported later.
     disable_jit_fuser()
@@ -61,8 +66,15 @@ def install() -> None:
     moe_utils.maybe_move_tensor_to_cpu = _splits_to_host
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_host
 
+    # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
+    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
+
     # TopKRouter.routing, with --moe-token-drop-policy position.
     router.apply_router_token_dropping = lower_index_wins(router.apply_router_token_dropping)
+
+    # Local layers under context parallelism, and local latent attention.
+    LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
 
     # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. On the class, because many
     # modules hold a reference to it.

@@ -1,0 +1,88 @@
+"""The time that no order of a block's stages can beat, from how long each stage takes alone. Pure arithmetic.
+
+There are two lanes: computation, and communication. Whatever the order,
+
+* the compute lane needs the sum of all compute stages;
+* the communication lane cannot start before some first collective has what it needs: all compute stages
+  that this collective depends on run before it, one after another (the *head*). After some last collective
+  every compute stage that depends on it still has to run (the *tail*). Between the two, the lane needs the
+  sum of all collectives.
+
+So a direction takes at least ``max(compute, head + communication + tail)``, and a block the sum of both
+directions, because the backward pass begins with the gradient of the whole output. Head and tail are taken
+as the smallest over all collectives: the bound holds for every order, not only for the one that was run.
+
+The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
+for a peer that comes later, and neither lane slowed by the other. Times from an overlapped run would count
+its losses as unavoidable. What runs outside stages (autograd's own work, Python between stages) is in no
+bound: it is part of what a run loses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_ampipe.schedule import Stage
+
+Needs = Mapping[Stage, tuple[Stage, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectionBound:
+    """The parts of the bound of one direction, all in the unit of the stage times.
+
+    Attributes:
+        compute: Sum of the compute stages.
+        communication: Sum of the collectives.
+        head: The least computation before a collective can start.
+        tail: The least computation after a collective.
+    """
+
+    compute: float
+    communication: float
+    head: float
+    tail: float
+
+    @property
+    def time(self) -> float:
+        """No order is faster."""
+        return max(self.compute, self.head + self.communication + self.tail)
+
+
+def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
+    """The bound of one direction.
+
+    Args:
+        times: Every stage with the time it takes alone.
+        needs: Every stage with the stages it waits for directly
+            (:func:`megatron_ampipe.schedule.dependencies`).
+    """
+    assert times.keys() == needs.keys(), times.keys() ^ needs.keys()
+    after: dict[Stage, list[Stage]] = {stage: [] for stage in needs}
+    for stage, earlier in needs.items():
+        for needed in earlier:
+            after[needed].append(stage)
+    collectives = [stage for stage in times if stage.is_communication]
+
+    def computing(stages: Iterable[Stage]) -> float:
+        return sum(times[stage] for stage in stages if not stage.is_communication)
+
+    return DirectionBound(
+        compute=computing(times),
+        communication=sum(times[stage] for stage in collectives),
+        head=min((computing(_reachable(stage, needs)) for stage in collectives), default=0.0),
+        tail=min((computing(_reachable(stage, after)) for stage in collectives), default=0.0),
+    )
+
+
+def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
+    """Everything that ``stage`` leads to, without itself."""
+    found: set[Stage] = set()
+    waiting = list(edges[stage])
+    while waiting:
+        following = waiting.pop()
+        if following not in found:
+            found.add(following)
+            waiting.extend(edges[following])
+    return found

@@ -1,0 +1,68 @@
+"""YAML, read safely, with the line of every key, so that an error can say where. Called by :mod:`.grid`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_ampipe.errors import BadInput
+
+_REMEDY = "Look at configs/bench/cpu-small.yaml for the form."
+
+
+class LinedMapping(dict[str, Any]):
+    """A mapping that knows where it stood.
+
+    Args:
+        line: Of its first key, from 1.
+    """
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.line = line
+        self.lines: dict[str, int] = {}
+
+
+class _Loader(yaml.SafeLoader):
+    """Builds :class:`LinedMapping`; refuses keys that are no text or come twice."""
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
+    result = LinedMapping(node.start_mark.line + 1)
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        mark = key_node.start_mark
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is no text", mark)
+        if key in result:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", mark)
+        result.lines[key] = mark.line + 1
+        result[key] = loader.construct_object(value_node, deep=True)
+    return result
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def load(path: Path) -> LinedMapping:
+    """Read a file whose top is a mapping.
+
+    Raises:
+        BadInput: it cannot be read, is no YAML, asks for a type that plain data does not need, or is
+            something other than a mapping.
+    """
+    try:
+        # A loader of ours over the safe one: tags that build objects are refused.
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise BadInput("grid", path, rule=f"cannot be read ({error.strerror})", remedy=_REMEDY) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise BadInput(f"{path}:{line}:", "YAML", rule=f"{error.problem}", remedy=_REMEDY) from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise BadInput("grid", path, rule="is not YAML of ours", remedy=_REMEDY) from error
+    if not isinstance(found, LinedMapping):
+        raise BadInput(f"{path}:1:", "top", rule="does not hold keys with values", remedy=_REMEDY)
+    return found
