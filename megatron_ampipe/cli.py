@@ -19,6 +19,7 @@ from megatron_ampipe.errors import AMPipeError
 INTERRUPTED = 130
 
 TOOLS = {
+    "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
 }
@@ -27,6 +28,7 @@ _EPILOG = """\
 examples:
   ampipe data --output data/stdlib          a dataset from Python's own source, to try things with
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
+  ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
 
 'ampipe COMMAND --help' explains one command.
 

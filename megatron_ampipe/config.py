@@ -15,6 +15,9 @@ from megatron_ampipe.errors import BadInput
 SCHEDULE_NAMES = ("ampipe", "moe-only", "sequential")
 """The named orders of stages; :mod:`megatron_ampipe.schedule.build` builds each."""
 
+CAPACITY_SCOPES = ("sequence", "chunk")
+"""Over which tokens an expert's capacity counts."""
+
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
@@ -27,6 +30,9 @@ class AMPipeConfig:
     """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else."""
     schedule: str = "ampipe"
     """Name of the order of the stages; one of :data:`SCHEDULE_NAMES`."""
+    capacity_scope: str = "sequence"
+    """Over which tokens an expert's capacity counts; one of :data:`CAPACITY_SCOPES`. ``chunk`` drops other
+    tokens than a stock run."""
     trace_dir: str | None = None
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
@@ -44,6 +50,13 @@ class AMPipeConfig:
                 self.schedule,
                 rule=f"is not one of {', '.join(SCHEDULE_NAMES)}",
                 remedy="Use --ampipe-schedule ampipe.",
+            )
+        if self.capacity_scope not in CAPACITY_SCOPES:
+            raise BadInput(
+                "--ampipe-capacity-scope",
+                self.capacity_scope,
+                rule=f"is not one of {', '.join(CAPACITY_SCOPES)}",
+                remedy="Use --ampipe-capacity-scope sequence, which drops the tokens that a stock run drops.",
             )
 
 
@@ -121,7 +134,44 @@ def _routing(*kinds: str) -> Callable[[Any], object]:
 def _drops_by_probability(arguments: Any) -> object:
     if getattr(arguments, "moe_expert_capacity_factor", None) is None:
         return None
+    if getattr(arguments, "ampipe_capacity_scope", None) == "chunk":
+        return None
     return _equal("moe_token_drop_policy", "probs")(arguments)
+
+
+def _scope_without_capacity(arguments: Any) -> object:
+    if getattr(arguments, "moe_expert_capacity_factor", None) is not None:
+        return None
+    return _equal("ampipe_capacity_scope", "chunk")(arguments)
+
+
+def _pads_with_expert_bias(arguments: Any) -> object:
+    if not getattr(arguments, "moe_router_enable_expert_bias", False):
+        return None
+    return _set("moe_pad_expert_input_to_capacity")(arguments)
+
+
+def _looks_ahead(arguments: Any) -> object:
+    window = getattr(arguments, "window_size", None)
+    return window if window and window[1] != 0 else None
+
+
+def _other_context_mode(arguments: Any) -> object:
+    if (getattr(arguments, "context_parallel_size", 1) or 1) == 1:
+        return None
+    chosen = getattr(arguments, "cp_comm_type", None)
+    chosen = chosen if isinstance(chosen, list) else [chosen]
+    return next((mode for mode in chosen if mode != "all_gather"), None)
+
+
+def _recomputes(*modules: str) -> Callable[[Any], object]:
+    def applies(arguments: Any) -> object:
+        if getattr(arguments, "recompute_granularity", None) != "selective":
+            return None
+        chosen = getattr(arguments, "recompute_modules", None) or []
+        return next((module for module in chosen if module in modules), None)
+
+    return applies
 
 
 _OFF = "Leave it out, or train with --ampipe-degree 1."
@@ -134,22 +184,28 @@ REFUSALS: tuple[Refusal, ...] = (
         "Set --num-experts, or train with --ampipe-degree 1.",
     ),
     Refusal(
-        "--tensor-model-parallel-size",
-        _above_one("tensor_model_parallel_size"),
-        "tensor parallelism is not supported yet",
-        "Use --tensor-model-parallel-size 1; expert and data parallelism are supported.",
+        "--cp-comm-type",
+        _other_context_mode,
+        "context parallelism gathers keys and values, and knows no other way",
+        "Use --cp-comm-type all_gather.",
     ),
     Refusal(
-        "--expert-tensor-parallel-size",
-        _above_one("expert_tensor_parallel_size"),
-        "expert tensor parallelism is not supported yet",
-        "Use --expert-tensor-parallel-size 1.",
+        "--hybrid-context-parallel",
+        _set("hybrid_context_parallel"),
+        "hybrid context parallelism is not supported",
+        _OFF,
     ),
     Refusal(
-        "--context-parallel-size",
-        _above_one("context_parallel_size"),
-        "context parallelism is not supported yet",
-        "Use --context-parallel-size 1.",
+        "--hierarchical-context-parallel-sizes",
+        _set("hierarchical_context_parallel_sizes"),
+        "hierarchical context parallelism is not supported",
+        "Use --cp-comm-type all_gather.",
+    ),
+    Refusal(
+        "--window-size",
+        _looks_ahead,
+        "a window that looks ahead is not causal",
+        "Use a second number of 0, for example --window-size 128,0.",
     ),
     Refusal(
         "--spec",
@@ -164,13 +220,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _OFF,
     ),
     Refusal(
-        "--multi-latent-attention",
-        _set("multi_latent_attention"),
-        "latent attention is not supported yet",
-        _OFF,
-    ),
-    Refusal("--window-size", _set("window_size"), "sliding window attention is not supported yet", _OFF),
-    Refusal(
         "--softmax-type",
         _not_equal("softmax_type", "vanilla"),
         "attention sinks are not supported",
@@ -178,18 +227,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--attention-output-gate", _set("attention_output_gate"), "gated attention is not supported yet", _OFF
-    ),
-    Refusal(
-        "--attention-dropout",
-        _set("attention_dropout"),
-        "attention dropout is not supported yet",
-        "Use --attention-dropout 0.",
-    ),
-    Refusal(
-        "--hidden-dropout",
-        _set("hidden_dropout"),
-        "hidden dropout is not supported yet",
-        "Use --hidden-dropout 0.",
     ),
     Refusal(
         "--reset-attention-mask",
@@ -205,28 +242,35 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--sft", _set("sft"), "packed sequences are not supported", _OFF),
     Refusal(
-        "--moe-token-dispatcher-type",
-        _not_equal("moe_token_dispatcher_type", "alltoall"),
-        "only the all-to-all dispatcher is pipelined",
-        "Use --moe-token-dispatcher-type alltoall.",
-    ),
-    Refusal(
         "--moe-router-load-balancing-type",
         _routing("sinkhorn", "quantile_balancing"),
         "the choice of experts depends on all tokens of the sequence at once, which a chunk does not have",
         "Use aux_loss, seq_aux_loss, global_aux_loss or none.",
     ),
     Refusal(
+        "--moe-token-dispatcher-type",
+        _equal("moe_token_dispatcher_type", "flex"),
+        "DeepEP and HybridEP fuse the all-to-all with their own overlap and cannot be cut into stages",
+        "Use --moe-token-dispatcher-type alltoall or allgather.",
+    ),
+    Refusal(
         "--moe-token-drop-policy",
         _drops_by_probability,
         "dropping by probability needs the scores of all tokens before any can be sent",
-        "Use --moe-token-drop-policy position, which is exact in chunks.",
+        "Use --moe-token-drop-policy position, which is exact, or --ampipe-capacity-scope chunk, which "
+        "drops other tokens than a stock run.",
+    ),
+    Refusal(
+        "--ampipe-capacity-scope",
+        _scope_without_capacity,
+        "has no effect without a capacity",
+        "Add --moe-expert-capacity-factor, or leave it out.",
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity",
-        _set("moe_pad_expert_input_to_capacity"),
-        "padding every chunk to capacity is not supported yet",
-        "Leave it out: only the kept tokens are sent then, with the same result.",
+        _pads_with_expert_bias,
+        "the stock router counts padding as tokens when it updates the expert bias, which chunks do not",
+        "Leave it out: only the kept tokens are sent then.",
     ),
     Refusal("--moe-latent-size", _set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
     Refusal(
@@ -259,10 +303,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--fp8-format", _set("fp8"), "8-bit training is not supported yet", "Use --bf16."),
     Refusal("--fp4-format", _set("fp4"), "4-bit training is not supported yet", "Use --bf16."),
     Refusal(
-        "--recompute-granularity",
-        _equal("recompute_granularity", "selective"),
-        "recomputing parts of a block is not supported yet",
-        "Use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or none.",
+        "--recompute-modules",
+        _recomputes("layernorm", "moe_act"),
+        "Megatron's recompute of this module cannot run inside a stage",
+        "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
     ),
     Refusal(
         "--overlap-moe-expert-parallel-comm",
@@ -300,7 +344,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the MLP is already cut into chunks",
         "Leave it out.",
     ),
-    Refusal("--mtp-num-layers", _set("mtp_num_layers"), "multi-token prediction is not supported yet", _OFF),
     Refusal(
         "--use-megatron-fsdp",
         _set("use_megatron_fsdp"),

@@ -22,7 +22,7 @@ from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.layer import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import chunk_sequence
+from megatron_ampipe.schedule import Chunk, SequenceLayout, chunk_sequence
 
 ForwardStep = Callable[..., Any]
 
@@ -48,12 +48,16 @@ def attach(
         print_startup_table([("degree", "1: Megatron's own layers")], adjustments)
         return None
     refuse_unsupported(config, args)
-    adjustments = [*adjustments, *_drop_attention_mask(args)]
+    adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 0)
     )
     model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
-    chunks = chunk_sequence(args.seq_length, degree=config.degree)
+    layout = SequenceLayout(
+        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        context_ranks=args.context_parallel_size,
+    )
+    chunks = chunk_sequence(args.seq_length, degree=config.degree, layout=layout)
     on_gpu = not host.installed()
     transformer = model_config.transformer
     kernel = kernel_name(
@@ -68,7 +72,7 @@ def attach(
     rows = [
         ("degree", str(config.degree)),
         ("schedule", config.schedule),
-        ("chunk boundaries", " ".join(str(end) for end in [0, *(chunk.num_keys for chunk in chunks)])),
+        ("chunk boundaries", _boundaries(chunks)),
         ("attention", kernel),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -104,6 +108,12 @@ def write_trace(context: AMPipeContext | None) -> None:
         timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")
 
 
+def _boundaries(chunks: Sequence[Chunk]) -> str:
+    """Where the first rank's rows are cut, as rows of its residual stream."""
+    ends = [chunk.hidden[-1].local_end for chunk in chunks]
+    return " ".join(map(str, [0, *ends])) + f" of the {ends[-1]} rows of a rank"
+
+
 def _layer_spec(context: AMPipeContext, model_config: Any, vp_stage: int | None = None) -> Any:
     """A ``GPTModelConfig.transformer_layer_spec``: Megatron's own choice, its MoE layers pipelined."""
     return pipelined(default_layer_spec(model_config, vp_stage), context)
@@ -119,5 +129,18 @@ def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
             flag="--no-create-attention-mask-in-dataloader",
             value=None,
             reason="chunks know their causal mask from their position",
+        )
+    ]
+
+
+def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Say that padding is not sent; the dispatcher of a chunk leaves it out."""
+    if not args.moe_pad_expert_input_to_capacity:
+        return []
+    return [
+        host.Adjustment(
+            flag="--moe-pad-expert-input-to-capacity",
+            value=None,
+            reason="ignored: chunks send the kept tokens alone, with the same result",
         )
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.config import SCHEDULE_NAMES, TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.config import CAPACITY_SCOPES, SCHEDULE_NAMES, TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 
 
@@ -31,6 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "experts alone, sequential not at all (default: ampipe)",
     )
     group.add_argument(
+        "--ampipe-capacity-scope",
+        choices=CAPACITY_SCOPES,
+        default=None,
+        help="tokens over which an expert's capacity counts: the whole sequence drops the tokens that a "
+        "stock run drops; chunk gives every chunk its share, which is another function, and the only way "
+        "to drop by probability (default: sequence)",
+    )
+    group.add_argument(
         "--ampipe-trace-dir",
         default=None,
         metavar="DIR",
@@ -46,14 +54,23 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
     """
+    if not hasattr(args, "ampipe_degree"):
+        raise BadInput(
+            "--yaml-cfg",
+            getattr(args, "yaml_cfg", ""),
+            rule="replaces every flag, those of AMPipe included",
+            remedy="Give Megatron's settings as flags.",
+        )
     config = AMPipeConfig(
         degree=args.ampipe_degree,
         schedule=args.ampipe_schedule or "ampipe",
+        capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
     if config.degree == 1:
         for flag, value in (
             ("--ampipe-schedule", args.ampipe_schedule),
+            ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
             ("--ampipe-trace-dir", args.ampipe_trace_dir),
         ):
             if value is not None:

@@ -6,6 +6,7 @@ Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.schedule import Span
 
@@ -105,6 +107,7 @@ class ChunkAttention:
         self._core = attention.core_attention
         self._kernel = None if kernel == "te" else KERNELS[kernel]
         self._scale = _scale(attention)
+        self._recompute = bool(attention.checkpoint_core_attention)
         self._dropout = config.attention_dropout
         self._sequence_parallel = config.sequence_parallel
         self._window: int | None = None
@@ -117,18 +120,23 @@ class ChunkAttention:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span]) -> Tensor:
         """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
-        if self._kernel is None:
-            return self._transformer_engine(query, key, value, spans)
+        attend = functools.partial(self._own if self._kernel else self._transformer_engine, spans)
+        if self._recompute and torch.is_grad_enabled():
+            return recomputed(attend, query, key, value)
+        return attend(query, key, value)
+
+    def _own(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         dropout = self._dropout if self._core.training else 0.0
         # As DotProductAttention: ranks that share a sequence must not share their dropout masks.
         forks = dropout > 0 and not self._sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
+        assert self._kernel is not None
         with fork:
             return self._kernel(
                 query, key, value, spans=spans, scale=self._scale, dropout=dropout, window=self._window
             )
 
-    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span]) -> Tensor:
+    def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Megatron's own TE attention module, once per span, causal to the bottom right."""
         outputs = [
             self._core(

@@ -1,53 +1,71 @@
-"""Megatron's all-to-all token dispatcher for one chunk, its collectives taken out.
+"""Megatron's token dispatchers for one chunk, their collectives taken out.
 
-The permutations before and after are the stock dispatcher's; the exchange of counts and the all-to-alls
-are stages of the schedule, issued by ``runtime``. The stock object keeps its state on itself, so every
+The permutations before and after are the stock dispatchers'; what travels between ranks does so in stages
+of the schedule, issued by ``runtime``. The stock objects keep their state on themselves, so every
 chunk in flight has its own.
 """
 
 from __future__ import annotations
 
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import CountsOnHost
+from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, Transport
+
+# T tokens of a chunk, D hidden size, E experts.
 
 
-class ChunkDispatcher(MoEAlltoAllTokenDispatcher):
-    """The stock dispatcher with ``preprocess`` cut where it would wait for the other ranks' counts."""
+class AllToAllChunk(MoEAlltoAllTokenDispatcher):
+    """The all-to-all dispatcher with ``preprocess`` cut where it would wait for the other ranks' counts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Padding to capacity changes no result: chunks send the kept tokens alone.
+        self.drop_and_pad = False
+
+    @property
+    def counts_group(self) -> dist.ProcessGroup:
+        """Ranks that exchange :attr:`counts`."""
+        return self.tp_ep_group
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Count this rank's tokens; the rest follows in :meth:`set_counts`.
 
         Args:
-            routing_map: ``[tokens, E]`` bool.
+            routing_map: ``[T, E]`` bool.
 
         Returns:
             ``[E]`` int64, tokens of this rank for each expert.
         """
-        self.local_counts = routing_map.sum(dim=0).long()
+        self.counts = routing_map.sum(dim=0).long()
         if self.config.moe_expert_capacity_factor is None:
             self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         else:
-            self.num_out_tokens = int(self.local_counts.sum())
-        return self.local_counts
+            self.num_out_tokens = int(self.counts.sum())
+        return self.counts
 
-    def set_counts(self, counts: CountsOnHost) -> None:
-        """Take the counts of all ranks, on their way to the host; :meth:`splits` waits for them."""
-        self._counts = counts
+    def set_counts(self, gathered: Tensor) -> None:
+        """Take the counts of all ranks ``[ranks * E]``; :meth:`transport` waits for them on the host."""
+        self._gathered = HostCopy(gathered)
 
-    def splits(self) -> tuple[list[int], list[int]]:
-        """Rows sent to and received from each expert-parallel rank in the dispatch."""
+    def transport(self) -> Transport:
+        """How the chunk's tokens travel."""
         if self.input_splits is None:
-            self._derive(self._counts)
-            del self._counts
-        return self.input_splits, self.output_splits
+            self._derive(self._gathered)
+            del self._gathered
+        return AllToAll(self.input_splits, self.output_splits, self.ep_group)
 
-    def _derive(self, counts: CountsOnHost) -> None:
+    def _derive(self, gathered: HostCopy) -> None:
         """What ``MoEAlltoAllTokenDispatcher.preprocess`` derives from the gathered counts, on the host."""
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
         # [tp, ep, E]
-        by_rank = counts.wait().view(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)
+        by_rank = gathered.wait().view(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)
         by_local_expert = by_rank[:, :, first:last].contiguous()
         received = by_local_expert.sum(dim=2)
         own = by_rank[self.tp_rank, self.ep_rank]
@@ -58,15 +76,67 @@ class ChunkDispatcher(MoEAlltoAllTokenDispatcher):
         if self.num_local_experts > 1:
             by_local_expert = by_local_expert.view(-1, self.num_local_experts)
             # The fused permutation reads the counts on the device.
-            on_device = self.config.moe_permute_fusion
+            fused, device = self.config.moe_permute_fusion, gathered.on_device.device
             self.num_global_tokens_per_local_expert = (
-                by_local_expert.to(counts.on_device.device, non_blocking=True)
-                if on_device
-                else by_local_expert
+                by_local_expert.to(device, non_blocking=True) if fused else by_local_expert
             )
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, ...]:
+        """As in the stock dispatcher, but able to run again when the experts are recomputed."""
+        kept = self.tokens_per_expert
+        found: tuple[Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
+        self.tokens_per_expert = kept
+        return found
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
         """Nothing is left to copy to the host: the counts arrive there by themselves."""
         return tokens_per_expert
+
+
+class AllGatherChunk(MoEAllGatherTokenDispatcher):
+    """The all-gather dispatcher; what the ranks exchange beforehand is the routing map itself."""
+
+    @property
+    def counts_group(self) -> dist.ProcessGroup:
+        """Ranks that exchange :attr:`counts`."""
+        return self.tp_ep_group
+
+    @property
+    def counts(self) -> Tensor:
+        """``[T, E]`` bool, the routing map of this rank's tokens."""
+        return self.routing_map
+
+    def set_counts(self, gathered: Tensor) -> None:
+        """Take the routing maps of all ranks ``[ranks * T, E]``."""
+        self.routing_map = gathered
+
+    def transport(self) -> Transport:
+        """How the chunk's tokens travel."""
+        return AllGather(self.tp_ep_group)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """As in the stock dispatcher, but able to run again when the experts are recomputed."""
+        kept = self.routing_map
+        found: tuple[Tensor, ...] = super().dispatch_postprocess(hidden_states, probs)
+        self.routing_map = kept
+        return found
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in the stock dispatcher, in the precision in which ``token_combine`` sums over ranks."""
+        output: Tensor = super().combine_preprocess(hidden_states)
+        self._dtype = output.dtype
+        return output.to(self.local_probs.dtype)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in the stock dispatcher, back in the tokens' precision."""
+        output: Tensor = super().combine_postprocess(hidden_states.to(self._dtype))
+        return output
+
+
+CHUNK_DISPATCHERS: dict[str, type[AllToAllChunk] | type[AllGatherChunk]] = {
+    "alltoall": AllToAllChunk,
+    "allgather": AllGatherChunk,
+}
+"""By ``--moe-token-dispatcher-type``."""

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, kernel_of
-from megatron_ampipe.layers.dispatcher import ChunkDispatcher
+from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
 from megatron_ampipe.layers.stages import MegatronStages
 from megatron_ampipe.runtime.block import BlockPlan, run_block
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
@@ -68,9 +68,11 @@ class AMPipeTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         assert self.is_moe_layer, "only MoE layers are built as AMPipe layers"
         self._ampipe = ampipe
+        self.capacity_per_chunk = ampipe.config.capacity_scope == "chunk"
         self._plans: dict[BlockFeatures, BlockPlan] = {}
         self._chunks: dict[int, tuple[Chunk, ...]] = {}
         self._attention: ChunkAttention | None = None
+        self.recomputed_stages = self._take_over_recompute()
         context, tensor = self.pg_collection.cp, self.pg_collection.tp
         sharded = self.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -79,7 +81,7 @@ class AMPipeTransformerLayer(TransformerLayer):
             context_ranks=context.size(),
             context_rank=context.rank(),
         )
-        self.chunk_dispatcher = ChunkDispatcher(
+        self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
             self.mlp.num_local_experts,
             self.mlp.local_expert_indices,
             config=self.config,
@@ -188,6 +190,22 @@ class AMPipeTransformerLayer(TransformerLayer):
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
         return tuple(used)
 
+    def _take_over_recompute(self) -> frozenset[Kind]:
+        """What Megatron would recompute selectively and our stages do instead, as whole stages.
+
+        Recomputing core attention is left to :class:`ChunkAttention`; a dense MLP is not ours.
+        """
+        if self.config.recompute_granularity != "selective":
+            return frozenset()
+        kinds = {
+            "moe": {Kind.EXPERT, Kind.SHARED},
+            "shared_experts": {Kind.SHARED},
+            "mla_up_proj": {Kind.QKV},
+        }
+        if "mla_up_proj" in self.config.recompute_modules:
+            self.self_attention.recompute_up_proj = False
+        return frozenset().union(*(kinds.get(name, set()) for name in self.config.recompute_modules))
+
     def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
         """Chunks of a sequence of which this rank holds ``num_rows`` rows."""
         if num_rows not in self._chunks:
@@ -204,7 +222,8 @@ class AMPipeTransformerLayer(TransformerLayer):
             # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
             losses=self.training and torch.is_grad_enabled() and router.has_losses,
             shared=self.mlp.shared_experts is not None,
-            ordered_routing=self.config.moe_expert_capacity_factor is not None,
+            ordered_routing=self.config.moe_expert_capacity_factor is not None
+            and not self.capacity_per_chunk,
         )
         if features not in self._plans:
             config = self._ampipe.config

@@ -5,8 +5,11 @@ The parameters, buffers and checkpoint keys are the stock router's. Used by :mod
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from megatron.core.transformer.moe.moe_utils import (
+    apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
     get_capacity,
     topk_routing_with_score_function,
@@ -15,6 +18,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
+
+
+class Capacity(Protocol):
+    """Which tokens of a chunk an expert still takes; one object per block and pass."""
+
+    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
+        """The part of ``routing_map`` ``[tokens, E]`` that is kept; call once per chunk, first to last."""
+        ...
 
 
 class CapacityLedger:
@@ -31,21 +42,44 @@ class CapacityLedger:
         self._capacity = capacity
         self._used: Tensor | int = 0
 
-    def keep(self, routing_map: Tensor) -> Tensor:
-        """The part of ``routing_map`` ``[tokens, E]`` that fits; call once per chunk, first to last."""
+    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
+        """See :class:`Capacity`."""
         position = routing_map.long().cumsum(dim=0) + self._used
         self._used = position[-1]
         return routing_map & (position <= self._capacity)
 
 
+class ChunkCapacity:
+    """A capacity of its own for every chunk, in proportion to its tokens: not what a stock run drops.
+
+    Args:
+        topk: Experts per token.
+        factor: Megatron's capacity factor.
+        policy: Megatron's drop policy.
+    """
+
+    def __init__(self, *, topk: int, factor: float, policy: str) -> None:
+        self._topk, self._factor, self._policy = topk, factor, policy
+
+    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
+        """See :class:`Capacity`."""
+        with torch.no_grad():
+            _, kept = apply_router_token_dropping(
+                probs, routing_map, self._topk, self._factor, drop_policy=self._policy
+            )
+        return kept
+
+
 class ChunkRouter(TopKRouter):
     """The stock router plus :meth:`route_chunk` and :meth:`block_losses`."""
 
-    def capacity_ledger(self, num_tokens: int) -> CapacityLedger | None:
-        """A new ledger for a block of ``num_tokens`` tokens, None for dropless routing."""
+    def capacity(self, num_tokens: int, *, per_chunk: bool) -> Capacity | None:
+        """The capacity of a block of ``num_tokens`` tokens, None for dropless routing."""
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return None
+        if per_chunk:
+            return ChunkCapacity(topk=self.topk, factor=factor, policy=self.config.moe_token_drop_policy)
         return CapacityLedger(get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor))
 
     @property
@@ -53,14 +87,14 @@ class ChunkRouter(TopKRouter):
         """Whether a training step adds any loss of the router to the model's."""
         return self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
 
-    def route_chunk(self, hidden: Tensor, ledger: CapacityLedger | None) -> tuple[Tensor, Tensor, Tensor]:
+    def route_chunk(self, hidden: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor, Tensor]:
         """Route the tokens of one chunk, without the losses.
 
         Mirrors ``TopKRouter.forward`` and ``routing``, the losses and dropping replaced.
 
         Args:
             hidden: ``[R, B, D]``.
-            ledger: The block's capacity, None for dropless routing.
+            capacity: The block's, None for dropless routing.
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, ``logits [R, B, E]``.
@@ -78,8 +112,8 @@ class ChunkRouter(TopKRouter):
             expert_bias=self.expert_bias,
             fused=self.config.moe_router_fusion,
         )
-        if ledger is not None:
-            routing_map = ledger.keep(routing_map)
+        if capacity is not None:
+            routing_map = capacity.keep(probs, routing_map)
             probs = probs * routing_map
         self._apply_expert_bias(routing_map)
         return probs, routing_map, logits

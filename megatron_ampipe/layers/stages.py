@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv
-from megatron_ampipe.runtime.collectives import CountsOnHost
+from megatron_ampipe.runtime.collectives import Transport
 from megatron_ampipe.schedule import Chunk, Kind
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class MegatronStages:
     ) -> None:
         self.chunks = chunks
         self._layer, self._attend, self._rotary_pos_emb = layer, attend, rotary_pos_emb
-        self._ledger = layer.mlp.router.capacity_ledger(num_tokens)
+        self._capacity = layer.mlp.router.capacity(num_tokens, per_chunk=layer.capacity_per_chunk)
         template = layer.chunk_dispatcher
         # The state of a chunk is bound to attributes of its own copy; the constants are shared.
         self._dispatchers = [copy.copy(template) for _ in chunks]
-        self.counts_group = template.tp_ep_group
-        self.tokens_group = template.ep_group
+        self.counts_group = template.counts_group
+        self.recomputed = layer.recomputed_stages
 
     def parameters(self, kind: Kind) -> Sequence[Parameter]:
         """See ``BlockStages``."""
@@ -74,21 +74,21 @@ class MegatronStages:
     def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
         router = self._layer.mlp.router
-        probs, routing_map, logits = router.route_chunk(normed, self._ledger)
+        probs, routing_map, logits = router.route_chunk(normed, self._capacity)
         tokens, token_probs = self._dispatchers[index].dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 
     def counts(self, index: int) -> Tensor:
         """See ``BlockStages``."""
-        return self._dispatchers[index].local_counts
+        return self._dispatchers[index].counts
 
-    def set_counts(self, index: int, counts: CountsOnHost) -> None:
+    def set_counts(self, index: int, gathered: Tensor) -> None:
         """See ``BlockStages``."""
-        self._dispatchers[index].set_counts(counts)
+        self._dispatchers[index].set_counts(gathered)
 
-    def splits(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
+    def transport(self, index: int) -> Transport:
         """See ``BlockStages``."""
-        return self._dispatchers[index].splits()
+        return self._dispatchers[index].transport()
 
     def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""

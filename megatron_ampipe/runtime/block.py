@@ -7,7 +7,7 @@ which order, from the schedule; where, from the executor. Called by ``layers``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.collectives import CountsOnHost, all_to_all_rows
+from megatron_ampipe.runtime.collectives import Transport, all_gather_rows
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.rows import put_rows, take_rows
@@ -40,9 +40,9 @@ class BlockStages(Protocol):
 
     chunks: Sequence[Chunk]
     counts_group: dist.ProcessGroup
-    """Ranks whose token counts are exchanged."""
-    tokens_group: dist.ProcessGroup
-    """Ranks between which tokens travel."""
+    """Ranks that exchange :meth:`counts`."""
+    recomputed: Collection[Kind]
+    """Kinds of stages of which only the inputs are kept, and that run again in the backward pass."""
 
     def parameters(self, kind: Kind) -> Sequence[Parameter]:
         """The trainable parameters that stages of this kind use."""
@@ -59,13 +59,13 @@ class BlockStages(Protocol):
         """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
 
     def counts(self, index: int) -> Tensor:
-        """``[E]`` tokens of chunk ``index`` for each expert, known once it is routed."""
+        """What the other ranks must know of the routing of chunk ``index`` before its tokens can travel."""
 
-    def set_counts(self, index: int, counts: CountsOnHost) -> None:
-        """Take the gathered counts of chunk ``index``."""
+    def set_counts(self, index: int, gathered: Tensor) -> None:
+        """Take :meth:`counts` of all ranks, one after another."""
 
-    def splits(self, index: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Rows that chunk ``index`` sends to and receives from each rank."""
+    def transport(self, index: int) -> Transport:
+        """How the tokens of chunk ``index`` travel; may wait for the counts to reach the host."""
 
     def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
@@ -261,9 +261,10 @@ class BlockCall:
 
     def _counts(self, stage: Stage) -> None:
         index = self._index(stage)
-        gathered = CountsOnHost(self._stages.counts(index), group=self._stages.counts_group)
+        counts = self._stages.counts(index)
+        gathered = all_gather_rows(counts, group=self._stages.counts_group)
         self._stages.set_counts(index, gathered)
-        self._hold(gathered.on_device)
+        self._hold(counts, gathered)
 
     def _dispatch(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -301,7 +302,12 @@ class BlockCall:
     def _run(
         self, stage: Stage, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        segment = Segment(function, *inputs, keep_graph=self._keep_graph)
+        segment = Segment(
+            function,
+            *inputs,
+            keep_graph=self._keep_graph,
+            recompute=stage.kind in self._stages.recomputed,
+        )
         values, segment.values = segment.values, ()
         if self._keep_graph:
             self._segments[stage] = segment
@@ -447,10 +453,8 @@ class BlockCall:
 
     def _travel(self, index: int, tensors: Sequence[Tensor], *, back: bool = False) -> tuple[Tensor, ...]:
         """Bring tensors of a chunk to the experts' ranks, or back from there."""
-        send, receive = self._stages.splits(index)
-        if back:
-            send, receive = receive, send
-        received = all_to_all_rows(tensors, send=send, receive=receive, group=self._stages.tokens_group)
+        transport = self._stages.transport(index)
+        received = transport.back(tensors) if back else transport.there(tensors)
         self._hold(*tensors, *received)
         return received
 

@@ -7,70 +7,115 @@ on CUDA when the operation is ordered on the current stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def all_to_all_rows(
-    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors that are split alike.
+class Transport(Protocol):
+    """How the tokens of one chunk travel; going back is the adjoint of going there."""
 
-    Args:
-        tensors: Each ``[sum(send), ...]``.
-        send: Rows for each rank of ``group``, in rank order.
-        receive: Rows from each rank of ``group``, in rank order.
+    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From the ranks that own the tokens to the ranks that own the experts."""
+        ...
+
+    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From the experts' ranks to the tokens' ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Each token goes to the ranks of its experts alone.
+
+    Attributes:
+        send: Rows for each rank of ``group`` on the way there, in rank order.
+        receive: Rows from each rank of ``group`` on the way there.
         group: The ranks that take part.
-
-    Returns:
-        Each ``[sum(receive), ...]``; the tensors themselves when the group is one rank.
     """
-    if group.size() == 1:
-        return tuple(tensors)
-    received = []
-    works = []
-    for tensor in tensors:
-        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        works.append(
+
+    send: Sequence[int]
+    receive: Sequence[int]
+    group: dist.ProcessGroup
+
+    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
+        return self._exchange(tensors, self.send, self.receive)
+
+    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Each ``[sum(receive), ...]`` to ``[sum(send), ...]``."""
+        return self._exchange(tensors, self.receive, self.send)
+
+    def _exchange(
+        self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        if self.group.size() == 1:
+            return tuple(tensors)
+        received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
+        works = [
             dist.all_to_all_single(
-                output, tensor.contiguous(), list(receive), list(send), group=group, async_op=True
+                output, tensor.contiguous(), list(receive), list(send), group=self.group, async_op=True
             )
-        )
-        received.append(output)
-    for work in works:
-        work.wait()
-    return tuple(received)
+            for output, tensor in zip(received, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return received
 
 
-class CountsOnHost:
-    """Token counts of every rank, on their way to the host.
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Every token goes to every rank; what the ranks' experts made of it is summed on the way back."""
+
+    group: dist.ProcessGroup
+
+    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Each ``[T, ...]`` to ``[ranks * T, ...]``."""
+        return tuple(all_gather_rows(tensor, group=self.group) for tensor in tensors)
+
+    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Each ``[ranks * T, ...]`` to ``[T, ...]``, summed over ranks."""
+        if self.group.size() == 1:
+            return tuple(tensors)
+        received = []
+        for tensor in tensors:
+            output = tensor.new_empty((tensor.shape[0] // self.group.size(), *tensor.shape[1:]))
+            dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group)
+            received.append(output)
+        return tuple(received)
+
+
+def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """``[T, ...]`` of every rank, one after another; the tensor itself when the group is one rank."""
+    if group.size() == 1:
+        return tensor
+    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+class HostCopy:
+    """A tensor on its way to the host, without anyone waiting for it yet.
 
     Args:
-        counts: ``[E]`` int64, tokens that this rank has for each expert.
-        group: Ranks to gather from, in the order of the result's rows.
+        tensor: Made on the current stream; kept as :attr:`on_device`.
     """
 
-    def __init__(self, counts: Tensor, *, group: dist.ProcessGroup) -> None:
-        gathered = counts
-        if group.size() > 1:
-            gathered = counts.new_empty(group.size() * counts.numel())
-            dist.all_gather_into_tensor(gathered, counts.contiguous(), group=group)
-        gathered = gathered.view(group.size(), counts.numel())
-        self.on_device = gathered
-        """``[group size, E]`` int64 on the counts' device."""
+    def __init__(self, tensor: Tensor) -> None:
+        self.on_device = tensor
         self._copied: torch.cuda.Event | None = None
-        if gathered.is_cuda:
-            self._on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            self._on_host.copy_(gathered, non_blocking=True)
+        self._on_host = tensor
+        if tensor.is_cuda:
+            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._on_host.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
-        else:
-            self._on_host = gathered
 
     def wait(self) -> Tensor:
-        """``[group size, E]`` int64 on the host; blocks it until they are there, and nothing else."""
+        """The copy; blocks the host until it is there, and nothing else."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host

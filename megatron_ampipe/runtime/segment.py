@@ -20,19 +20,28 @@ class Segment:
         function: Takes tensors, returns a tuple of tensors.
         inputs: Its arguments; their history is cut here.
         keep_graph: Whether :meth:`backward` will be called. Without, nothing is kept.
+        recompute: Keep the inputs alone, and run the stage again in :meth:`backward`. Only for stages
+            that draw no random numbers and leave no trace.
     """
 
-    __slots__ = ("_outputs", "inputs", "values")
+    __slots__ = ("_function", "_outputs", "inputs", "values")
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, keep_graph: bool
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        *inputs: Tensor,
+        keep_graph: bool,
+        recompute: bool = False,
     ) -> None:
-        if not keep_graph:
-            self.inputs = self._outputs = ()
+        self._function = function if recompute else None
+        self._outputs: tuple[Tensor, ...] = ()
+        self.inputs: tuple[Tensor, ...] = ()
+        if keep_graph:
+            self.inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        if not keep_graph or recompute:
             with torch.no_grad():
                 self.values = function(*inputs)
             return
-        self.inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
         with torch.enable_grad():
             self._outputs = function(*self.inputs)
         self.values = tuple(output.detach() for output in self._outputs)
@@ -50,6 +59,9 @@ class Segment:
         Returns:
             The gradient of each input, None for an input that no output depends on.
         """
+        if self._function is not None:
+            with torch.enable_grad():
+                self._outputs = self._function(*self.inputs)
         pairs = [
             (output, gradient)
             for output, gradient in zip(self._outputs, gradients, strict=True)
@@ -66,6 +78,7 @@ class Segment:
         for parameter, gradient in zip(parameters, found[count:], strict=True):
             sums.add(parameter, gradient)
         self.inputs = self._outputs = self.values = ()
+        self._function = None
         return found[:count]
 
 

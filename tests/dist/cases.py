@@ -204,7 +204,10 @@ PARALLEL = [
     Case("tp-losses-alone", parallel=TP, only_losses=True, model=SEVERAL_AUX | Z),
     Case("cp-losses-alone", parallel=CP, only_losses=True, model=SEVERAL_AUX | Z),
     *(Case(f"mla-{kernel}", kernel=kernel, model=LATENT | LARGE) for kernel in ("exact", "sdpa")),
-    Case("mla-yarn-no-q-compression", model={**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"}),
+    Case(
+        "mla-yarn-no-q-compression",
+        model={**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"},
+    ),
     Case("mla-tp", parallel=TP, model=LATENT),
     Case("mla-cp", parallel=CP, model=LATENT),
     *(Case(f"window-{kernel}", kernel=kernel, model={"window_size": (5, 0)}) for kernel in ("exact", "sdpa")),
@@ -228,6 +231,52 @@ PARALLEL = [
     ),
     Case("router-fp64", model={"moe_router_dtype": "fp64", "moe_router_topk": 2, **AUX, **Z}),
     Case("per-token-loss", model={"calculate_per_token_loss": True, **SEVERAL_AUX, **Z}),
+    *(
+        Case(
+            f"allgather-{name}",
+            world_size=world_size,
+            parallel=parallel,
+            batch=3,
+            model={
+                **LARGE,
+                "moe_token_dispatcher_type": "allgather",
+                **more,
+            },
+        )
+        for name, world_size, parallel, more in (
+            ("ep", 2, {}, {}),
+            ("ep-capacity", 2, {}, TIGHT),
+            ("tp-ep", 4, TP_EXPERTS_EP, {}),
+            ("one-rank", 1, {}, {}),
+        )
+    ),
+    Case("capacity-padded", model=TIGHT | LARGE | {"moe_pad_expert_input_to_capacity": True}, batch=3),
+    *(
+        Case(
+            f"recompute-{name}",
+            model={
+                **model,
+                "recompute_granularity": "selective",
+                "recompute_modules": list(modules),
+            },
+        )
+        for name, modules, model in (
+            ("core-attn", ("core_attn",), LARGE),
+            ("moe", ("moe",), LARGE | {"moe_shared_expert_intermediate_size": 48}),
+            (
+                "moe-expert-bias",
+                ("moe",),
+                {
+                    "moe_router_score_function": "sigmoid",
+                    "moe_router_enable_expert_bias": True,
+                    "moe_router_topk": 2,
+                },
+            ),
+            ("moe-allgather", ("moe",), LARGE | {"moe_token_dispatcher_type": "allgather"}),
+            ("shared-experts", ("shared_experts",), {"moe_shared_expert_intermediate_size": 48}),
+            ("mla-up-proj", ("mla_up_proj", "core_attn"), LATENT),
+        )
+    ),
     Case("fp32-residual", model={"fp32_residual_connection": True}),
 ]
 

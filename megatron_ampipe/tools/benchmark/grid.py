@@ -151,7 +151,9 @@ def _check_whole(path: Path, top: LinedMapping, cases: list[Case]) -> None:
     expected = top.get("expected_cases", len(cases))
     if type(expected) is not int or expected != len(cases):
         line = top.lines["expected_cases"]
-        _refuse(path, line, f"expected_cases {expected}", f"{len(cases)} cases are left", f"Write {len(cases)}.")
+        _refuse(
+            path, line, f"expected_cases {expected}", f"{len(cases)} cases are left", f"Write {len(cases)}."
+        )
 
 
 def _limit(path: Path, top: LinedMapping, choices: list[list[LinedMapping]]) -> None:
@@ -236,7 +238,9 @@ def _what_is_wrong(value: object, hint: Any) -> str | None:
 
 def _mapping(path: Path, top: LinedMapping, key: str) -> LinedMapping:
     if not isinstance(top[key], LinedMapping):
-        _refuse(path, top.lines[key], key, "must hold keys with values", "Write one 'key: value' on each line.")
+        _refuse(
+            path, top.lines[key], key, "must hold keys with values", "Write one 'key: value' on each line."
+        )
     return typing.cast(LinedMapping, top[key])
 
 
@@ -254,7 +258,9 @@ def _entries(path: Path, top: Mapping[str, Any], key: str, *, line: int | None =
         _refuse(path, at, key, "must be a list that is not empty", "Begin every entry with '- '.")
     for entry in found:
         if not isinstance(entry, LinedMapping):
-            _refuse(path, at, f"{key} {entry!r}", "every entry must hold keys with values", "Write '- name: ...'.")
+            _refuse(
+                path, at, f"{key} {entry!r}", "every entry must hold keys with values", "Write '- name: ...'."
+            )
     return typing.cast(list[LinedMapping], found)
 
 

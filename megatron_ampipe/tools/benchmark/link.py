@@ -26,7 +26,9 @@ _MINIMUM_BIT_PER_S = 100e3
 _MAXIMUM_NETWORK_BIT_PER_S = 100e9
 _MAXIMUM_LATENCY_S = 1.0
 
-_REMEDY = "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
+_REMEDY = (
+    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
+)
 
 
 class LinkKind(StrEnum):

@@ -1,0 +1,137 @@
+"""Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
+
+All of them attend with one kernel of :mod:`megatron_ampipe.runtime.attention`: Megatron's layer gets a core
+attention module that calls it on the whole sequence, so that no variant gains by a better kernel. And all
+hold the very same ``Parameter`` objects. Called by :mod:`.passes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.attention import kernel_name
+from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Span
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import Variant
+from megatron_ampipe.tools.benchmark.stage_times import StageTimer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class KernelAttention(torch.nn.Module):
+    """Megatron's core attention, computed by one of our kernels on the whole sequence. No parameters."""
+
+    def __init__(self, config: TransformerConfig, *, kernel: str, **_: Any) -> None:
+        super().__init__()
+        self._kernel = KERNELS[kernel]
+        self._scale = config.kv_channels**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]`` to ``[S, B, H * C]``, causal."""
+        whole = (Span(0, query.shape[0], 0),)
+        return self._kernel(query, key, value, spans=whole, scale=self._scale, dropout=0.0)
+
+
+class BlockFactory:
+    """Builds the variants of one case.
+
+    Args:
+        case: The block.
+        num_ranks: Over which the experts are spread.
+        on_cuda: Where the layers shall be.
+        seed: Of the weights; the same on every rank.
+    """
+
+    def __init__(self, case: Case, *, num_ranks: int, on_cuda: bool, seed: int) -> None:
+        self._on_cuda = on_cuda
+        self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
+        self.kernel = kernel_name(local=True, on_gpu=on_cuda, dtype=DTYPES[case.dtype])
+        self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+        attention = self._spec.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
+        torch.manual_seed(seed)
+        self.stock = self._build(self._spec)
+
+    def build(self, variant: Variant) -> torch.nn.Module:
+        """The variant as a user would get it, on the stock layer's parameters."""
+        context = AMPipeContext(self._settings(variant), kernel=self.kernel)
+        return self._on_stock_parameters(pipelined(self._spec, context))
+
+    def build_timed(self, variant: Variant, *, num_passes: int) -> tuple[torch.nn.Module, Recorder]:
+        """The same layer, its stages run alone and recorded."""
+        recorder = Recorder(num_iterations=num_passes)
+        context = AMPipeContext(
+            self._settings(variant), recorder=recorder, executor=StageTimer(), kernel=self.kernel
+        )
+        return self._on_stock_parameters(pipelined(self._spec, context)), recorder
+
+    @staticmethod
+    def _settings(variant: Variant) -> AMPipeConfig:
+        return AMPipeConfig(degree=variant.degree, schedule=variant.schedule)
+
+    def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:
+        layer = self._build(spec)
+        layer.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
+        shared = dict(self.stock.named_parameters())
+        assert all(parameter is shared[name] for name, parameter in layer.named_parameters())
+        return layer
+
+    def _build(self, spec: ModuleSpec) -> torch.nn.Module:
+        layer = build_module(spec, config=dataclasses.replace(self._config), layer_number=1)
+        layer.train()
+        return layer.cuda() if self._on_cuda else layer
+
+
+def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> TransformerConfig:
+    """Megatron's configuration of one layer: dropout off, no losses of the router, no fusion that needs extras."""
+    fields: dict[str, Any] = {}
+    if case.capacity is not None:
+        fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
+    if case.activation == "swiglu":
+        fields |= {"gated_linear_unit": True, "activation_func": F.silu}
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        num_query_groups=case.query_groups,
+        kv_channels=case.head_size or case.hidden // case.heads,
+        ffn_hidden_size=case.ffn,
+        num_moe_experts=case.experts,
+        moe_ffn_hidden_size=case.ffn,
+        moe_router_topk=case.topk,
+        # With one expert per token, a softmax over the chosen would always be 1.
+        moe_router_pre_softmax=case.topk == 1,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_shared_expert_intermediate_size=case.shared_ffn,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=num_ranks,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=not on_cuda,
+        params_dtype=DTYPES[case.dtype],
+        bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+        **fields,
+    )

@@ -1,0 +1,96 @@
+"""What the command hands to every rank, and the lines they exchange: plain data, no torch.
+
+Each rank reads its :class:`Job` as one line of JSON from standard input and answers with one JSON object a
+line (``{"event": ...}``). Called by :mod:`.ranks` on one side and :mod:`.worker` on the other.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from megatron_ampipe.tools.benchmark.grid import Case
+
+STOCK = "stock"
+"""Name of Megatron's own layer among the variants."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the layers that are compared.
+
+    Attributes:
+        schedule: Name of a schedule, or :data:`STOCK`.
+        degree: Number of chunks. At 1 a schedule is Megatron's own layer again.
+    """
+
+    schedule: str
+    degree: int
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it is a pipeline rather than Megatron's own layer."""
+        return self.degree > 1
+
+    def __str__(self) -> str:
+        return STOCK if self.schedule == STOCK else f"{self.schedule} degree {self.degree}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that the ranks have to do.
+
+    Attributes:
+        cases: The blocks, one after another.
+        schedules: Names of schedules.
+        degrees: Numbers of chunks.
+        link: As the user wrote it.
+        num_ranks: Ranks over which the experts are spread.
+        pretended: One process stands for all ranks; see :mod:`.emulation`.
+        device: Where it runs.
+        repeats: Timed passes of each variant.
+        warmup: Passes of each variant before those.
+        seed: Of weights and inputs.
+        timeout_s: After so long a collective is given up.
+        rendezvous: File over which the ranks find each other.
+        cores: One for each rank; empty when ranks are not pinned.
+    """
+
+    cases: tuple[Case, ...]
+    schedules: tuple[str, ...]
+    degrees: tuple[int, ...]
+    link: str
+    num_ranks: int
+    pretended: bool
+    device: Literal["cpu", "cuda"]
+    repeats: int
+    warmup: int
+    seed: int
+    timeout_s: float
+    rendezvous: str
+    cores: tuple[int, ...]
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What is compared: stock first, then every schedule at every degree."""
+        rows = (Variant(schedule, degree) for schedule in self.schedules for degree in self.degrees)
+        return (Variant(STOCK, 1), *rows)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return 1 if self.pretended else self.num_ranks
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        """Read what :meth:`to_json` wrote."""
+        found = json.loads(line)
+        found["cases"] = tuple(Case(**case) for case in found["cases"])
+        for key in ("schedules", "degrees", "cores"):
+            found[key] = tuple(found[key])
+        return cls(**found)

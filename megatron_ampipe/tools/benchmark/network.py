@@ -1,0 +1,139 @@
+"""A real slow network: each rank in a network namespace of its own, joined by veth pairs under ``tc tbf``.
+
+The namespaces have no names. A rank makes its own (``unshare``) and the kernel removes it, with every
+interface in it, when its last process is gone, however that came about; so there is nothing that could be
+left behind, not even by ``kill -9``. Two ranks are joined directly, more of them by a bridge in a namespace
+that a ``cat`` on a pipe of ours holds open, which ends when we do. Needs root. Called by :mod:`.ranks`.
+
+Every interface is shaped where packets leave it. With a bridge that holds for both ends of each cable, so
+no rank receives faster than the rate either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+
+INTERFACE = "ampipe0"
+"""What the interface is called in every rank's namespace."""
+
+_NETWORK = "10.77.{high}.{low}/16"
+_INSTEAD = "or use --link emulated:RATE, which needs none of this."
+# How much may leave at once after a pause. It has to be small against a chunk: the 256 KB of many examples
+# would let whole chunks pass a 100 Mbit/s link in no time, and call that the speed of the link.
+_BURST_BYTES, _BURST_S = 16 * 1024, 0.25e-3
+_QUEUE = "400ms"
+_COMMAND_TIMEOUT_S = 20
+
+
+def check_usable() -> None:
+    """Refuse early where no network can be made.
+
+    Raises:
+        EnvironmentMissing: this is not root, or a program is absent.
+    """
+    if not hasattr(os, "unshare"):
+        raise EnvironmentMissing(
+            f"--link RATE needs Linux: it makes network namespaces. Run there, {_INSTEAD}"
+        )
+    missing = [program for program in ("ip", "tc", "nsenter") if shutil.which(program) is None]
+    if missing:
+        raise EnvironmentMissing(
+            f"--link RATE needs {' and '.join(missing)}. Install iproute2 and util-linux, {_INSTEAD}"
+        )
+    if os.geteuid() != 0:
+        raise EnvironmentMissing(
+            f"--link RATE makes network namespaces, which needs root. Use sudo, {_INSTEAD}"
+        )
+
+
+@contextlib.contextmanager
+def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
+    """Join processes that each have a network namespace of their own, for as long as they live.
+
+    Args:
+        pids: One for each rank.
+        rate_bit_per_s: Of every rank, in each direction.
+
+    Raises:
+        EnvironmentMissing: the kernel does not let us.
+    """
+    with contextlib.ExitStack() as stack:
+        if len(pids) == 2:
+            first, second = pids
+            _run("ip", "link", "add", "name", INTERFACE, "netns", str(first), "type", "veth",
+                 "peer", "name", INTERFACE, "netns", str(second))  # fmt: skip
+        elif len(pids) > 2:
+            switch = stack.enter_context(_holder())
+            _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
+            _inside(switch, "ip", "link", "set", "switch", "up")
+            for rank, pid in enumerate(pids):
+                port = f"port{rank}"
+                _run("ip", "link", "add", "name", INTERFACE, "netns", str(pid), "type", "veth",
+                     "peer", "name", port, "netns", str(switch))  # fmt: skip
+                _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
+                _shape(switch, port, rate_bit_per_s)
+        for rank, pid in enumerate(pids):
+            address = _NETWORK.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
+            _inside(pid, "ip", "link", "set", "lo", "up")
+            if len(pids) > 1:
+                _inside(pid, "ip", "address", "add", address, "dev", INTERFACE)
+                _inside(pid, "ip", "link", "set", INTERFACE, "up")
+                _shape(pid, INTERFACE, rate_bit_per_s)
+        yield
+
+
+def burst_bytes(rate_bit_per_s: float) -> int:
+    """The size of the token bucket: a quarter of a millisecond, at least 16 KB."""
+    return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
+
+
+@contextlib.contextmanager
+def _holder() -> Iterator[int]:
+    """A namespace held open by a process that ends when this one does; yields its process id."""
+    process = subprocess.Popen(
+        ["cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_unshare,
+    )
+    assert process.stdin is not None
+    try:
+        yield process.pid
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _unshare() -> None:
+    os.unshare(os.CLONE_NEWNET)
+
+
+def _shape(pid: int, interface: str, rate_bit_per_s: float) -> None:
+    _inside(pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{rate_bit_per_s:.0f}bit",
+            "burst", f"{burst_bytes(rate_bit_per_s)}b", "latency", _QUEUE)  # fmt: skip
+
+
+def _inside(pid: int, *command: str) -> None:
+    _run("nsenter", f"--net=/proc/{pid}/ns/net", "--", *command)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"'{' '.join(command)}' did not end within {_COMMAND_TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        raise EnvironmentMissing(
+            f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}. "
+            f"Run where network namespaces, veth and tbf are allowed, {_INSTEAD}"
+        )

@@ -1,0 +1,173 @@
+"""The measurement of one case on one rank: first whether all variants compute the same, then how long they take.
+
+One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's
+own, from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
+variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine that
+becomes slower hits all alike. Called by :mod:`.worker`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ampipe.errors import DifferenceFound
+from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.stage_times import stage_times
+
+TOLERANCE = 1e-4
+"""Largest difference from stock, relative to the largest value of the tensor, in fp32."""
+TOLERANCE_16_BIT = 3e-2
+"""Norm of the difference relative to the norm of the tensor, in 16 bit."""
+
+
+def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) -> dict[str, Any]:
+    """Measure one case.
+
+    Args:
+        case: The block.
+        job: What is compared, and how often.
+        rank: Of this process.
+        progress: Called after every repeat.
+
+    Returns:
+        ``samples_s``: by variant, seconds of every repeat; ``stages``: by variant (None where the layer is
+        Megatron's own), microseconds of every stage alone; ``difference`` by variant; ``kernel``.
+
+    Raises:
+        DifferenceFound: on every rank, if some variant differs from stock on some rank.
+    """
+    on_cuda = job.device == "cuda"
+    factory = BlockFactory(case, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
+    passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
+    layers = [factory.stock, *(factory.build(variant) for variant in job.variants[1:])]
+    difference = _compare(passes, layers, job.variants, rank=rank, case=case)
+    timed = {
+        index: factory.build_timed(variant, num_passes=job.repeats)
+        for index, variant in enumerate(job.variants)
+        if variant.chunked
+    }
+    for _ in range(job.warmup):
+        for layer in (*layers, *(layer for layer, _ in timed.values())):
+            passes.run(layer)
+    progress()
+    samples_s: list[list[float]] = [[] for _ in layers]
+    for repeat in range(job.repeats):
+        order = [(repeat + step) % len(layers) for step in range(len(layers))]
+        for index in order:
+            samples_s[index].append(passes.run(layers[index]))
+        for index in order:
+            if index in timed:
+                layer, recorder = timed[index]
+                recorder.start_iteration(repeat)
+                passes.run(layer)
+                recorder.pause()
+        progress()
+    return {
+        "samples_s": samples_s,
+        "stages": [stage_times(timed[index][1]) if index in timed else None for index in range(len(layers))],
+        "difference": difference,
+        "kernel": factory.kernel,
+    }
+
+
+class _Passes:
+    """Runs one pass of any layer on always the same input and output gradient."""
+
+    def __init__(self, case: Case, *, rank: int, on_cuda: bool, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 10_007 + rank)
+        shape = (case.sequence_length, case.batch, case.hidden)
+        self._on_cuda = on_cuda
+        self._hidden, self._gradient = (
+            torch.randn(shape, generator=generator).to("cuda" if on_cuda else "cpu", DTYPES[case.dtype])
+            for _ in range(2)
+        )
+        # What exists by now stays: later collections need not look at it.
+        gc.freeze()
+
+    def run(self, layer: torch.nn.Module) -> float:
+        """One timed pass; seconds."""
+        return self._run(layer)[0]
+
+    def results(self, layer: torch.nn.Module) -> dict[str, Tensor]:
+        """Everything that one pass computes, by name."""
+        _, output, hidden = self._run(layer)
+        assert hidden.grad is not None
+        found = {"output": output.detach(), "gradient of the input": hidden.grad}
+        for name, parameter in layer.named_parameters():
+            # An expert that no token visits may be left without a gradient.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[f"gradient of {name}"] = gradient.detach()
+        return found
+
+    def _run(self, layer: torch.nn.Module) -> tuple[float, Tensor, Tensor]:
+        for parameter in layer.parameters():
+            parameter.grad = None
+        hidden = self._hidden.detach().requires_grad_()
+        gc.collect()
+        gc.disable()
+        try:
+            self._meet()
+            begin = time.perf_counter()
+            output, _ = layer(hidden_states=hidden, attention_mask=None)
+            output.backward(self._gradient)
+            if self._on_cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - begin, output, hidden
+        finally:
+            gc.enable()
+
+    def _meet(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+        if self._on_cuda:
+            # NCCL's barrier may return when it is only enqueued.
+            torch.cuda.synchronize()
+
+
+def _compare(
+    passes: _Passes, layers: list[torch.nn.Module], variants: tuple[Variant, ...], *, rank: int, case: Case
+) -> list[float]:
+    """The largest difference of each variant from stock, over tensors and ranks; the same on every rank."""
+    sixteen_bit = case.dtype != "fp32"
+    expected = passes.results(layers[0])
+    names = list(expected)
+    # By variant and rank, the largest difference, and the number of the tensor that has it.
+    worst = torch.zeros(
+        len(layers), dist.get_world_size(), 2, dtype=torch.float64, device=expected["output"].device
+    )
+    for index, layer in enumerate(layers[1:], 1):
+        found = passes.results(layer)
+        differences = [_difference(expected[name], found[name], sixteen_bit=sixteen_bit) for name in names]
+        # NaN is the largest.
+        place = max(range(len(names)), key=lambda i: (differences[i] != differences[i], differences[i]))
+        worst[index, rank] = torch.tensor([differences[place], place])
+    dist.all_reduce(worst)
+    over_ranks, where = worst[..., 0].cpu().max(dim=1)
+    limit = TOLERANCE_16_BIT if sixteen_bit else TOLERANCE
+    for index, variant in enumerate(variants):
+        value, at = float(over_ranks[index]), int(where[index])
+        # Written so that NaN is a difference.
+        if not value <= limit:
+            raise DifferenceFound(
+                f"case {case.name}: {variant} does not compute what Megatron's layer does: off by {value:.1e} in "
+                f"the {names[int(worst[index, at, 1])]} on rank {at}, allowed is {limit:.0e}. Nothing was "
+                "measured. A tie between experts can do this: try another --seed."
+            )
+    return [float(value) for value in over_ranks]
+
+
+def _difference(expected: Tensor, found: Tensor, *, sixteen_bit: bool) -> float:
+    expected, found = expected.double(), found.double()
+    if sixteen_bit:
+        return float((expected - found).norm() / expected.norm().clamp_min(1e-12))
+    return float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))

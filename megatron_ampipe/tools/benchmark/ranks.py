@@ -1,0 +1,254 @@
+"""Starts the ranks of a measurement, joins them, listens to them, and ends them whatever happens.
+
+Every rank is a process in a session of its own, so that Ctrl-C reaches only the command, which then kills
+them; the kernel kills them if the command dies itself (:mod:`.worker`). Imports no torch. Called by
+``ampipe bench``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.benchmark import network
+from megatron_ampipe.tools.benchmark.job import Job
+from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+
+_PREFIX = "ampipe-bench-"
+_SOURCES = str(Path(__file__).resolve().parents[3])
+_LOG_LINES = 15
+# When a rank is lost, its peers fail a moment later; the first cause is the one to tell.
+_GRACE_S = 0.3
+_KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the ranks found.
+
+    Attributes:
+        cases: By case, what each rank reported (:func:`.passes.measure`).
+        hardware: What the first rank knows about its device.
+    """
+
+    cases: list[list[dict[str, Any]]]
+    hardware: dict[str, str] = field(default_factory=dict)
+
+
+def measure(job: Job, *, timeout_s: float, on_event: Callable[[str], None]) -> Findings:
+    """Run a job to its end.
+
+    Args:
+        job: What to do; its ``rendezvous`` is filled in here.
+        timeout_s: The run is given up after so long without a sign of life.
+        on_event: Told the name of each event of rank 0.
+
+    Raises:
+        RunFailed: a rank was lost, failed, or went silent.
+        DifferenceFound: the layers do not compute the same.
+        EnvironmentMissing: the network cannot be made.
+    """
+    _remove_stale_folders()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")))
+        stack.enter_context(_signals_as_interrupts())
+        ranks = stack.enter_context(_Ranks(replace(job, rendezvous=str(folder / "rendezvous")), folder))
+        ranks.wait_for("placed", timeout_s=timeout_s)
+        link = parse_link(job.link)
+        if link.kind is LinkKind.NETWORK:
+            assert link.rate_bit_per_s is not None
+            stack.enter_context(network.joined(ranks.pids, rate_bit_per_s=link.rate_bit_per_s))
+        ranks.tell("go")
+        return ranks.listen(timeout_s=timeout_s, on_event=on_event)
+
+
+class _Ranks:
+    """The processes."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job, self._folder = job, folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._selector = selectors.DefaultSelector()
+        self._unfinished: dict[int, bytes] = {}
+        self._failures: dict[int, tuple[int, str]] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def __enter__(self) -> _Ranks:
+        try:
+            for rank in range(self._job.num_processes):
+                self._start(rank)
+            self.tell(self._job.to_json())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                # A rank that died with orders unread leaves them in the pipe.
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+        self._selector.close()
+
+    def tell(self, line: str) -> None:
+        """One line to every rank. Who is gone already is found by listening."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.flush()
+
+    def wait_for(self, event: str, *, timeout_s: float) -> None:
+        """Until every rank has reported the event."""
+        missing = set(range(len(self._processes)))
+        for rank, found in self._events(timeout_s=timeout_s):
+            if found["event"] == event:
+                missing.discard(rank)
+            if not missing:
+                return
+
+    def listen(self, *, timeout_s: float, on_event: Callable[[str], None]) -> Findings:
+        """Until every rank is done."""
+        num_ranks = len(self._processes)
+        cases: list[list[dict[str, Any]]] = [[{}] * num_ranks for _ in self._job.cases]
+        findings = Findings(cases)
+        missing = set(range(num_ranks))
+        for rank, found in self._events(timeout_s=timeout_s):
+            event = found.pop("event")
+            if event == "case":
+                cases[found.pop("index")][rank] = found
+            elif event == "done":
+                missing.discard(rank)
+            elif event == "ready" and rank == 0:
+                findings.hardware = found["hardware"]
+            if rank == 0:
+                on_event(event)
+            if not missing:
+                return findings
+        raise AssertionError("events end by an exception or when every rank is done")
+
+    def _start(self, rank: int) -> None:
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._job.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self._job.num_ranks),
+            "AMPIPE_BENCH_PARENT": str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])),
+        }
+        if self._job.device == "cpu":
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with (self._folder / f"rank{rank}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "megatron_ampipe.tools.benchmark.worker"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, rank)
+        self._unfinished[rank] = b""
+
+    def _events(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What the ranks say, as they say it. Raises when one fails, is lost, or all are silent."""
+        last_sign = time.monotonic()
+        failing_since: float | None = None
+        while True:
+            for key, _ in self._selector.select(timeout=0.1):
+                for found in self._read(key.data, key.fileobj):
+                    last_sign = time.monotonic()
+                    if found["event"] == "failed":
+                        self._failures.setdefault(key.data, (found["code"], found["message"]))
+                    else:
+                        yield key.data, found
+            lost = [p.returncode for p in self._processes if p.poll() not in (None, 0)]
+            if lost or self._failures:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > _GRACE_S:
+                    raise self._failure()
+            elif time.monotonic() - last_sign > timeout_s:
+                raise RunFailed(
+                    f"no rank gave a sign of life for {timeout_s:g} s; all were ended. "
+                    f"Give them longer with --timeout.{self._log_tail(0)}"
+                )
+
+    def _read(self, rank: int, pipe: Any) -> list[dict[str, Any]]:
+        data = os.read(pipe.fileno(), 1 << 20)
+        if not data:
+            self._selector.unregister(pipe)
+            # Without a pipe left to wait for, select would return at once.
+            time.sleep(0.02)
+        *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def _failure(self) -> AMPipeError:
+        """The first cause: a rank that was killed, before ranks that only missed it."""
+        codes = {rank: process.returncode for rank, process in enumerate(self._processes)}
+        killed = [rank for rank, code in codes.items() if code is not None and code < 0]
+        if killed:
+            name = signal.Signals(-codes[killed[0]]).name
+            return RunFailed(
+                f"rank {killed[0]} was killed by {name}; the others were ended, nothing was written"
+            )
+        ours = [(rank, *found) for rank, found in self._failures.items() if found[0] in _KINDS]
+        if ours:
+            rank, code, message = ours[0]
+            return _KINDS[code](message)
+        rank = min(self._failures or {r: c for r, c in codes.items() if c})
+        message = self._failures.get(rank, (0, f"ended with exit code {codes[rank]}"))[1]
+        return RunFailed(f"rank {rank} failed: {message}; nothing was written{self._log_tail(rank)}")
+
+    def _log_tail(self, rank: int) -> str:
+        lines = (self._folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
+
+
+@contextlib.contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command as Ctrl-C does, by an exception that everything cleans up behind."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    earlier = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _remove_stale_folders() -> None:
+    """Logs of runs that were killed outright: their name carries the process id."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        found = re.match(rf"{_PREFIX}(\d+)-", folder.name)
+        if found and not Path(f"/proc/{found[1]}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)

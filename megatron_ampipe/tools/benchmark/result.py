@@ -1,0 +1,223 @@
+"""From samples to figures: medians, ratios with their spread, bounds; and the document that ``--json`` holds.
+
+Pure, apart from writing the file. Called by ``ampipe bench``.
+
+The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
+within each repeat, where both met the same state of the machine; its spread is the range from the 10th to the
+90th percentile of these ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import Variant
+from megatron_ampipe.tools.benchmark.link import Link
+
+FORMAT = "ampipe-bench-1"
+
+StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
+"""By direction and stage, the microseconds of every pass, alone."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest values; ``share`` from 0 to 1."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of each repeat, the maximum over ranks."""
+    return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
+
+
+def features_of(case: Case) -> BlockFeatures:
+    """What a block of the grid contains besides attention and routed experts."""
+    return BlockFeatures(shared=case.shared_ffn is not None, ordered_routing=case.capacity is not None)
+
+
+def bounds(samples: StageSamples, *, case: Case, variant: Variant) -> dict[str, DirectionBound]:
+    """The bound of each direction on one rank, in milliseconds, from medians of the stages' times."""
+    features = features_of(case)
+    schedule = build(variant.schedule, degree=variant.degree, features=features)
+    found = {}
+    for direction in Direction:
+        needs = dependencies(
+            features, degree=variant.degree, whole_attention=schedule.whole_attention, direction=direction
+        )
+        times = {
+            _stage(name): statistics.median(passes) / 1e3 for name, passes in samples[direction.value].items()
+        }
+        found[direction.value] = direction_bound(times, needs)
+    return found
+
+
+def case_result(
+    case: Case, variants: Sequence[Variant], reports: Sequence[Mapping[str, Any]], *, link: Link
+) -> dict[str, Any]:
+    """One entry of ``cases`` in the document.
+
+    Args:
+        case: What was measured.
+        variants: Stock first.
+        reports: What each rank found (:func:`.passes.measure`).
+        link: Over which link.
+    """
+    by_variant = [
+        [[round(1e3 * s, 4) for s in report["samples_s"][index]] for report in reports]
+        for index in range(len(variants))
+    ]
+    stock = slowest_rank(by_variant[0])
+    rows = [
+        _row(
+            case,
+            variant,
+            stock=stock,
+            by_rank=by_variant[index],
+            stages=[report["stages"][index] for report in reports],
+            difference=reports[0]["difference"][index],
+        )
+        for index, variant in enumerate(variants)
+        if index > 0
+    ]
+    return {
+        "name": case.name,
+        "link": link.text,
+        "emulated": link.emulated,
+        "stock_ms": round(statistics.median(stock), 4),
+        "stock_samples_ms": stock,
+        "stock_samples_ms_by_rank": by_variant[0],
+        "kernel": reports[0]["kernel"],
+        "block": asdict(case),
+        "rows": rows,
+    }
+
+
+def _row(
+    case: Case,
+    variant: Variant,
+    *,
+    stock: Sequence[float],
+    by_rank: Sequence[Sequence[float]],
+    stages: Sequence[StageSamples | None],
+    difference: float,
+) -> dict[str, Any]:
+    samples = slowest_rank(by_rank)
+    ratios = [before / after for before, after in zip(stock, samples, strict=True)]
+    median_ms = statistics.median(samples)
+    row: dict[str, Any] = {
+        "schedule": variant.schedule,
+        "degree": variant.degree,
+        "ms": round(median_ms, 4),
+        "speedup": round(statistics.median(ratios), 4),
+        "speedup_p10": round(percentile(ratios, 0.1), 4),
+        "speedup_p90": round(percentile(ratios, 0.9), 4),
+        # Megatron's own layer, as at degree 1, has no stages to overlap.
+        "bound_ms": None,
+        "bound_share": None,
+        "bound": None,
+        "difference_from_stock": difference,
+        "samples_ms": samples,
+        "samples_ms_by_rank": by_rank,
+        "stages_us_by_rank": stages if variant.chunked else None,
+    }
+    if variant.chunked:
+        of_ranks = [bounds(found, case=case, variant=variant) for found in stages if found is not None]
+        slowest = max(of_ranks, key=_total_ms)
+        bound_ms = _total_ms(slowest)
+        row["bound_ms"] = round(bound_ms, 4)
+        row["bound_share"] = round(bound_ms / median_ms, 4)
+        row["bound"] = {
+            direction: {f"{part}_ms": round(value, 4) for part, value in asdict(bound).items()}
+            for direction, bound in slowest.items()
+        }
+    return row
+
+
+def _total_ms(of_directions: Mapping[str, DirectionBound]) -> float:
+    return sum(bound.time for bound in of_directions.values())
+
+
+def _stage(name: str) -> Stage:
+    kind, dot, chunk = name.partition(".")
+    return Stage(Kind(kind), int(chunk) if dot else None)
+
+
+def check_target(path: Path) -> None:
+    """Refuse, before anything is measured, a file that could not be written afterwards.
+
+    Raises:
+        BadInput: it is a directory, or lies in none that can be written to.
+    """
+    if path.is_dir():
+        raise BadInput("--json", path, rule="is a directory", remedy=f"Name a file: {path / 'bench.json'}.")
+    if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise BadInput(
+            "--json",
+            path,
+            rule=f"{path.absolute().parent} cannot be written to",
+            remedy="Make it, or choose another.",
+        )
+
+
+def write(document: Mapping[str, Any], path: Path) -> None:
+    """Write the document; it appears under its name only when it is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w") as file:
+            json.dump(document, file)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise RunFailed(f"{path} cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a document that :func:`write` wrote, and check what is shown and drawn of it.
+
+    Raises:
+        BadInput: it is absent, or not of ours.
+    """
+    remedy = "Give a file that ampipe bench --json wrote."
+    try:
+        document = json.loads(path.read_text())
+        good = document["format"] == FORMAT and all(_is_case(case) for case in document["cases"])
+        good = good and bool(document["cases"]) and isinstance(document["emulated"], bool)
+        good = good and all(isinstance(document[key], str) for key in ("grid", "link", "command"))
+        good = good and isinstance(document["ranks"], int)
+    except OSError as error:
+        raise BadInput("--from", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInput("--from", path, rule="is not a result of ours", remedy=remedy) from error
+    if not good:
+        raise BadInput("--from", path, rule="is not a result of ours", remedy=remedy)
+    return dict(document)
+
+
+def _is_case(case: Mapping[str, Any]) -> bool:
+    numbers = [case["stock_ms"]]
+    for row in case["rows"]:
+        numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
+        numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
+        if not isinstance(row["schedule"], str):
+            return False
+    return isinstance(case["name"], str) and all(
+        isinstance(number, int | float) and not isinstance(number, bool) and number > 0 for number in numbers
+    )

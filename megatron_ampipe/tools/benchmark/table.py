@@ -1,0 +1,49 @@
+"""Shows a result as a table in the terminal. Chooses and computes nothing. Called by ``ampipe bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_CAPTION = (
+    "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
+    "stock / this within a repeat, and the 10th to 90th percentile. of bound: share of the time that no order "
+    "of these stages can beat. degree 1 is stock again and shows the noise."
+)
+
+
+def heading(document: Mapping[str, Any]) -> str:
+    """What was measured, in one line; says so when the link was emulated."""
+    link = f"link {document['link']}" + (" (emulated)" if document["emulated"] else "")
+    ranks = f"{document['ranks']} ranks" + (", all but one pretended" if document.get("pretended") else "")
+    return f"grid {document['grid']} · {link} · {ranks}"
+
+
+def show(document: Mapping[str, Any], console: Console) -> None:
+    """Print one row for each layer of each case."""
+    table = Table(title=heading(document), caption=_CAPTION, caption_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("layer")
+    for column in ("degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"):
+        table.add_column(column, justify="right")
+    for case in document["cases"]:
+        fastest = min((row["ms"] for row in case["rows"]), default=None)
+        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}")
+        for row in case["rows"]:
+            bound_ms, share = row["bound_ms"], row["bound_share"]
+            table.add_row(
+                "",
+                row["schedule"],
+                str(row["degree"]),
+                f"{row['ms']:.2f}",
+                f"{row['speedup']:.3f}",
+                f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
+                "" if bound_ms is None else f"{bound_ms:.2f}",
+                "" if share is None else f"{share:.1%}",
+                style="bold" if row["ms"] == fastest else None,
+            )
+        table.add_section()
+    console.print(table)

@@ -1,0 +1,145 @@
+"""What each rank of ``ampipe bench`` runs: ``python -m megatron_ampipe.tools.benchmark.worker``.
+
+Reads its orders from standard input, answers on standard output (see :mod:`.job`), and writes everything
+else to standard error. It dies with the process that started it. Started by :mod:`.ranks`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, TextIO
+
+from megatron_ampipe.errors import AMPipeError, EnvironmentMissing
+from megatron_ampipe.tools.benchmark.job import Job
+from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.network import INTERFACE
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one job, then leave without tearing anything down: the peers may be gone already."""
+    _die_with_parent()
+    answers = _claim_stdout()
+    rank = int(os.environ["RANK"])
+    code = 1
+    try:
+        job = Job.from_json(sys.stdin.readline())
+        if parse_link(job.link).kind is LinkKind.NETWORK:
+            _enter_own_network()
+        _answer(answers, event="placed")
+        if sys.stdin.readline().strip() != "go":
+            raise EnvironmentMissing("the process that started this rank is gone")
+        _serve(job, rank=rank, answers=answers)
+        _answer(answers, event="done")
+        code = 0
+    except AMPipeError as error:
+        _answer(answers, event="failed", message=str(error), code=error.exit_code)
+        code = error.exit_code
+    except BaseException as error:
+        traceback.print_exc()
+        _answer(answers, event="failed", message=f"{type(error).__name__}: {error}", code=3)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
+    if job.cores:
+        # Before torch starts threads of its own, which inherit it.
+        os.sched_setaffinity(0, {job.cores[rank]})
+    _start_torch(job, rank=rank)
+    from megatron_ampipe.tools.benchmark.passes import measure
+
+    _answer(answers, event="ready", hardware=_hardware(job))
+    for index, case in enumerate(job.cases):
+        found = measure(case, job, rank=rank, progress=lambda: _answer(answers, event="progress"))
+        _answer(answers, event="case", index=index, **found)
+
+
+def _start_torch(job: Job, *, rank: int) -> None:
+    """Process group and Megatron's parallel state, all ranks expert-parallel."""
+    import torch
+    import torch.distributed as dist
+
+    link = parse_link(job.link)
+    on_cuda = job.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    if link.emulated:
+        from megatron_ampipe.tools.benchmark import emulation
+
+        # Before Megatron is imported, which keeps references to collectives.
+        emulation.install(link, on_cuda=on_cuda, pretended=job.pretended)
+    if not on_cuda:
+        from megatron_ampipe.launch import host
+
+        host.install()
+        torch.set_num_threads(1)
+    settings: dict[str, Any] = {"rank": rank, "world_size": job.num_ranks}
+    if job.pretended:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), **settings)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if link.kind is LinkKind.NETWORK else "lo"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            init_method=f"file://{job.rendezvous}",
+            timeout=datetime.timedelta(seconds=job.timeout_s),
+            **settings,
+        )
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=job.num_ranks)
+    model_parallel_cuda_manual_seed(job.seed)
+
+
+def _hardware(job: Job) -> dict[str, str]:
+    if job.device != "cuda":
+        return {}
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+
+
+def _enter_own_network() -> None:
+    try:
+        os.unshare(os.CLONE_NEWNET)
+    except OSError as error:
+        raise EnvironmentMissing(
+            f"a network namespace cannot be made ({error.strerror}). Run where that is allowed, or use "
+            "--link emulated:RATE, which needs none."
+        ) from error
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is gone, however that happens."""
+    parent = int(os.environ["AMPIPE_BENCH_PARENT"])
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have gone before the kernel knew.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _claim_stdout() -> TextIO:
+    """Standard output for answers alone; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Asks Megatron's real parser about every row of the table of refusals, and launches each; reports JSON.
+
+One process imports Megatron and forks a child per launch, each of which runs the whole training entry
+point, so that a launch costs its own time only. Run by :mod:`.test_refusals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ampipe.config import REFUSALS, AMPipeConfig, refuse_unsupported
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import host, pretrain
+from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
+
+PROCESS_GROUP_MADE = 99
+"""Exit code of a launch that came as far as its process group."""
+
+
+def triggering_flags(setting: str, action: argparse.Action) -> list[list[str]]:
+    """Command lines that set the flag to something its row is to refuse."""
+    if setting in ALONE:
+        return [[]]
+    if setting in VALUES:
+        given = VALUES[setting]
+    elif action.nargs == 0:
+        given = [[]]
+    elif action.choices:
+        given = [[str(choice)] for choice in action.choices if choice != action.default]
+    else:
+        given = [["2"]]
+    return [[setting, *values, *COMPANIONS.get(setting, [])] for values in given]
+
+
+def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """Hold what the parser makes of the arguments against the table."""
+    try:
+        refuse_unsupported(AMPipeConfig(degree=4), parser.parse_args(arguments))
+    except BadInput as error:
+        return {"name": error.name, "value": str(error.value), "code": error.exit_code, "message": str(error)}
+    return {"name": None}
+
+
+def launch(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run the entry point in a child; it must end before it makes a process group."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            import torch
+
+            torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
+            code = pretrain.main(arguments)
+            sys.stdout.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        said = output.read()
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "errors": errors,
+        "traceback": "Traceback" in said,
+        "output": said[-1500:],
+    }
+
+
+def main() -> None:
+    """Report on every row, and on every command line given as JSON in the first argument."""
+    base, others = json.loads(sys.argv[1])
+    host.install()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    parser = pretrain.add_arguments(parser)
+    rows: dict[str, Any] = {}
+    for refusal in REFUSALS:
+        known = refusal.setting in actions
+        tried = triggering_flags(refusal.setting, actions[refusal.setting]) if known else []
+        common = ALONE.get(refusal.setting, base)
+        rows[refusal.setting] = {
+            "known": known,
+            "tried": [
+                {
+                    "flags": flags,
+                    "table": refused_by_table(parser, [*common, *flags]),
+                    "launch": launch([*common, *flags]),
+                }
+                for flags in tried
+            ],
+        }
+    report = {"accepted": launch(base), "rows": rows, "others": {name: launch(a) for name, a in others.items()}}
+    with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:
+        json.dump(report, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,803 @@
+"""Guards every Megatron name that AMPipe builds on: docs/design.md has the same list, with the reasons.
+
+What another Megatron changes is then said here, by name and with the file of ours that depends on it,
+before it shows as a wrong gradient. The checks run in one process of their own, because the host platform
+has to be in place before Megatron is imported: ``python -m tests.megatron.test_internals`` prints them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.megatron.launcher import REPOSITORY, environment
+
+PACKAGE = REPOSITORY / "megatron_ampipe"
+DESIGN = REPOSITORY / "docs" / "design.md"
+ALL_OF_A_FOLDER = ("tools/benchmark",)
+"""Folders that stand in the table as one, in place of their files."""
+
+Definition = ast.FunctionDef | ast.ClassDef
+Fact = Callable[["Subject"], Iterator[str]]
+"""Yields what is not as we rely on it, one clause each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """One name of Megatron.
+
+    Attributes:
+        name: Dotted, without ``megatron.``.
+        used_in: Files and folders of ``megatron_ampipe`` that depend on it, separated by spaces.
+        facts: What we rely on, besides its being there.
+    """
+
+    name: str
+    used_in: str
+    facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A name of Megatron, imported, and the source that defines it."""
+
+    value: Any
+    source: Definition | None
+
+    @classmethod
+    def of(cls, name: str) -> Subject:
+        value, owner, attribute = resolve(name)
+        if inspect.ismodule(value):
+            return cls(value, None)
+        for module in (owner, sys.modules[getattr(value, "__module__", owner.__name__)]):
+            found = next((node for node in definitions(module) if node.name == attribute), None)
+            if found is not None:
+                return cls(value, found)
+        return cls(value, None)
+
+    def function(self, method: str | None) -> ast.FunctionDef | None:
+        """The definition itself, or one of its methods."""
+        if method is None:
+            return self.source if isinstance(self.source, ast.FunctionDef) else None
+        body = self.source.body if isinstance(self.source, ast.ClassDef) else []
+        return next(
+            (node for node in body if isinstance(node, ast.FunctionDef) and node.name == method), None
+        )
+
+
+def resolve(name: str) -> tuple[Any, ModuleType, str]:
+    """Import ``megatron.<name>``: the object, the module that was asked for it, and its own name."""
+    try:
+        module = importlib.import_module(f"megatron.{name}")
+        return module, module, ""
+    except ModuleNotFoundError:
+        owner, _, attribute = f"megatron.{name}".rpartition(".")
+        module = importlib.import_module(owner)
+        return getattr(module, attribute), module, attribute
+
+
+@cache
+def definitions(module: ModuleType) -> list[Definition]:
+    """Functions and classes of a module, read from its file: the host platform replaces some of them."""
+    tree = ast.parse(inspect.getsource(module))
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def takes(*parameters: str, method: str | None = None) -> Fact:
+    """It can be given these parameters by name."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        function = subject.function(method)
+        if function is None:
+            yield f"{method or 'it'} is not defined as a function any more"
+            return
+        arguments = function.args
+        known = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        for parameter in parameters:
+            if parameter not in known:
+                yield f"{function.name} takes no {parameter!r} any more, only {', '.join(known)}"
+
+    return fact
+
+
+def begins_with(*parameters: str, method: str | None = None) -> Fact:
+    """Its positional parameters begin with these, in this order."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        function = subject.function(method)
+        found = [each.arg for each in function.args.args if each.arg != "self"] if function else []
+        if tuple(found[: len(parameters)]) != parameters:
+            yield f"{method or 'it'} begins with ({', '.join(found)}) instead of ({', '.join(parameters)})"
+
+    return fact
+
+
+def says(*fragments: str, method: str | None = None) -> Fact:
+    """Its source, white space aside, contains these."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        node = subject.source if method is None else subject.function(method)
+        text = squeezed(ast.unparse(node)) if node is not None else ""
+        for fragment in fragments:
+            if squeezed(fragment) not in text:
+                yield f"the source of {method or 'it'} does not contain {fragment!r} any more"
+
+    return fact
+
+
+def has(*attributes: str) -> Fact:
+    """It has these attributes: methods, members of an enum, names of a module."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        for attribute in attributes:
+            if not hasattr(subject.value, attribute):
+                yield f"it has no {attribute!r} any more"
+
+    return fact
+
+
+def sets(*attributes: str) -> Fact:
+    """Its methods, or those of a class it inherits from, give ``self`` these attributes."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        classes = [each for each in subject.value.__mro__ if each.__module__.startswith("megatron.core")]
+        text = "\n".join(inspect.getsource(each) for each in classes)
+        for attribute in attributes:
+            if not re.search(rf"\bself\.{attribute}\s*(:[^=\n]+)?=[^=]", text):
+                yield f"it does not set self.{attribute} any more"
+
+    return fact
+
+
+def fields(*names: str) -> Fact:
+    """It is a dataclass with these fields."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        found = {field.name for field in dataclasses.fields(subject.value)}
+        for name in names:
+            if name not in found:
+                yield f"it has no field {name!r} any more"
+
+    return fact
+
+
+def behaves(check: Callable[[Any], bool]) -> Fact:
+    """It does what the docstring of ``check`` says."""
+
+    def fact(subject: Subject) -> Iterator[str]:
+        if not check(subject.value):
+            yield f"it does not do this any more: {inspect.cleandoc(check.__doc__ or '')}"
+
+    return fact
+
+
+def squeezed(text: str) -> str:
+    """Without white space, and with one kind of quotation mark."""
+    return re.sub(r"\s+", "", text).replace('"', "'")
+
+
+def _adds_its_gradient_whatever_comes_in(scaler: Any) -> bool:
+    """An incoming gradient of zero still lets the gradient of the loss through."""
+    import torch
+
+    scores = torch.ones(3, requires_grad=True)
+    scaler.apply(scores, (scores * 2).sum()).backward(torch.zeros(3))
+    return bool((scores.grad == 2).all())
+
+
+def _rounds_capacity_up(get_capacity: Any) -> bool:
+    """32 choices of 4 experts at factor 0.6 give ceil(32 / 4 * 0.6) = 5 tokens per expert."""
+    return bool(get_capacity(num_tokens=32, num_experts=4, capacity_factor=0.6) == 5)
+
+
+def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
+    """Position dropping keeps the tokens that a CapacityLedger keeps over two chunks."""
+    import torch
+
+    from megatron_ampipe.layers.router import CapacityLedger
+
+    scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
+    routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
+    probs = scores * routing_map
+    _, expected = drop(
+        probs, routing_map, router_topk=2, capacity_factor=0.5, drop_policy="position", pad_to_capacity=False
+    )
+    ledger = CapacityLedger(16)
+    found = [ledger.keep(probs[part], routing_map[part]) for part in (slice(0, 20), slice(20, 64))]
+    return torch.equal(expected, torch.cat(found))
+
+
+def _gives_a_window_only_where_one_is_set(is_window: Any) -> bool:
+    """True with a window and no skipped layers, False without a window."""
+    return bool(is_window((5, 0), None, 1)) and not is_window(None, None, 1)
+
+
+def _forks_a_named_state(get_tracker: Any) -> bool:
+    """The tracker has fork(), get_states() and set_states()."""
+    return all(hasattr(get_tracker(), name) for name in ("fork", "get_states", "set_states"))
+
+
+STEPS = (
+    "dispatch_preprocess",
+    "dispatch_postprocess",
+    "combine_preprocess",
+    "combine_postprocess",
+)
+
+INTERNALS = [
+    # The block.
+    Internal(
+        "core.transformer.transformer_layer.TransformerLayer",
+        "layers/layer.py layers/spec.py layers/stages.py",
+        (
+            sets("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"),
+            sets("hidden_dropout", "is_moe_layer", "layer_number", "pg_collection"),
+            takes("hidden_states", "attention_mask", "context", "context_mask", method="_forward_attention"),
+            takes("rotary_pos_emb", "inference_context", method="_forward_attention"),
+            says("self._forward_attention(", "self._forward_mlp(", method="forward"),
+            says(
+                "self.self_attn_bda(self.training, self.config.bias_dropout_fusion)"
+                "(attention_output_with_bias, residual, self.hidden_dropout)",
+                method="_forward_attention",
+            ),
+            says("residual = residual.float()", method="_forward_attention"),
+            says("residual = residual.float()", method="_forward_mlp"),
+            says(
+                "self.mlp_bda(self.training, self.config.bias_dropout_fusion)"
+                "(mlp_output_with_bias, residual, self.hidden_dropout)",
+                method="_forward_post_mlp",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.attention.Attention",
+        "layers/attention.py",
+        (
+            sets("core_attention", "linear_proj", "layer_number", "pg_collection"),
+            sets("hidden_size_per_attention_head", "_yarn_concentration_factor", "checkpoint_core_attention"),
+            says(
+                "mscale=self._yarn_concentration_factor",
+                "(self.linear_proj)(core_attn_out)",
+                method="forward",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.attention.SelfAttention",
+        "layers/attention.py layers/spec.py",
+        (
+            begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
+            says("return (query, key, value)", method="get_query_key_value_tensors"),
+        ),
+    ),
+    Internal(
+        "core.transformer.multi_latent_attention.MultiLatentAttention",
+        "layers/attention.py layers/layer.py",
+        (sets("softmax_scale", "recompute_up_proj", "linear_proj", "core_attention"),),
+    ),
+    Internal(
+        "core.transformer.multi_latent_attention.MLASelfAttention",
+        "layers/spec.py",
+        (
+            begins_with("hidden_states", method="get_query_key_value_tensors"),
+            says(
+                "return (query, key, value, q_compressed, kv_compressed)",
+                method="get_query_key_value_tensors",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.dot_product_attention.DotProductAttention",
+        "layers/attention.py launch/host/attention.py",
+        (
+            sets("softmax_scale", "attention_dropout", "layer_number", "config", "pg_collection"),
+            begins_with("query", "key", "value", "attention_mask", method="forward"),
+            says("if not self.config.sequence_parallel:", "get_cuda_rng_tracker().fork()", method="forward"),
+            says("config.context_parallel_size == 1", method="__init__"),
+            takes("softmax_scale", "pg_collection", method="__init__"),
+        ),
+    ),
+    Internal("core.transformer.enums.AttnMaskType", "layers/attention.py", (has("causal_bottom_right"),)),
+    Internal(
+        "core.transformer.utils.is_layer_window_attention",
+        "layers/attention.py launch/host/attention.py",
+        (
+            begins_with("window_size", "window_attn_skip_freq", "layer_number"),
+            behaves(_gives_a_window_only_where_one_is_set),
+        ),
+    ),
+    Internal(
+        "core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
+        "layers/attention.py",
+        (begins_with("t", "freqs"), takes("config", "mscale", "cp_group")),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
+        "layers/attention.py",
+        (begins_with("input_", "tensor_parallel_output_grad"), takes("group")),
+    ),
+    Internal(
+        "core.tensor_parallel.get_cuda_rng_tracker",
+        "layers/attention.py layers/recompute.py",
+        (behaves(_forks_a_named_state),),
+    ),
+    Internal(
+        "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
+        "runtime/segment.py",
+        (says("weight.grad_added_to_main_grad = True", method="backward"),),
+    ),
+    Internal(
+        "core.transformer.moe.moe_layer.MoELayer",
+        "layers/spec.py layers/layer.py layers/stages.py",
+        (
+            sets("router", "experts", "shared_experts", "num_local_experts", "local_expert_indices"),
+            takes("submodules", method="__init__"),
+            says(
+                "self.token_dispatcher.dispatch_postprocess(hidden_states, probs)",
+                "(dispatched_input, tokens_per_expert, permuted_probs",
+                "self.token_dispatcher.combine_preprocess(expert_output)",
+                method="routed_experts_compute",
+            ),
+            says("output = output + shared_expert_output", method="postprocess"),
+        ),
+    ),
+    Internal(
+        "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
+        "layers/spec.py",
+        (says("return partial(MoELayer, submodules=MoESubmodules("),),
+    ),
+    Internal(
+        "core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
+        "layers/dispatcher.py",
+        (
+            begins_with("num_local_experts", "local_expert_indices", method="__init__"),
+            takes("config", "pg_collection", method="__init__"),
+            sets("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "tokens_per_expert"),
+            sets("num_global_tokens_per_local_expert", "drop_and_pad", "shared_experts"),
+            sets("ep_group", "tp_ep_group", "ep_size", "tp_size", "ep_rank", "tp_rank"),
+            has(*STEPS, "preprocess", "_maybe_dtoh_and_synchronize"),
+            begins_with("hidden_states", "routing_map", "probs", method="dispatch_preprocess"),
+            says(
+                "self.preprocess(self.routing_map)",
+                "num_out_tokens=self.num_out_tokens",
+                method="dispatch_preprocess",
+            ),
+            says(
+                ".reshape(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)",
+                "self.output_splits = num_global_tokens_per_rank[self.tp_rank]",
+                "group=self.tp_ep_group",
+                method="preprocess",
+            ),
+            says(
+                "all_to_all(self.ep_group, permutated_local_input_tokens, self.output_splits, "
+                "self.input_splits",
+                "all_to_all(self.ep_group, permuted_probs, self.output_splits, self.input_splits",
+                method="token_dispatch",
+            ),
+            says(
+                "all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits",
+                method="token_combine",
+            ),
+            says("self.tokens_per_expert = None", method="dispatch_postprocess"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.token_dispatcher.MoEAllGatherTokenDispatcher",
+        "layers/dispatcher.py",
+        (
+            begins_with("num_local_experts", "local_expert_indices", method="__init__"),
+            has(*STEPS),
+            sets("routing_map", "local_probs", "tp_ep_group"),
+            says("self.routing_map", "self.tp_ep_group", method="token_dispatch"),
+            says("self.tp_ep_group", method="token_combine"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.router.TopKRouter",
+        "layers/router.py layers/spec.py layers/layer.py",
+        (
+            has("gating", "is_aux_loss_enabled", "_maintain_float32_expert_bias", "apply_input_jitter"),
+            sets("topk", "score_function", "expert_bias"),
+            begins_with("routing_map", method="_apply_expert_bias"),
+            begins_with("logits", method="apply_z_loss"),
+            begins_with("probs", "scores_for_aux_loss", "routing_map", method="_apply_aux_loss"),
+            begins_with("probs", "scores_for_aux_loss", "routing_map", method="_apply_global_aux_loss"),
+            begins_with(
+                "probs",
+                "scores_for_aux_loss",
+                "routing_map",
+                "seq_length",
+                "bsz",
+                method="_apply_seq_aux_loss",
+            ),
+            says("self.apply_input_jitter(input)", "self.gating(input)", method="forward"),
+            says(
+                "if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():",
+                "self._apply_expert_bias(routing_map, padding_mask=padding_mask)",
+                method="routing",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.topk_routing_with_score_function",
+        "layers/router.py",
+        (
+            begins_with("logits", "topk"),
+            takes("use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function"),
+            takes("expert_bias", "fused"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss",
+        "layers/router.py",
+        (
+            begins_with("logits", "topk", "score_function"),
+            takes("fused"),
+            says("return (routing_map, scores)"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.get_capacity",
+        "layers/router.py",
+        (begins_with("num_tokens", "num_experts", "capacity_factor"), behaves(_rounds_capacity_up)),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.apply_router_token_dropping",
+        "layers/router.py launch/host/megatron.py launch/host/dropping.py",
+        (
+            begins_with("routing_probs", "routing_map", "router_topk", "capacity_factor"),
+            takes("drop_policy", "pad_to_capacity"),
+            says("torch.topk(", "dim=0", "k=expert_capacity"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
+        "layers/router.py runtime/block.py",
+        (behaves(_adds_its_gradient_whatever_comes_in),),
+    ),
+    Internal(
+        "core.transformer.spec_utils.ModuleSpec",
+        "layers/spec.py tools/benchmark",
+        (fields("module", "params", "submodules"),),
+    ),
+    Internal(
+        "core.transformer.transformer_block.TransformerBlockSubmodules",
+        "layers/spec.py",
+        (fields("layer_specs", "layer_norm"),),
+    ),
+    # The launch.
+    Internal(
+        "training.models.gpt.GPTModelConfig",
+        "launch/attach.py",
+        (fields("transformer", "transformer_layer_spec"),),
+    ),
+    Internal(
+        "training.models.gpt.GPTModelBuilder",
+        "launch/attach.py",
+        (
+            says(
+                "callable(transformer_layer_spec)",
+                "transformer_layer_spec(self._model_config, vp_stage=vp_stage)",
+                method="build_model",
+            ),
+        ),
+    ),
+    Internal(
+        "training.models.gpt.default_layer_spec", "launch/attach.py", (begins_with("config", "vp_stage"),)
+    ),
+    Internal("core.utils.unwrap_model", "launch/attach.py", (begins_with("model"),)),
+    Internal(
+        "training.arguments.parse_and_validate_args",
+        "launch/pretrain.py",
+        (takes("extra_args_provider", "args_defaults"),),
+    ),
+    Internal("training.argument_utils.gpt_config_from_args", "launch/pretrain.py", (begins_with("args"),)),
+    Internal(
+        "training.argument_utils.pretrain_cfg_container_from_args",
+        "launch/pretrain.py",
+        (begins_with("args", "model_cfg"),),
+    ),
+    Internal(
+        "training.pretrain",
+        "launch/pretrain.py",
+        (
+            begins_with(
+                "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func"
+            ),
+            takes("store", "get_embedding_ranks"),
+        ),
+    ),
+    Internal(
+        "training.set_startup_timestamps", "launch/pretrain.py", (takes("program_start", "main_entry"),)
+    ),
+    Internal("training.inprocess_restart", "launch/pretrain.py", (has("maybe_wrap_for_inprocess_restart"),)),
+    Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
+    Internal(
+        "training.training",
+        "launch/pretrain.py launch/attach.py launch/host/megatron.py",
+        (has("initialize_megatron", "train", "evaluate"),),
+    ),
+    Internal("core.datasets.utils.compile_helpers", "launch/dataset_helpers.py", (says("'make'"),)),
+    Internal(
+        "training.utils.get_blend_and_blend_per_split",
+        "launch/data_paths.py launch/gpt.py",
+        (begins_with("args"),),
+    ),
+    # One training step, as in Megatron's own GPT script.
+    Internal(
+        "core.mpu",
+        "launch/gpt.py",
+        (
+            has("get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank"),
+            has("get_tensor_model_parallel_group", "is_pipeline_first_stage", "is_pipeline_last_stage"),
+        ),
+    ),
+    Internal("core.parallel_state.get_context_parallel_group", "launch/gpt.py"),
+    Internal("core.parallel_state.get_hybrid_data_context_parallel_groups", "launch/gpt.py"),
+    Internal(
+        "core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder",
+        "launch/gpt.py",
+        (begins_with("cls", "sizes", "is_built_on_rank", "config", method="__init__"), has("build")),
+    ),
+    Internal("core.datasets.gpt_dataset.GPTDataset", "launch/gpt.py"),
+    Internal("core.datasets.gpt_dataset.MockGPTDataset", "launch/gpt.py"),
+    Internal(
+        "core.datasets.gpt_dataset.GPTDatasetConfig",
+        "launch/gpt.py",
+        (
+            fields("tokenizer", "random_seed", "sequence_length", "blend", "blend_per_split", "split"),
+            fields("multiple_validation_sets", "full_validation", "sequences_per_dataset", "path_to_cache"),
+            fields("num_dataset_builder_threads", "mid_level_dataset_surplus", "allow_ambiguous_pad_tokens"),
+            fields("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask"),
+            fields(
+                "inter_document_masking", "object_storage_cache_path", "mmap_bin_files", "fast_cache_load"
+            ),
+            fields("defer_npy_index_mmap", "context_parallel_size", "data_parallel_size"),
+            fields("sequence_parallel_size", "hybrid_context_parallel"),
+        ),
+    ),
+    Internal("training.datasets.fim_dataset.GPTFIMDataset", "launch/gpt.py"),
+    Internal(
+        "training.datasets.fim_dataset.GPTFIMDatasetConfig",
+        "launch/gpt.py",
+        (
+            fields("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix"),
+            fields("fim_extra_tokens"),
+        ),
+    ),
+    Internal("training.datasets.sft_dataset.SFTDataset", "launch/gpt.py"),
+    Internal(
+        "core.packed_seq_params.PackedSeqParams",
+        "launch/gpt.py",
+        (
+            fields("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
+            fields("cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"),
+            fields("tokens_per_sample"),
+        ),
+    ),
+    Internal(
+        "core.rerun_state_machine.get_rerun_state_machine",
+        "launch/gpt.py",
+        (behaves(lambda get: all(hasattr(get(), n) for n in ("validate_result", "is_unexpectedly_large"))),),
+    ),
+    Internal(
+        "core.tokenizers.utils.build_tokenizer.build_tokenizer", "launch/gpt.py", (begins_with("args"),)
+    ),
+    Internal(
+        "core.transformer.multi_token_prediction.get_mtp_ranks",
+        "launch/gpt.py",
+        (begins_with("pp_ranks", "config"),),
+    ),
+    Internal(
+        "core.transformer.multi_token_prediction.mtp_on_this_rank",
+        "launch/gpt.py",
+        (takes("layout", "mtp_num_layers", "ignore_virtual", "vp_stage"),),
+    ),
+    Internal("core.utils.StragglerDetector", "launch/gpt.py", (has("__call__", "__enter__"),)),
+    Internal("core.utils.flatten_batch_for_packed_sequences", "launch/gpt.py", (begins_with("batch"),)),
+    Internal("core.utils.get_attr_wrapped_model", "launch/gpt.py", (begins_with("model", "attr"),)),
+    Internal("core.utils.get_model_config", "launch/gpt.py", (begins_with("model"),)),
+    Internal(
+        "core.utils.get_batch_on_this_tp_rank",
+        "launch/gpt.py",
+        (
+            takes("has_cu_seqlens", "is_hybrid_cp", "create_attention_mask_in_dataloader"),
+            takes("broadcast_src_rank", "broadcast_group", "cp_size", "tp_rank", "micro_batch_size"),
+            takes("seq_length", "mtp_on_this_rank", "pipeline_model_parallel_size"),
+            takes("is_pipeline_first_stage", "is_pipeline_last_stage"),
+        ),
+    ),
+    Internal(
+        "core.utils.get_batch_on_this_cp_rank",
+        "launch/gpt.py layers/attention.py schedule/chunks.py",
+        (takes("is_hybrid_cp", "cp_group", "hybrid_cp_group_func", "use_per_sequence_balancing"),),
+    ),
+    Internal("training.get_args", "launch/gpt.py"),
+    Internal("training.get_timers", "launch/gpt.py"),
+    Internal("training.print_rank_0", "launch/gpt.py", (begins_with("message"),)),
+    Internal("training.arguments.core_transformer_config_from_args", "launch/gpt.py", (begins_with("args"),)),
+    Internal(
+        "training.training.update_seqlen_stats_from_cu_seqlens", "launch/gpt.py", (begins_with("cu_seqlens"),)
+    ),
+    Internal("training.utils.is_first_or_last_pipeline_stage", "launch/gpt.py", (begins_with("vp_stage"),)),
+    Internal(
+        "training.distillation.LossFuncCallable",
+        "launch/gpt.py",
+        (
+            takes("logprobs_dir", "decode_threads", "prefetch_factor", "kd_loss_alpha", method="__init__"),
+            takes("ignore_errors", "msc_prefetch_depth", method="__init__"),
+        ),
+    ),
+    # The host platform.
+    Internal(
+        "core.tensor_parallel.random._get_cuda_rng_state",
+        "launch/host/megatron.py launch/host/random.py",
+    ),
+    Internal(
+        "core.tensor_parallel.random._set_cuda_rng_state",
+        "launch/host/megatron.py launch/host/random.py",
+        (begins_with("new_state"),),
+    ),
+    Internal(
+        "core.tensor_parallel.random.CheckpointFunction",
+        "layers/recompute.py launch/host/random.py",
+        (says("torch.autograd._is_checkpoint_valid()", "torch.autograd.backward(", method="backward"),),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+        "launch/host/megatron.py",
+        (begins_with("tensor", "as_numpy", "record_stream"),),
+    ),
+    Internal(
+        "core.transformer.moe.token_dispatcher",
+        "launch/host/megatron.py",
+        (has("maybe_move_tensor_to_cpu"),),
+    ),
+    Internal(
+        "core.transformer.moe.router",
+        "launch/host/megatron.py layers/router.py",
+        (
+            has("apply_router_token_dropping"),
+            behaves(lambda module: _drops_by_position_as_the_ledger_does(module.apply_router_token_dropping)),
+        ),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings._gather_along_first_dim",
+        "launch/host/megatron.py launch/host/collectives.py",
+        (begins_with("input_", "group", "output_split_sizes"),),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
+        "launch/host/megatron.py launch/host/collectives.py",
+        (begins_with("input_", "group", "input_split_sizes"),),
+    ),
+    Internal("core.models.backends.LocalSpecProvider", "launch/host/megatron.py", (has("core_attention"),)),
+    Internal(
+        "core.transformer.torch_norm.WrappedTorchNorm",
+        "launch/host/megatron.py launch/host/norm.py",
+        (takes("config", "hidden_size", "eps", method="__new__"),),
+    ),
+    Internal("core.jit.disable_jit_fuser", "launch/host/megatron.py"),
+    Internal("training.initialize.initialize_megatron", "launch/host/megatron.py", (takes("allow_no_cuda"),)),
+    # Tools.
+    Internal(
+        "core.datasets.indexed_dataset.IndexedDatasetBuilder",
+        "tools/dataset_writer.py",
+        (
+            begins_with("bin_path", "dtype", method="__init__"),
+            has("add_document", "add_index", "finalize"),
+            sets("data_file"),
+        ),
+    ),
+    Internal("core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec", "tools/benchmark"),
+    Internal("core.parallel_state.initialize_model_parallel", "tools/benchmark"),
+    Internal("core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark"),
+    Internal("core.transformer.spec_utils.build_module", "tools/benchmark"),
+    Internal("core.transformer.transformer_config.TransformerConfig", "tools/benchmark"),
+]
+BY_NAME = {internal.name: internal for internal in INTERNALS}
+
+
+def complaints(internal: Internal) -> list[str]:
+    """What is not as we rely on it."""
+    try:
+        subject = Subject.of(internal.name)
+    except (ImportError, AttributeError) as error:
+        return [f"it is not there any more ({error})"]
+    found: list[str] = []
+    for fact in internal.facts:
+        try:
+            found += fact(subject)
+        except Exception as error:
+            found.append(f"it cannot be checked any more ({type(error).__name__}: {error})")
+    return found
+
+
+def main() -> None:
+    """Check every name in this process; the last line printed is the result as JSON."""
+    from megatron_ampipe.launch import host
+
+    if not host.gpu_available():
+        host.install()
+    print(json.dumps({internal.name: complaints(internal) for internal in INTERNALS}))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[str]]:
+    command = [sys.executable, "-m", "tests.megatron.test_internals"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_no_name_is_listed_twice() -> None:
+    assert len(BY_NAME) == len(INTERNALS)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_megatron_is_as_we_rely_on_it(name: str, found: dict[str, list[str]]) -> None:
+    files = ", ".join(f"megatron_ampipe/{path}" for path in BY_NAME[name].used_in.split())
+    assert not found[name], (
+        f"megatron.{name} has changed: {'; '.join(found[name])}. {files} depend on it: see its row in "
+        "docs/design.md, adapt them, then the row and this guard."
+    )
+
+
+def test_design_lists_the_same_names_and_files() -> None:
+    rows = re.findall(r"^\| `([a-z_]+\.[\w.]+)` \| ([^|]+) \|", DESIGN.read_text(), re.M)
+    documented = {name: set(re.findall(r"`([\w/.]+)`", files)) for name, files in rows}
+    assert len(documented) == len(rows), "a name has two rows in docs/design.md"
+    guarded = {name: set(internal.used_in.split()) for name, internal in BY_NAME.items()}
+    assert not documented.keys() ^ guarded.keys(), "names in only one of docs/design.md and this guard"
+    assert documented == guarded
+
+
+def test_every_import_of_megatron_is_listed() -> None:
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        file = next((folder for folder in ALL_OF_A_FOLDER if file.startswith(f"{folder}/")), file)
+        for name in _imports_of_megatron(path):
+            # A module that is imported is there for some name in it.
+            listed = [each for each in INTERNALS if f"{each.name}.".startswith(f"{name}.")]
+            if not any(file in each.used_in.split() for each in listed):
+                missing.append(f"{file} imports megatron.{name}")
+    assert not missing, (
+        f"{'; '.join(missing)}: add a row to the table in docs/design.md and to INTERNALS in this file"
+    )
+
+
+def _imports_of_megatron(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name.removeprefix("megatron.") for name in names if name.startswith("megatron."))
+
+
+def test_files_that_are_named_exist() -> None:
+    named = {path for internal in INTERNALS for path in internal.used_in.split()}
+    assert not [path for path in named if not (PACKAGE / path).exists()]
+
+
+if __name__ == "__main__":
+    main()

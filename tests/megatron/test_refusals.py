@@ -1,0 +1,148 @@
+"""Every row of ``config.REFUSALS``, through Megatron's own parser and through the whole entry point."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.config import REFUSALS, AMPipeConfig, Refusal, refuse_unsupported
+from megatron_ampipe.errors import BadInput
+from tests.megatron.launcher import REPOSITORY, environment, pretrain
+from tests.megatron.refusal_flags import ACCEPTED, DENSE
+
+PROCESS_GROUP_MADE = 99
+
+OTHERS = {
+    "degree-0": ([*ACCEPTED, "--ampipe-degree", "0"], "--ampipe-degree 0: must be a whole number"),
+    "degree-negative": ([*ACCEPTED, "--ampipe-degree", "-1"], "--ampipe-degree -1: must be a whole number"),
+    "degree-word": ([*ACCEPTED, "--ampipe-degree", "four"], "--ampipe-degree 'four': "),
+    "degree-fraction": ([*ACCEPTED, "--ampipe-degree", "2.5"], "--ampipe-degree '2.5': "),
+    "degree-above-sequence": (
+        [*ACCEPTED, "--ampipe-degree", "65"],
+        "--ampipe-degree 65: is more than the sequence has rows (--seq-length 64). Use --ampipe-degree 4.",
+    ),
+    "schedule-unknown": ([*ACCEPTED, "--ampipe-schedule", "best"], "Use one of: "),
+    "schedule-at-degree-1": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-schedule", "ampipe"],
+        "--ampipe-schedule ampipe: has no effect at --ampipe-degree 1",
+    ),
+    "trace-at-degree-1": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-trace-dir", "/tmp/trace"],
+        "--ampipe-trace-dir /tmp/trace: has no effect at --ampipe-degree 1",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process asks and launches everything."""
+    path = tmp_path_factory.mktemp("refusals") / "report.json"
+    others = {name: arguments for name, (arguments, _) in OTHERS.items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron.refusals_worker", json.dumps([ACCEPTED, others])],
+        cwd=REPOSITORY,
+        # Four ranks, as far as Megatron's checks are concerned; none is ever joined.
+        env=environment()
+        | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "AMPIPE_TEST_REPORT": str(path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_what_is_not_refused_goes_on_to_its_process_group(report: dict[str, Any]) -> None:
+    """Otherwise every refusal below could have another cause."""
+    assert report["accepted"]["code"] == PROCESS_GROUP_MADE, report["accepted"]["output"]
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
+def test_row_fires_on_what_the_parser_makes_of_its_flag(row: Refusal, report: dict[str, Any]) -> None:
+    found = report["rows"][row.setting]
+    assert found["known"], f"Megatron's parser has no flag {row.setting}"
+    assert found["tried"]
+    for tried in found["tried"]:
+        refused = tried["table"]
+        assert refused["name"] == row.setting, f"{tried['flags']} was refused as {refused}"
+        assert refused["code"] == 2
+        message = refused["message"]
+        assert message.startswith(f"{row.setting} {refused['value']}: ")
+        assert "with --ampipe-degree 4" in message
+        assert row.rule in message
+        assert message.endswith(row.remedy)
+        for value in tried["flags"][1:2]:
+            assert value.startswith("--") or value.split(",")[0] in refused["value"], "the user's value"
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
+def test_row_ends_a_launch_with_one_line(row: Refusal, report: dict[str, Any]) -> None:
+    """Megatron or the host platform may refuse the same flag first; the launch ends alike."""
+    for tried in report["rows"][row.setting]["tried"]:
+        _assert_refused(tried["launch"])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_bad_ampipe_flags(name: str, report: dict[str, Any]) -> None:
+    _assert_refused(report["others"][name])
+    assert OTHERS[name][1] in report["others"][name]["errors"][0]
+
+
+def _assert_refused(launch: dict[str, Any]) -> None:
+    assert launch["code"] == 2, launch["output"]
+    assert len(launch["errors"]) == 1, launch["output"]
+    assert not launch["traceback"], launch["output"]
+
+
+def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:
+    """Of a row that something else always refuses first, the launch proves nothing; those are few."""
+    unreached = [
+        setting
+        for setting, row in report["rows"].items()
+        if not any("with --ampipe-degree 4" in tried["launch"]["errors"][0] for tried in row["tried"])
+    ]
+    print(f"refused earlier by Megatron or the host platform: {unreached}")
+    assert len(unreached) < len(REFUSALS) / 2
+
+
+def test_no_row_applies_twice_or_at_degree_1() -> None:
+    settings = [row.setting for row in REFUSALS]
+    assert len(settings) == len(set(settings))
+    refuse_unsupported(AMPipeConfig(degree=1), argparse.Namespace(seq_length=64, window_size=(8, 0)))
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
+def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
+    error = BadInput(row.setting, "value", rule=row.rule, remedy=row.remedy)
+    assert str(error) == f"{row.setting} value: {row.rule}. {row.remedy}"
+    assert not row.rule.endswith(".")
+    assert row.remedy.endswith(".") and not row.remedy.endswith("..")
+    assert "--" in row.remedy or "Leave it out" in row.remedy or "Use " in row.remedy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([*ACCEPTED, "--moe-token-dispatcher-type", "allgather"], "only the all-to-all dispatcher"),
+        (DENSE, "--num-experts (not set): "),
+        ([*ACCEPTED, "--ampipe-degree", "0"], "--ampipe-degree 0: "),
+    ],
+    ids=["dispatcher", "no-experts", "degree-0"],
+)
+def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str, tmp_path: Path) -> None:
+    run = pretrain(*arguments)
+    assert expected in run.error
+    assert run.output.count("exitcode  : 2") == 2, "both ranks"
+    # torchrun's own report of the failed ranks is the only traceback.
+    before = run.output.partition("torch.distributed.elastic")[0]
+    assert "Traceback" not in before
+    assert "initializing torch distributed" not in run.output
