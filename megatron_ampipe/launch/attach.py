@@ -19,7 +19,7 @@ from megatron_ampipe.config import TRACED_ITERATIONS, refuse_unsupported
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.layers.attention import kernel_name
-from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout, chunk_sequence

@@ -14,10 +14,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.layer import AMPipeContext, AMPipeTransformerLayer
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.router import ChunkRouter
 
 
@@ -44,15 +45,19 @@ def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
         return spec
     _require(spec.module, (TransformerLayer,), "layer")
     _require(spec.submodules.self_attention.module, (SelfAttention, MLASelfAttention), "attention")
-    moe = build_mlp.keywords["submodules"]
-    _require(moe.router, (TopKRouter,), "router")
-    submodules = dataclasses.replace(
-        spec.submodules,
-        mlp=partial(MoELayer, submodules=dataclasses.replace(moe, router=ChunkRouter)),
-    )
     return ModuleSpec(
-        module=AMPipeTransformerLayer, params={**spec.params, "ampipe": context}, submodules=submodules
+        module=AMPipeTransformerLayer,
+        params={**spec.params, "ampipe": context},
+        submodules=with_chunk_router(spec.submodules),
     )
+
+
+def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """An MoE layer's submodules with the router that can route chunk by chunk."""
+    moe = submodules.mlp.keywords["submodules"]
+    _require(moe.router, (TopKRouter,), "router")
+    mlp = partial(MoELayer, submodules=dataclasses.replace(moe, router=ChunkRouter))
+    return dataclasses.replace(submodules, mlp=mlp)
 
 
 def _require(found: type, known: tuple[type, ...], role: str) -> None:

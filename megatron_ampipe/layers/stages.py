@@ -1,6 +1,6 @@
 """What every stage of a Megatron MoE block computes: one object per forward call.
 
-Implements ``runtime.block.BlockStages`` on the modules of an ``AMPipeTransformerLayer``: Megatron's
+Implements ``runtime.block.BlockStages`` on the modules of a :class:`~.block.PipelinedBlock`: Megatron's
 ``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the places
 where tokens travel.
 """
@@ -20,14 +20,14 @@ from megatron_ampipe.runtime.collectives import Transport
 from megatron_ampipe.schedule import Chunk, Kind
 
 if TYPE_CHECKING:
-    from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+    from megatron_ampipe.layers.block import PipelinedBlock
 
 
 class MegatronStages:
-    """The stages of one pass of one micro-batch through a layer.
+    """The stages of one pass of one micro-batch through a block.
 
     Args:
-        layer: Whose modules are called.
+        block: Whose modules are called.
         chunks: Where the sequence is cut.
         attend: Core attention of a chunk.
         rotary_pos_emb: As Megatron passes it to the layer.
@@ -36,7 +36,7 @@ class MegatronStages:
 
     def __init__(
         self,
-        layer: AMPipeTransformerLayer,
+        block: PipelinedBlock,
         *,
         chunks: Sequence[Chunk],
         attend: ChunkAttention,
@@ -44,37 +44,38 @@ class MegatronStages:
         num_tokens: int,
     ) -> None:
         self.chunks = chunks
-        self._layer, self._attend, self._rotary_pos_emb = layer, attend, rotary_pos_emb
-        self._capacity = layer.mlp.router.capacity(num_tokens, per_chunk=layer.capacity_per_chunk)
-        template = layer.chunk_dispatcher
+        self._block, self._attend, self._rotary_pos_emb = block, attend, rotary_pos_emb
+        self._attention_layer, self._moe_layer = block.attention_layer, block.moe_layer
+        self._moe = block.moe_layer.mlp
+        self._capacity = self._moe.router.capacity(num_tokens, per_chunk=block.capacity_per_chunk)
+        template = block.chunk_dispatcher
         # The state of a chunk is bound to attributes of its own copy; the constants are shared.
         self._dispatchers = [copy.copy(template) for _ in chunks]
         self.counts_group = template.counts_group
-        self.recomputed = layer.recomputed_stages
+        self.recomputed = block.recomputed_stages
 
     def parameters(self, kind: Kind) -> Sequence[Parameter]:
         """See ``BlockStages``."""
-        return self._layer.stage_parameters[kind]
+        return self._block.stage_parameters[kind]
 
     def qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        normed = self._layer.input_layernorm(hidden)
-        return project_qkv(self._layer.self_attention, normed, self._rotary_pos_emb)
+        layer = self._attention_layer
+        return project_qkv(layer.self_attention, layer.input_layernorm(hidden), self._rotary_pos_emb)
 
     def attention(
         self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
     ) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        layer = self._layer
+        layer = self._attention_layer
         context = self._attend(query, key, value, spans=chunk.queries)
         output_with_bias = layer.self_attention.linear_proj(context)
-        residual = layer.add_residual(layer.self_attn_bda, output_with_bias, hidden)
-        return residual, layer.pre_mlp_layernorm(residual)
+        residual = self._block.add_residual(layer.self_attn_bda, output_with_bias, hidden)
+        return residual, self._moe_layer.pre_mlp_layernorm(residual)
 
     def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        router = self._layer.mlp.router
-        probs, routing_map, logits = router.route_chunk(normed, self._capacity)
+        probs, routing_map, logits = self._moe.router.route_chunk(normed, self._capacity)
         tokens, token_probs = self._dispatchers[index].dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 
@@ -92,24 +93,23 @@ class MegatronStages:
 
     def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        return (self._layer.mlp.router.block_losses(torch.cat(logits)),)
+        return (self._moe.router.block_losses(torch.cat(logits)),)
 
     def shared(self, normed: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        return (self._layer.mlp.shared_experts(normed),)
+        return (self._moe.shared_experts(normed),)
 
     def expert(self, index: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
         dispatcher = self._dispatchers[index]
         tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        output, bias = self._layer.mlp.experts(tokens, tokens_per_expert, probs)
+        output, bias = self._moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
         return (dispatcher.combine_preprocess(output),)
 
     def merge(self, index: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        layer = self._layer
         output = self._dispatchers[index].combine_postprocess(combined)
         for part in shared:
             output = output + part
-        return (layer.add_residual(layer.mlp_bda, (output, None), residual),)
+        return (self._block.add_residual(self._moe_layer.mlp_bda, (output, None), residual),)

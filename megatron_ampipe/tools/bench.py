@@ -1,4 +1,4 @@
-"""``ampipe bench``: Megatron's own layer against AMPipe's, interleaved in one run, over a link of a given rate.
+"""``ampipe bench``: Megatron's own layer against AMPipe's, interleaved in one run, over a chosen link.
 
 Declares and checks the arguments and puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
 Imports no torch: that is for the processes it starts. Called by :mod:`megatron_ampipe.cli`.
@@ -39,35 +39,33 @@ Close other work first: the columns '10-90 %' and the rows of degree 1, which ar
 show how quiet the machine was.
 """
 
-_TIMEOUT_S = 300.0
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
-    parser.description = "Measure forward and backward of MoE blocks: Megatron's own layer and AMPipe's, alternating in one run."
+    parser.description = (
+        "Measure forward and backward of MoE blocks: Megatron's own layer and AMPipe's, in turns."
+    )
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("--grid", metavar="NAME|FILE", default="cpu-small", help="blocks to measure: a YAML file or a name in "
-        "configs/bench (default: cpu-small)")  # fmt: skip
-    add("--link", metavar="L", default="none", help="none; a rate (200mbit) for a real network between namespaces; "
-        "or emulated:RATE[:LATENCY] (default: none)")  # fmt: skip
-    add("--degrees", metavar="N,N", default="1,2,4,8", help="numbers of chunks (default: 1,2,4,8)")
-    add("--schedules", metavar="S,S", default="moe-only,ampipe", help=f"of {', '.join(SCHEDULE_NAMES)} "
-        "(default: moe-only,ampipe)")  # fmt: skip
-    add("--ranks", metavar="N", type=_at_least(1), default=2, help="expert-parallel ranks (default: 2)")
-    add(
-        "--repeats",
-        metavar="N",
-        type=_at_least(1),
-        default=10,
-        help="timed passes of each layer (default: 10)",
+    grid = "blocks to measure: a YAML file or a name in configs/bench"
+    link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
+    schedules = f"of {', '.join(SCHEDULE_NAMES)}"
+    timeout = "give up after so many seconds without a sign of life"
+    pretend = (
+        "run one rank; what the others would send is zeros. Only with an emulated link, and chosen by itself "
+        "where there are fewer GPUs than ranks"
     )
-    add("--warmup", metavar="N", type=_at_least(0), default=2, help="passes before those (default: 2)")
-    add("--seed", metavar="N", type=_at_least(0), default=1, help="of weights and inputs (default: 1)")
-    add("--timeout", metavar="S", type=_at_least(1), default=int(_TIMEOUT_S), help="give up after so many seconds "
-        f"without a sign of life (default: {_TIMEOUT_S:.0f})")  # fmt: skip
-    add("--pretend-peers", action="store_true", help="run one rank; what the others would send is zeros. Only with "
-        "an emulated link, and chosen by itself where there are fewer GPUs than ranks")  # fmt: skip
+    chosen = " (default: %(default)s)"
+    add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
+    add("--link", metavar="L", default="none", help=link + chosen)
+    add("--degrees", metavar="N,N", default="1,2,4,8", help="numbers of chunks" + chosen)
+    add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
+    add("--ranks", metavar="N", type=_at_least(1), default=2, help="expert-parallel ranks" + chosen)
+    add("--repeats", metavar="N", type=_at_least(1), default=10, help="timed passes of each layer" + chosen)
+    add("--warmup", metavar="N", type=_at_least(0), default=2, help="passes before those" + chosen)
+    add("--seed", metavar="N", type=_at_least(0), default=1, help="of weights and inputs" + chosen)
+    add("--timeout", metavar="S", type=_at_least(1), default=300, help=timeout + chosen)
+    add("--pretend-peers", action="store_true", help=pretend)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
     add("--from", metavar="FILE", type=Path, dest="source", help="show and draw this result; measure nothing")
@@ -183,8 +181,8 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
         )
     if 0 < num_gpus < job.num_processes:
         raise EnvironmentMissing(
-            f"{job.num_ranks} ranks need as many GPUs, and there are {num_gpus}. Use --link emulated:RATE, which "
-            "pretends the missing ranks."
+            f"{job.num_ranks} ranks need as many GPUs, and there are {num_gpus}. Use --link emulated:RATE, "
+            "which pretends the missing ranks."
         )
     _check_cases(job, grid)
     return job
@@ -203,7 +201,7 @@ def _check_cases(job: Job, grid: Grid) -> None:
             raise BadInput(
                 "--degrees",
                 max(job.degrees),
-                rule=f"is above the sequence length {case.sequence_length} of case {case.name} in {grid.path}",
+                rule=f"is above the {case.sequence_length} rows of case {case.name} in {grid.path}",
                 remedy="Use --degrees 1,2,4.",
             )
 
@@ -266,7 +264,9 @@ def _progress(job: Job) -> Iterator[Callable[[str], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
+    ) as bar:
         # Of each case, the check with the warm-up and then every repeat.
         task = bar.add_task("starting ranks", total=len(job.cases) * (job.repeats + 1))
         cases = iter(job.cases)
@@ -277,5 +277,6 @@ def _progress(job: Job) -> Iterator[Callable[[str], None]]:
             elif event in ("ready", "case"):
                 case = next(cases, None)
                 bar.update(task, description=case.name if case else "writing")
+            bar.refresh()
 
         yield on_event

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
 from tests.dist.cases import Case

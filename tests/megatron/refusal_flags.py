@@ -18,6 +18,7 @@ VALUES = {
     "--window-size": [["8,0"]],
     "--attention-dropout": [["0.1"]],
     "--hidden-dropout": [["0.1"]],
+    "--moe-token-dispatcher-type": [["allgather"], ["flex"]],
     "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"]],
     "--moe-token-drop-policy": [["probs"]],
     "--recompute-granularity": [["selective"]],

@@ -88,14 +88,8 @@ def main() -> None:
         common = ALONE.get(refusal.setting, base)
         rows[refusal.setting] = {
             "known": known,
-            "tried": [
-                {
-                    "flags": flags,
-                    "table": refused_by_table(parser, [*common, *flags]),
-                    "launch": launch([*common, *flags]),
-                }
-                for flags in tried
-            ],
+            "tried": [{"flags": flags, **refused_by_table(parser, [*common, *flags])} for flags in tried],
+            "launch": launch([*common, *tried[0]]) if tried else None,
         }
     report = {"accepted": launch(base), "rows": rows, "others": {name: launch(a) for name, a in others.items()}}
     with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:

@@ -8,6 +8,7 @@ first moments are a linear function of every gradient of the run, in full precis
 from __future__ import annotations
 
 import email
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,11 +27,13 @@ from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pret
 pytestmark = pytest.mark.timeout(240)
 
 TOLERANCE = 1e-5
-"""Relative difference from the stock run that fp32 rounding explains; measured: 2e-7 in the losses."""
+"""Relative difference from the stock run that fp32 rounding explains; measured: 1e-6."""
 MOMENT_TOLERANCE = 2e-5
-"""The same for Adam's first moments, relative to the largest of a parameter; measured: 1e-6."""
-BF16_TOLERANCE = 2e-3
-"""The same for the losses of a bf16 run; bf16 resolves 4e-3."""
+"""The same for Adam's first moments, relative to the largest of a parameter; measured: 5e-6."""
+BF16_TOLERANCE = 5e-4
+"""The same for the losses of a bf16 run; measured: 5e-5. One number in bf16 is rounded by up to 2e-3."""
+FIRST_MOMENT = re.compile(r"\.exp_avg(\.|$)")
+"""Of each parameter; with the distributed optimizer, of each gradient buffer."""
 LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 NUM_ITERATIONS = 6
 SAVED_ITERATION = 3
@@ -76,6 +79,8 @@ class Training:
     flags: str
     stock: str | None = None
     num_ranks: int = 2
+    losses: frozenset[str] = frozenset({"lm loss", "load_balancing_loss"})
+    """What a stock run is to log."""
 
 
 TRAININGS = {
@@ -83,13 +88,14 @@ TRAININGS = {
     "modern-ampipe": Training(
         MODERN + EVALUATED + DEGREE_4 + "--ampipe-trace-dir {folder}/trace", stock="modern"
     ),
-    "modern-moe-only": Training(MODERN + DEGREE_4 + "--ampipe-schedule moe-only", stock="modern"),
-    "classic": Training(CLASSIC),
+    "classic": Training(CLASSIC, losses=frozenset({"lm loss", "seq_load_balancing_loss", "z_loss"})),
     "classic-sequential-odd": Training(
         CLASSIC + "--ampipe-degree 3 --ampipe-schedule sequential", stock="classic"
     ),
-    "classic-recompute-odd": Training(CLASSIC + RECOMPUTED + DEGREE_4, stock="classic"),
-    "mixed": Training(MIXED),
+    "classic-moe-only-recompute-odd": Training(
+        CLASSIC + RECOMPUTED + DEGREE_4 + "--ampipe-schedule moe-only", stock="classic"
+    ),
+    "mixed": Training(MIXED, losses=frozenset({"lm loss", "load_balancing_loss", "z_loss"})),
     "mixed-capacity-shared": Training(MIXED + DEGREE_4, stock="mixed"),
     "sharded": Training(SHARDED, num_ranks=4),
     "sharded-dp2-ep2": Training(SHARDED + DEGREE_4, stock="sharded", num_ranks=4),
@@ -149,7 +155,7 @@ def _first_moments(checkpoint: Path) -> dict[str, object]:
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and "exp_avg." in name
+        if isinstance(entry, TensorStorageMetadata) and FIRST_MOMENT.search(name)
     }
     with warnings.catch_warnings():
         # That it loads in one process is meant.
@@ -171,12 +177,23 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     return Trainings(folder)
 
 
+def _logged_losses(run: Run) -> dict[str, list[float]]:
+    """Every loss that Megatron logs, by name, of every iteration."""
+    found: dict[str, list[float]] = {}
+    for line in run.output.splitlines():
+        _, separator, fields = line.partition("elapsed time per iteration")
+        if separator:
+            for name, value in re.findall(r"\| (\w[\w ]* ?loss): ([0-9.E+-]+) ", fields):
+                found.setdefault(name, []).append(float(value))
+    return found
+
+
 def _relative_differences(expected: list[float], found: list[float]) -> list[float]:
     return [abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True)]
 
 
 def _assert_moments_equal(expected: dict[str, object], found: dict[str, object]) -> None:
-    assert len(expected) >= 8, "attention, router, experts, norms, embedding"
+    assert len(expected) >= 3, "dense parameters, and the experts of two ranks"
     assert expected.keys() == found.keys()
     differences = {
         name: ((tensor - found[name]).abs().max() / tensor.abs().max()).item()
@@ -192,13 +209,13 @@ def test_training_equals_stock(name: str, trainings: Trainings) -> None:
     stock_name = TRAININGS[name].stock
     stock, ours = trainings[stock_name], trainings[name]
     assert ours.iterations == stock.iterations == list(range(1, NUM_ITERATIONS + 1))
-    losses = _relative_differences(stock.lm_loss, ours.lm_loss)
-    balancing = _relative_differences(stock.load_balancing_loss, ours.load_balancing_loss)
-    print(f"lm loss {max(losses):.1e}, load balancing loss {max(balancing, default=0):.1e}")
     assert stock.lm_loss[-1] < stock.lm_loss[0] - 0.2, "a run that learns nothing proves little"
-    assert max(losses) <= TOLERANCE
-    # Megatron logs every kind of balancing loss under one of these names.
-    assert max(balancing, default=0) <= TOLERANCE
+    expected, found = _logged_losses(stock), _logged_losses(ours)
+    assert set(found) == set(expected) == TRAININGS[stock_name].losses
+    for loss, values in expected.items():
+        difference = max(_relative_differences(values, found[loss]))
+        print(f"{loss}: {difference:.1e}")
+        assert difference <= TOLERANCE, loss
     norms = [abs(a - b) for a, b in zip(stock.grad_norm, ours.grad_norm, strict=True)]
     assert max(norms) <= LAST_DIGIT_OF_GRAD_NORM
     _assert_moments_equal(trainings.moments(stock_name), trainings.moments(name))
@@ -206,7 +223,7 @@ def test_training_equals_stock(name: str, trainings: Trainings) -> None:
 
 def test_validation_losses_equal_stock(trainings: Trainings) -> None:
     stock, ours = trainings["modern"].validation_loss, trainings["modern-ampipe"].validation_loss
-    assert len(stock) == NUM_ITERATIONS // 2 + 1, "every second iteration, and at the end"
+    assert len(stock) == NUM_ITERATIONS // 2
     assert max(_relative_differences(stock, ours)) <= TOLERANCE
 
 

@@ -34,7 +34,6 @@ def test_flags_that_are_set_are_left_alone() -> None:
         ["--transformer-impl", "transformer_engine"],
         ["--transformer-impl=transformer_engine"],
         ["--distributed-backend", "nccl"],
-        ["--context-parallel-size", "2"],
         ["--moe-token-dispatcher-type", "flex"],
         ["--fp8-format", "hybrid"],
         ["--moe-permute-fusion"],
@@ -57,7 +56,6 @@ def test_flags_that_need_a_gpu_are_refused(arguments: list[str]) -> None:
     "arguments",
     [
         ["--transformer-impl", "local"],
-        ["--context-parallel-size", "1"],
         ["--profile", "--use-pytorch-profiler"],
     ],
     ids=" ".join,

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,24 +70,22 @@ def test_row_fires_on_what_the_parser_makes_of_its_flag(row: Refusal, report: di
     found = report["rows"][row.setting]
     assert found["known"], f"Megatron's parser has no flag {row.setting}"
     assert found["tried"]
-    for tried in found["tried"]:
-        refused = tried["table"]
-        assert refused["name"] == row.setting, f"{tried['flags']} was refused as {refused}"
+    for refused in found["tried"]:
+        assert refused["name"] == row.setting, refused
         assert refused["code"] == 2
         message = refused["message"]
         assert message.startswith(f"{row.setting} {refused['value']}: ")
         assert "with --ampipe-degree 4" in message
         assert row.rule in message
         assert message.endswith(row.remedy)
-        for value in tried["flags"][1:2]:
+        for value in refused["flags"][1:2]:
             assert value.startswith("--") or value.split(",")[0] in refused["value"], "the user's value"
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
 def test_row_ends_a_launch_with_one_line(row: Refusal, report: dict[str, Any]) -> None:
     """Megatron or the host platform may refuse the same flag first; the launch ends alike."""
-    for tried in report["rows"][row.setting]["tried"]:
-        _assert_refused(tried["launch"])
+    _assert_refused(report["rows"][row.setting]["launch"])
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -108,7 +105,7 @@ def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:
     unreached = [
         setting
         for setting, row in report["rows"].items()
-        if not any("with --ampipe-degree 4" in tried["launch"]["errors"][0] for tried in row["tried"])
+        if "with --ampipe-degree 4" not in row["launch"]["errors"][0]
     ]
     print(f"refused earlier by Megatron or the host platform: {unreached}")
     assert len(unreached) < len(REFUSALS) / 2
@@ -138,11 +135,10 @@ def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
     ],
     ids=["dispatcher", "no-experts", "degree-0"],
 )
-def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str, tmp_path: Path) -> None:
+def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str) -> None:
     run = pretrain(*arguments)
-    assert expected in run.error
+    # Not Run.error: both ranks write to one stream, where a line can begin in the middle of another.
+    assert run.output.count("error: --") == run.output.count(expected) == 1, run.output[-4000:]
     assert run.output.count("exitcode  : 2") == 2, "both ranks"
-    # torchrun's own report of the failed ranks is the only traceback.
-    before = run.output.partition("torch.distributed.elastic")[0]
-    assert "Traceback" not in before
+    assert run.output.count("Traceback (most recent call last)") == 1, "torchrun's, of its own report"
     assert "initializing torch distributed" not in run.output

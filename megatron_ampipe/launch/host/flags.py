@@ -73,12 +73,6 @@ REFUSED = (
         refuses=_unless("local"),
     ),
     Refusal(
-        flag="--context-parallel-size",
-        rule="the local core attention has no context parallelism, and Transformer Engine needs a GPU",
-        remedy="Use --context-parallel-size 1.",
-        refuses=_unless("1"),
-    ),
-    Refusal(
         flag="--moe-token-dispatcher-type",
         rule="its kernels need a GPU",
         remedy="Use --moe-token-dispatcher-type alltoall.",

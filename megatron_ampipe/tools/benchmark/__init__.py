@@ -1,8 +1,8 @@
 """What ``ampipe bench`` is made of; :mod:`megatron_ampipe.tools.bench` puts it together.
 
-In the order of a run: :mod:`.grid` (which blocks) and :mod:`.link` (over which link) read what the user asked for,
-:mod:`.ranks` starts the processes, :mod:`.network` joins them, :mod:`.worker` is what each of them runs, with
-:mod:`.blocks` (the layers), :mod:`.emulation` (the pretended link), :mod:`.passes` (the timed loop) and
+In the order of a run: :mod:`.grid` (which blocks) and :mod:`.link` (over which link) read what the user
+asked for, :mod:`.ranks` starts the processes, :mod:`.network` joins them, :mod:`.worker` is what they run,
+with :mod:`.blocks` (the layers), :mod:`.emulation` (the pretended link), :mod:`.passes` (the timed loop) and
 :mod:`.stage_times` (stages alone); :mod:`.bound` and :mod:`.result` turn samples into figures,
 :mod:`.table` and :mod:`.plot` show them. Only what runs in the workers imports torch.
 """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.attention import kernel_name
-from megatron_ampipe.layers.layer import AMPipeContext
+from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.recorder import Recorder
@@ -50,12 +50,13 @@ class BlockFactory:
 
     Args:
         case: The block.
+        rank: Of this process.
         num_ranks: Over which the experts are spread.
         on_cuda: Where the layers shall be.
         seed: Of the weights; the same on every rank.
     """
 
-    def __init__(self, case: Case, *, num_ranks: int, on_cuda: bool, seed: int) -> None:
+    def __init__(self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int) -> None:
         self._on_cuda = on_cuda
         self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
         self.kernel = kernel_name(local=True, on_gpu=on_cuda, dtype=DTYPES[case.dtype])
@@ -64,6 +65,11 @@ class BlockFactory:
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         torch.manual_seed(seed)
         self.stock = self._build(self._spec)
+        # Were the experts of all ranks alike, sending a token to a wrong one would go unnoticed.
+        torch.manual_seed(seed * 10_007 + rank)
+        with torch.no_grad():
+            for parameter in self.stock.mlp.experts.parameters():
+                parameter.normal_(std=self._config.init_method_std)
 
     def build(self, variant: Variant) -> torch.nn.Module:
         """The variant as a user would get it, on the stock layer's parameters."""
@@ -96,7 +102,7 @@ class BlockFactory:
 
 
 def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> TransformerConfig:
-    """Megatron's configuration of one layer: dropout off, no losses of the router, no fusion that needs extras."""
+    """Megatron's configuration of one layer, without dropout, router losses and fusions that need extras."""
     fields: dict[str, Any] = {}
     if case.capacity is not None:
         fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}

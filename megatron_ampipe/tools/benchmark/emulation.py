@@ -2,8 +2,8 @@
 
 :func:`install` puts a function of ours behind ``torch.distributed.all_to_all_single``, which both Megatron's
 layer and AMPipe's look up at every call. So every all-to-all of either, forward and backward, takes
-``latency + bytes / rate`` longer than its copy, on the lane that waits for it: a sleep of the thread on CPU, on
-CUDA a kernel of one thread that spins on the stream, and so occupies one SM in part. This is how the paper
+``latency + bytes / rate`` longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on
+CUDA a kernel of one thread spins on the stream, and so occupies one SM in part. This is how the paper
 slowed its links (section 4.3). ``bytes`` is what the rank sends to or receives from others, whichever is
 more. The small exchange of counts is not prolonged, in either layer.
 

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """A memory rule: keep a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits."""
+    """Keep a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits a memory."""
 
     memory_gib: float
     """Memory of the device."""

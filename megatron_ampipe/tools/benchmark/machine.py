@@ -1,4 +1,4 @@
-"""What a result was measured on: processor, memory, versions. Reads, never measures. Called by ``ampipe bench``."""
+"""What a result was measured on: processor, memory, versions. Called by ``ampipe bench``."""
 
 from __future__ import annotations
 

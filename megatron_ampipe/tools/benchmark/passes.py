@@ -1,4 +1,4 @@
-"""The measurement of one case on one rank: first whether all variants compute the same, then how long they take.
+"""The measurement of one case on one rank: whether all variants compute the same, then how long they take.
 
 One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's
 own, from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
@@ -46,7 +46,7 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
     """
     on_cuda = job.device == "cuda"
-    factory = BlockFactory(case, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
+    factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
     passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
     layers = [factory.stock, *(factory.build(variant) for variant in job.variants[1:])]
     difference = _compare(passes, layers, job.variants, rank=rank, case=case)
@@ -159,9 +159,9 @@ def _compare(
         # Written so that NaN is a difference.
         if not value <= limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layer does: off by {value:.1e} in "
-                f"the {names[int(worst[index, at, 1])]} on rank {at}, allowed is {limit:.0e}. Nothing was "
-                "measured. A tie between experts can do this: try another --seed."
+                f"case {case.name}: {variant} does not compute what Megatron's layer does: "
+                f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
+                f"allowed is {limit:.0e}. Nothing was measured. A tie between experts can do this: try another --seed."
             )
     return [float(value) for value in over_ranks]
 

@@ -64,7 +64,7 @@ def draw(document: Mapping[str, Any], prefix: Path) -> tuple[list[Path], list[st
             axes = figure.add_subplot()
             paint(axes, document)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.legend(frameon=False, fontsize=8)
+            figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
             figure.suptitle(heading(document), fontsize=9)
             for kind in _FILE_TYPES:
                 target = prefix.with_name(f"{prefix.name}-{name}.{kind}")

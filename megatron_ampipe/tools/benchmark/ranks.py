@@ -34,6 +34,7 @@ _SOURCES = str(Path(__file__).resolve().parents[3])
 _LOG_LINES = 15
 # When a rank is lost, its peers fail a moment later; the first cause is the one to tell.
 _GRACE_S = 0.3
+_POLL_S = 1.0
 _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
 
 
@@ -182,7 +183,8 @@ class _Ranks:
         last_sign = time.monotonic()
         failing_since: float | None = None
         while True:
-            for key, _ in self._selector.select(timeout=0.1):
+            # Rarely, and woken by what ranks say or by their end: on two cores we compete with them.
+            for key, _ in self._selector.select(timeout=_POLL_S if failing_since is None else _GRACE_S):
                 for found in self._read(key.data, key.fileobj):
                     last_sign = time.monotonic()
                     if found["event"] == "failed":

@@ -10,8 +10,8 @@ from rich.table import Table
 
 _CAPTION = (
     "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
-    "stock / this within a repeat, and the 10th to 90th percentile. of bound: share of the time that no order "
-    "of these stages can beat. degree 1 is stock again and shows the noise."
+    "stock / this within a repeat, and the 10th to 90th percentile. of bound: share of the time that no "
+    "order of these stages can beat. degree 1 is stock again and shows the noise."
 )
 
 

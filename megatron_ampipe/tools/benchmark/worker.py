@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from typing import Any, TextIO
 
@@ -21,6 +22,7 @@ from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 from megatron_ampipe.tools.benchmark.network import INTERFACE
 
 _PR_SET_PDEATHSIG = 1
+_PAUSE_S = 0.05
 
 
 def main() -> None:
@@ -57,9 +59,14 @@ def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
     from megatron_ampipe.tools.benchmark.passes import measure
 
     _answer(answers, event="ready", hardware=_hardware(job))
+
+    def progress() -> None:
+        _answer(answers, event="progress")
+        # On two cores, what the command draws now must not fall into the next pass.
+        time.sleep(_PAUSE_S)
+
     for index, case in enumerate(job.cases):
-        found = measure(case, job, rank=rank, progress=lambda: _answer(answers, event="progress"))
-        _answer(answers, event="case", index=index, **found)
+        _answer(answers, event="case", index=index, **measure(case, job, rank=rank, progress=progress))
 
 
 def _start_torch(job: Job, *, rank: int) -> None:
@@ -97,7 +104,10 @@ def _start_torch(job: Job, *, rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=job.num_ranks)
+    # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=job.num_ranks, create_gloo_process_groups=not job.pretended
+    )
     model_parallel_cuda_manual_seed(job.seed)
 
 

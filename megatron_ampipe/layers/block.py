@@ -1,0 +1,194 @@
+"""An attention layer and an MoE layer of Megatron, run together as a pipeline of chunks.
+
+Not a module: it owns no parameter, so checkpoints look as if it were not there. In a GPT both layers are
+one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` and :mod:`.hybrid`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, kernel_of
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
+from megatron_ampipe.layers.stages import MegatronStages
+from megatron_ampipe.runtime.block import BlockPlan, run_block
+from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Chunk,
+    Kind,
+    SequenceLayout,
+    build,
+    check,
+    chunk_sequence,
+)
+
+_RECOMPUTED = {
+    "moe": {Kind.EXPERT, Kind.SHARED},
+    "shared_experts": {Kind.SHARED},
+    "mla_up_proj": {Kind.QKV},
+}
+"""Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
+
+Core attention is recomputed by :class:`ChunkAttention`; a dense MLP is not ours.
+"""
+
+
+class PipelinedBlock:
+    """The two halves of a block and what is needed to pipeline them.
+
+    Args:
+        attention_layer: Whose norm, attention and residual come first.
+        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer.
+        context: Shared settings and machinery.
+    """
+
+    def __init__(
+        self, attention_layer: TransformerLayer, moe_layer: TransformerLayer, context: AMPipeContext
+    ) -> None:
+        self.attention_layer, self.moe_layer, self._context = attention_layer, moe_layer, context
+        self.config = moe_layer.config
+        self.capacity_per_chunk = context.config.capacity_scope == "chunk"
+        self.recomputed_stages = self._take_over_recompute()
+        self._plans: dict[BlockFeatures, BlockPlan] = {}
+        self._chunks: dict[int, tuple[Chunk, ...]] = {}
+        self._attend: ChunkAttention | None = None
+        groups, sharded = moe_layer.pg_collection, self.config.sequence_parallel
+        self._layout = SequenceLayout(
+            tensor_ranks=groups.tp.size() if sharded else 1,
+            tensor_rank=groups.tp.rank() if sharded else 0,
+            context_ranks=groups.cp.size(),
+            context_rank=groups.cp.rank(),
+        )
+        moe = moe_layer.mlp
+        self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
+            moe.num_local_experts, moe.local_expert_indices, config=self.config, pg_collection=groups
+        )
+
+    def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
+        """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
+        on_gpu = hidden.is_cuda
+        executor = self._context.executor_for(on_gpu=on_gpu)
+        stages = MegatronStages(
+            self,
+            chunks=self._chunks_of(hidden.shape[0]),
+            attend=self._attention_of_chunks(on_gpu=on_gpu),
+            rotary_pos_emb=rotary_pos_emb,
+            num_tokens=hidden.shape[0] * hidden.shape[1],
+        )
+        return run_block(
+            hidden,
+            stages=stages,
+            plan=self._plan(executor),
+            executor=executor,
+            recorder=self._context.recorder,
+            layer=self.attention_layer.layer_number,
+            parameters=self._parameters,
+        )
+
+    def add_residual(
+        self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor
+    ) -> Tensor:
+        """Megatron's bias, dropout and residual addition (``self_attn_bda`` or ``mlp_bda``)."""
+        if self.config.fp32_residual_connection:
+            residual = residual.float()
+        apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
+        result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
+        return result
+
+    @cached_property
+    def stage_parameters(self) -> dict[Kind, Sequence[Parameter]]:
+        """The trainable parameters that each kind of stage uses."""
+        attention, moe = self.attention_layer.self_attention, self.moe_layer.mlp
+        projection = [
+            module
+            for name, module in attention.named_children()
+            if name not in ("core_attention", "linear_proj")
+        ]
+        modules: dict[Kind, list[Module | None]] = {
+            Kind.QKV: [self.attention_layer.input_layernorm, *projection],
+            Kind.ATTENTION: [
+                attention.core_attention,
+                attention.linear_proj,
+                self.moe_layer.pre_mlp_layernorm,
+            ],
+            Kind.ROUTE: [moe.router],
+            Kind.LOSSES: [],
+            Kind.SHARED: [moe.shared_experts],
+            Kind.EXPERT: [moe.experts],
+            Kind.MERGE: [],
+        }
+        return {
+            kind: tuple(
+                parameter
+                for module in found
+                if module is not None
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            )
+            for kind, found in modules.items()
+        }
+
+    @cached_property
+    def _parameters(self) -> tuple[Parameter, ...]:
+        """All of them, each once."""
+        used = {p: None for parameters in self.stage_parameters.values() for p in parameters}
+        missing = [
+            name
+            for layer in (self.attention_layer, self.moe_layer)
+            for name, p in layer.named_parameters()
+            if p.requires_grad and p not in used
+        ]
+        assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
+        return tuple(used)
+
+    def _take_over_recompute(self) -> frozenset[Kind]:
+        """Whole stages in place of what Megatron would recompute selectively."""
+        if self.config.recompute_granularity != "selective":
+            return frozenset()
+        modules = self.config.recompute_modules
+        if "mla_up_proj" in modules:
+            self.attention_layer.self_attention.recompute_up_proj = False
+        return frozenset().union(*(_RECOMPUTED.get(name, set()) for name in modules))
+
+    def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
+        """Chunks of a sequence of which this rank holds ``num_rows`` rows."""
+        if num_rows not in self._chunks:
+            layout = self._layout
+            self._chunks[num_rows] = chunk_sequence(
+                num_rows * layout.tensor_ranks * layout.context_ranks,
+                degree=self._context.config.degree,
+                layout=layout,
+            )
+        return self._chunks[num_rows]
+
+    def _plan(self, executor: Executor) -> BlockPlan:
+        moe = self.moe_layer.mlp
+        features = BlockFeatures(
+            # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
+            losses=self.moe_layer.training and torch.is_grad_enabled() and moe.router.has_losses,
+            shared=moe.shared_experts is not None,
+            ordered_routing=self.config.moe_expert_capacity_factor is not None
+            and not self.capacity_per_chunk,
+        )
+        if features not in self._plans:
+            config = self._context.config
+            schedule = build(config.schedule, degree=config.degree, features=features)
+            check(schedule, features)
+            self._plans[features] = BlockPlan.of(schedule, features=features, executor=executor)
+        return self._plans[features]
+
+    def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
+        if self._attend is None:
+            attention = self.attention_layer.self_attention
+            kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu)
+            self._attend = ChunkAttention(attention, kernel=kernel)
+        return self._attend

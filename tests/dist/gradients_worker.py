@@ -1,0 +1,373 @@
+"""What autograd and Megatron's DDP see of an AMPipe layer, beside a stock layer; reports by case name."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from tests.dist.cases import AUX, TIGHT, Case, Z
+from tests.dist.worker import report, start, use_groups
+
+SEQUENCE, BATCH = 32, 2
+BASE: dict[str, Any] = {"moe_router_topk": 2, **AUX, **Z}
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "router": lambda name: "router" in name,
+    "attention": lambda name: "self_attention" in name,
+    "one-expert": lambda name: "local_experts.0" in name,
+    "norms": lambda name: "layernorm" in name,
+    "all-but-router": lambda name: "router" not in name,
+    "everything": lambda name: True,
+}
+ROUTINGS: dict[str, Callable[[int, int], int]] = {
+    # (rank, row) to expert; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
+    "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
+    "one-expert-for-all": lambda rank, row: 2,
+    "changes-from-chunk-to-chunk": lambda rank, row: row * 4 // SEQUENCE if rank == 0 else 3 - row * 4 // SEQUENCE,
+    "ranks-exchange-all": lambda rank, row: 2 + row % 2 if rank == 0 else row % 2,
+}
+
+
+def make_hidden(seed: int) -> Any:
+    """``[S, B, D]``, another one for every seed and rank."""
+    import torch
+
+    from tests.dist.blocks import HIDDEN
+
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn((SEQUENCE, BATCH, HIDDEN), generator=generator).requires_grad_()
+
+
+def forward(layer: Any, hidden: Any) -> Any:
+    """The layer's output."""
+    return layer(hidden_states=hidden, attention_mask=None)[0]
+
+
+def gradients(layer: Any, *inputs: Any) -> dict[str, Any]:
+    """Clones of every gradient there is, by name."""
+    found = {f"input {index}": tensor.grad for index, tensor in enumerate(inputs)}
+    found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    """Relative differences; None on one side only is infinitely far."""
+    import torch
+
+    from tests.dist.blocks import differences
+
+    missing = {name: torch.zeros(()) for name in stock if stock[name] is None and ours[name] is None}
+    unlike = {name for name in stock if (stock[name] is None) != (ours[name] is None)}
+    both = stock.keys() - missing.keys() - unlike
+    found = differences({name: stock[name] for name in both}, {name: ours[name] for name in both})
+    return {name: value if value == value else float("inf") for name, value in found.items()} | dict.fromkeys(
+        unlike, float("inf")
+    )
+
+
+def layers(**model: Any) -> tuple[Any, Any]:
+    """A stock layer and an AMPipe layer of degree 4 with the same weights."""
+    from tests.dist.blocks import build_layers
+
+    case = Case("gradients", batch=BATCH, sequence_length=SEQUENCE, model=BASE | model)
+    return build_layers(case)
+
+
+# DDP
+
+
+@contextlib.contextmanager
+def fused_weight_gradients() -> Iterator[None]:
+    """Megatron's fused accumulation with its GPU kernel replaced by the same arithmetic on the CPU."""
+    import torch
+    from megatron.core.tensor_parallel import layers as linear
+
+    def accumulate(inputs: Any, gradient: Any, main_grad: Any) -> None:
+        main_grad.add_(gradient.t() @ inputs)
+
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    available = linear._grad_accum_fusion_available
+    linear._grad_accum_fusion_available = True
+    linear.fused_weight_gradient_mlp_cuda = kernel
+    # The placeholder that stands for a fused gradient is uninitialised memory: a sum over it must show.
+    torch.empty = poisoned
+    try:
+        yield
+    finally:
+        torch.empty = empty
+        linear._grad_accum_fusion_available = available
+        del linear.fused_weight_gradient_mlp_cuda
+
+
+def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]]) -> dict[str, Any]:
+    """Iterations of micro-batches under DDP: reduced gradients of each, and how often hooks fired."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        bucket_size=4000,
+    )
+    model = DistributedDataParallel(layer.config, settings, layer)
+    fired: dict[str, list[int]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
+    accumulators = []
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counts[name] += 1
+
+        return hook
+
+    for name, parameter in layer.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(count(name))
+        accumulators.append(accumulator)
+    main_grads: dict[str, Any] = {}
+    for iteration, micro_batches in enumerate(inputs):
+        model.zero_grad_buffer()
+        for index, hidden in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                forward(model, hidden).square().sum().backward()
+            for name, _ in layer.named_parameters():
+                fired[name].append(counts.pop(name, 0))
+        model.finish_grad_sync()
+        for name, parameter in layer.named_parameters():
+            main_grads[f"{name} in iteration {iteration}"] = parameter.main_grad.clone()
+    return {"main_grad": main_grads, "fired": dict(fired)}
+
+
+def ddp(*, fusion: bool, distributed_optimizer: bool, routing: str | None = None) -> dict[str, Any]:
+    """The same iterations through both layers."""
+    with fused_weight_gradients() if fusion else contextlib.nullcontext():
+        pair = layers(gradient_accumulation_fusion=fusion)
+        if routing is not None:
+            for layer in pair:
+                obey(layer)
+        found = []
+        for layer in pair:
+            make = make_hidden if routing is None else lambda _: routed_hidden(routing)
+            inputs = [[make(10 * iteration + index) for index in range(3)] for iteration in range(2)]
+            found.append(run_ddp(layer, distributed_optimizer=distributed_optimizer, inputs=inputs))
+        written = sum(getattr(p, "grad_added_to_main_grad", False) for p in pair[1].parameters())
+    stock, ours = found
+    return {
+        "differences": compare(stock["main_grad"], ours["main_grad"]),
+        "fired": ours["fired"],
+        "stock fired": stock["fired"],
+        "written by fused layers": written,
+    }
+
+
+# Autograd
+
+
+def in_flight() -> dict[str, Any]:
+    """Forward a, forward b, backward a, backward b, in one layer."""
+    found = []
+    for layer in layers():
+        a, b = make_hidden(1), make_hidden(2)
+        outputs = forward(layer, a), forward(layer, b)
+        for output in outputs:
+            output.square().sum().backward()
+        found.append(gradients(layer, a, b))
+    return {"differences": compare(*found)}
+
+
+def twice() -> dict[str, Any]:
+    """A second backward through one forward."""
+    _, ours = layers()
+    output = forward(ours, make_hidden(1)).sum()
+    output.backward(retain_graph=True)
+    try:
+        output.backward()
+    except RuntimeError as error:
+        return {"message": str(error)}
+    return {"message": None}
+
+
+def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
+    """Parameters that are not trained."""
+    found, requires = [], []
+    for layer in layers():
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_(not FROZEN[which](name))
+        hidden = make_hidden(1).detach().requires_grad_(input_needs_gradient)
+        output = forward(layer, hidden)
+        requires.append(output.requires_grad)
+        if output.requires_grad:
+            output.square().sum().backward()
+        found.append(gradients(layer, hidden) | {"output": output.detach()})
+    trained = sum(value is not None for value in found[1].values())
+    return {"differences": compare(*found), "requires": requires, "with gradient": trained}
+
+
+def no_grad() -> dict[str, Any]:
+    """Evaluation keeps nothing alive."""
+    import torch
+
+    from megatron_ampipe.runtime.block import BlockCall
+    from megatron_ampipe.runtime.segment import Segment
+
+    stock, ours = layers()
+    hidden = make_hidden(1)
+    with torch.no_grad():
+        expected, output = forward(stock, hidden), forward(ours, hidden)
+    gc.collect()
+    kept = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, BlockCall | Segment)]
+    with_graph = forward(ours, hidden)
+    kept_with_graph = sum(isinstance(thing, BlockCall) for thing in gc.get_objects())
+    del with_graph
+    gc.collect()
+    left = sum(isinstance(thing, BlockCall) for thing in gc.get_objects())
+    return {
+        "differences": compare({"output": expected}, {"output": output}),
+        "requires_grad": output.requires_grad,
+        "kept": kept,
+        "kept with graph": kept_with_graph,
+        "left when the output is gone": left,
+    }
+
+
+# Collectives
+
+RECORDED = (
+    "all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather", "broadcast",
+)  # fmt: skip
+
+
+def obey(layer: Any) -> None:
+    """Make the router send a token to the expert whose direction it lies in."""
+    import torch
+
+    with torch.no_grad():
+        weight = layer.mlp.router.weight
+        weight.mul_(0.01)
+        weight[:, :4] += 3 * torch.eye(4)
+
+
+def routed_hidden(routing: str) -> Any:
+    """Hidden states whose tokens are routed as ``ROUTINGS`` says (see :func:`obey`)."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    hidden = make_hidden(3).detach()
+    hidden[..., :4] = 0
+    for row in range(SEQUENCE):
+        hidden[row, :, ROUTINGS[routing](rank, row)] = 60
+    return hidden.requires_grad_()
+
+
+def collectives(routing: str, **model: Any) -> dict[str, Any]:
+    """Every collective of a pass, with its group and the stage that issued it, in order of issue."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ampipe.runtime.recorder import Recorder
+
+    class StageOfThread(Recorder):
+        """Knows which stage a thread is in."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = threading.local()
+
+        @contextlib.contextmanager
+        def on_host(self, lane: str, stage: Any) -> Iterator[None]:
+            self.now.stage = f"{self._direction} {stage}"
+            try:
+                yield
+            finally:
+                self.now.stage = None
+
+    pair = layers(moe_router_topk=1, moe_router_pre_softmax=True, **model)
+    recorder = StageOfThread()
+    pair[1]._ampipe.recorder = recorder
+    issued: dict[str, list[list[str]]] = defaultdict(list)
+
+    def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            ranks = "no group" if group is None else str(dist.get_process_group_ranks(group))
+            issued[ranks].append([name, str(getattr(recorder.now, "stage", None))])
+            return function(*args, **kwargs)
+
+        return call
+
+    found = []
+    for layer in pair:
+        obey(layer)
+        issued.clear()
+        hidden = routed_hidden(routing)
+        originals = {name: getattr(dist, name) for name in RECORDED}
+        try:
+            for name, function in originals.items():
+                setattr(dist, name, recording(name, function))
+            output = forward(layer, hidden)
+            output.square().sum().backward()
+        finally:
+            for name, function in originals.items():
+                setattr(dist, name, function)
+        found.append(gradients(layer, hidden) | {"output": output.detach()})
+    idle = [
+        int(name.split("local_experts.")[1].split(".")[0])
+        for name, gradient in found[1].items()
+        if "linear_fc1.weight" in name and "local_experts" in name and not gradient.abs().max() > 0
+    ]
+    torch.distributed.barrier()
+    return {"differences": compare(*found), "issued": dict(issued), "idle experts": idle}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "ddp": lambda: ddp(fusion=False, distributed_optimizer=False),
+    "ddp-fused": lambda: ddp(fusion=True, distributed_optimizer=False),
+    "ddp-sharded": lambda: ddp(fusion=False, distributed_optimizer=True),
+    "ddp-skewed": lambda: ddp(
+        fusion=False, distributed_optimizer=False, routing="rank-1-receives-nothing"
+    ),
+    "ddp-fused-skewed": lambda: ddp(fusion=True, distributed_optimizer=False, routing="one-expert-for-all"),
+    "in-flight": in_flight,
+    "twice": twice,
+    **{
+        f"frozen-{which}{'' if needs else '-constant-input'}": lambda which=which, needs=needs: frozen(
+            which, input_needs_gradient=needs
+        )
+        for which in FROZEN
+        for needs in (True, False)
+    },
+    "no-grad": no_grad,
+    **{f"order-{routing}": lambda routing=routing: collectives(routing) for routing in ROUTINGS},
+    "order-capacity": lambda: collectives("one-expert-for-all", **TIGHT),
+    "order-dropped-unequally": lambda: collectives("rank-1-receives-nothing", **TIGHT),
+}
+
+
+def main() -> None:
+    start()
+    use_groups()
+    results: dict[str, object] = {}
+    for name in sys.argv[1:] or CASES:
+        try:
+            results[name] = CASES[name]()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+    report(results)
+
+
+if __name__ == "__main__":
+    main()

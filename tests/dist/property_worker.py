@@ -1,0 +1,81 @@
+"""Compares a requested case with stock, and tells how nearly any token would have been routed elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.dist.cases import Case
+from tests.dist.service import serve
+from tests.dist.worker import start, use_groups
+
+
+def main() -> None:
+    rank, _ = start()
+    import torch
+    from torch import Tensor
+
+    from tests.dist.blocks import build_layers, differences, run
+
+    groups: object = None
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal groups
+        case = Case(**request)
+        if case.parallel != groups:
+            use_groups(**case.parallel)
+            groups = case.parallel
+        stock, ours = build_layers(case)
+        router = stock.mlp.router
+        if router.expert_bias is not None:
+            # It starts at zero, where it changes nothing.
+            generator = torch.Generator().manual_seed(3)
+            bias = torch.randn(router.expert_bias.shape, generator=generator) * 0.1
+            for layer in (stock, ours):
+                layer.mlp.router.expert_bias.copy_(bias)
+        logits: list[Tensor] = []
+        gating = router.gating
+        router.gating = lambda hidden: logits.append(found := gating(hidden)) or found
+        expected = run(stock, case, rank=rank)
+        found = run(ours, case, rank=rank)
+        return {
+            "differences": differences(expected, found),
+            "margin": margin(router, logits[0].detach().flatten(0, -2).double()),
+            "class": type(ours).__name__,
+        }
+
+    def margin(router: Any, logits: Tensor) -> float:
+        """By how much the scores of a chosen and a passed-over expert, or group of experts, differ at least.
+
+        Args:
+            logits: ``[tokens, experts]``.
+        """
+        config = router.config
+        scores = {
+            "softmax": logits.softmax(-1) if config.moe_router_pre_softmax else logits,
+            "sigmoid": logits.sigmoid(),
+            "sqrtsoftplus": torch.nn.functional.softplus(logits).sqrt(),
+        }[config.moe_router_score_function]
+        if router.expert_bias is not None:
+            scores = scores + router.expert_bias.double()
+        smallest = float("inf")
+        if config.moe_router_group_topk:
+            per_group = router.topk // config.moe_router_group_topk
+            grouped = scores.unflatten(-1, (config.moe_router_num_groups, -1))
+            group_scores = grouped.topk(per_group).values.sum(-1)
+            smallest = gap(group_scores, config.moe_router_group_topk)
+            chosen = torch.zeros_like(group_scores, dtype=torch.bool)
+            chosen.scatter_(1, group_scores.topk(config.moe_router_group_topk).indices, True)
+            scores = grouped.masked_fill(~chosen.unsqueeze(-1), -1e3).flatten(-2)
+        return min(smallest, gap(scores, router.topk))
+
+    def gap(scores: Tensor, num_chosen: int) -> float:
+        if num_chosen == scores.shape[-1]:
+            return float("inf")
+        ordered = scores.sort(-1, descending=True).values
+        return (ordered[:, num_chosen - 1] - ordered[:, num_chosen]).min().item()
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

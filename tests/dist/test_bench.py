@@ -1,0 +1,300 @@
+"""``ampipe bench`` with real ranks: what it measures, and what is left when it is interrupted or loses a rank.
+
+Sizes are tiny, so the figures mean nothing; that they are there, and of the right kind, is what counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.tools.benchmark import network
+from tests.dist.launch import REPOSITORY
+
+GRID = """\
+defaults:
+  {sequence_length: 64, batch: 1, hidden: 32, heads: 4, experts: 4, ffn: 64, activation: gelu, dtype: fp32}
+cases:
+  - {name: top1, topk: 1}
+  - {name: rich, topk: 2, batch: 2, query_groups: 2, shared_ffn: 48, activation: swiglu, capacity: 1.25}
+"""
+LONG_RUN = ["--repeats", "100000", "--degrees", "2"]
+STARTUP_S = 60.0
+
+
+def why_no_network() -> str | None:
+    """Why no slow network can be made here, None if it can."""
+    try:
+        network.check_usable()
+        subprocess.run(["unshare", "--net", "true"], check=True, capture_output=True, timeout=20)
+    except EnvironmentMissing as error:
+        return str(error)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"no network namespace can be made here: {error}"
+    return None
+
+
+NO_NETWORK = why_no_network()
+needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    grid = folder / "tiny.yaml"
+    grid.write_text(GRID)
+    return [
+        *(sys.executable, "-m", "megatron_ampipe.cli", "bench", "--grid", str(grid)),
+        *("--json", str(folder / "result.json"), *words),
+    ]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Whatever the command puts aside lies where the test can see it."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    return os.environ | {"TMPDIR": str(temporary)}
+
+
+def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    done = subprocess.run(
+        command(folder, *words),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((folder / "temporary").iterdir())
+    assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
+    return json.loads((folder / "result.json").read_text()), done.stdout
+
+
+def check_document(
+    document: dict[str, Any], *, link: str, layers: list[tuple[str, int]], repeats: int
+) -> None:
+    assert document["link"] == link
+    assert document["versions"]["torch"]
+    assert document["hardware"]["cpu"]
+    assert [case["name"] for case in document["cases"]] == ["top1", "rich"]
+    for case in document["cases"]:
+        assert case["link"] == link
+        assert case["stock_ms"] > 0
+        assert [(row["schedule"], row["degree"]) for row in case["rows"]] == layers
+        for row in case["rows"]:
+            assert len(row["samples_ms"]) == repeats
+            assert row["ms"] > 0
+            assert row["speedup"] > 0
+            assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
+            assert (row["bound_share"] is None) == (row["degree"] == 1)
+            if row["bound_share"] is not None:
+                assert row["bound_share"] > 0
+                assert all(part >= 0 for parts in row["bound"].values() for part in parts.values())
+
+
+def test_without_a_link(tmp_path: Path) -> None:
+    schedules = ["sequential", "moe-only", "ampipe"]
+    words = ["--link", "none", "--degrees", "1,3", "--schedules", ",".join(schedules), "--repeats", "2"]
+    document, shown = bench(tmp_path, *words, "--warmup", "0")
+    layers = [(schedule, degree) for schedule in schedules for degree in (1, 3)]
+    check_document(document, link="none", layers=layers, repeats=2)
+    assert document["emulated"] is False
+    assert "emulated" not in shown
+
+
+@needs_network
+def test_over_a_real_network(tmp_path: Path) -> None:
+    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--warmup", "0"]
+    document, _ = bench(tmp_path, *words)
+    check_document(document, link="200mbit", layers=[("moe-only", 2), ("ampipe", 2)], repeats=2)
+
+
+def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
+    words = ["--link", "emulated:1gbit:10ms", "--degrees", "1,2", "--schedules", "ampipe", "--repeats", "2"]
+    document, shown = bench(tmp_path, *words, "--warmup", "0", "--pretend-peers")
+    check_document(document, link="emulated:1gbit:10ms", layers=[("ampipe", 1), ("ampipe", 2)], repeats=2)
+    assert document["emulated"] is document["pretended"] is document["cases"][0]["emulated"] is True
+    assert "emulated:1gbit:10ms (emulated) · 2 ranks, all but one pretended" in shown
+    for case in document["cases"]:
+        control, chunked = case["rows"]
+        # Tokens and probabilities there, tokens back, and the same in backward: at least six latencies.
+        assert min(case["stock_ms"], control["ms"]) > 60
+        assert chunked["bound"]["forward"]["communication_ms"] >= 2 * 30
+        assert chunked["bound"]["backward"]["communication_ms"] >= 2 * 30
+
+
+# A network alone
+
+
+@contextlib.contextmanager
+def namespaces(count: int) -> Iterator[list[int]]:
+    """Processes that hold a network namespace each."""
+    holders = [
+        subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(count)
+    ]
+    try:
+        for holder in holders:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+        yield [holder.pid for holder in holders]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+RECEIVE = """
+import socket
+server = socket.create_server(("10.77.0.1", 5555))
+print("ready", flush=True)
+for _ in range({senders}):
+    connection, _ = server.accept()
+    connection.recv(1, socket.MSG_WAITALL)
+    connection.recv({size}, socket.MSG_WAITALL)
+    connection.sendall(b"x")
+"""
+SEND = """
+import socket, time
+connection = socket.create_connection(("10.77.0.1", 5555))
+begin = time.perf_counter()
+connection.sendall(bytes({size} + 1))
+connection.recv(1)
+print(time.perf_counter() - begin)
+"""
+
+
+@needs_network
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_network_has_its_rate(count: int) -> None:
+    size, rate = 500_000, 40e6
+
+    def inside(pid: int, code: str) -> subprocess.Popen[str]:
+        words = ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, "-c", code]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+
+    with namespaces(count) as pids, network.joined(pids, rate_bit_per_s=rate):
+        receiver = inside(pids[0], RECEIVE.format(size=size, senders=count - 1))
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        for pid in pids[1:]:
+            taken_s = float(inside(pid, SEND.format(size=size)).communicate(timeout=30)[0])
+            # The bucket lets a little pass at once; a busy machine can only be slower.
+            assert taken_s >= 0.85 * size * 8 / rate
+        receiver.communicate(timeout=30)
+
+
+# Interruptions
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is ``pid``."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTUP_S) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A long measurement whose ranks have begun to talk to each other; yields it and its ranks."""
+    process = subprocess.Popen(
+        command(folder, *LONG_RUN, *words),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        temporary = folder / "temporary"
+
+        def begun() -> bool:
+            assert process.poll() is None, process.communicate()
+            return bool(list(temporary.glob("*/rendezvous")))
+
+        until(begun, "the ranks")
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        yield process, ranks
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def network_of(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) -> None:
+    until(lambda: not any(map(alive, ranks)), "the end of the ranks", timeout_s=10)
+    assert not list(folder.glob("*result.json*")), "a half-written result"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # Nobody else holds the ranks' namespaces, so the kernel removes them and all in them.
+            assert network_of(int(process.name)) not in networks
+    interfaces = (
+        subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout if not NO_NETWORK else ""
+    )
+    assert network.INTERFACE not in interfaces
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    link = "none" if NO_NETWORK else "200mbit"
+    with running(tmp_path, "--link", link) as (process, ranks):
+        own = network_of(os.getpid())
+        networks = {network_of(rank) for rank in ranks} - {own}
+        assert len(networks) == (0 if NO_NETWORK else 2)
+        process.send_signal(number)
+        output = process.communicate(timeout=20)
+        if number is signal.SIGKILL:
+            assert process.returncode == -number
+        else:
+            assert process.returncode == 130, output
+            assert output[1] == "ampipe: interrupted; nothing unfinished stands under a final name\n"
+            assert not list((tmp_path / "temporary").iterdir())
+        check_nothing_is_left(tmp_path, ranks, networks)
+
+
+def test_a_lost_rank_ends_the_run(tmp_path: Path) -> None:
+    link = "none" if NO_NETWORK else "200mbit"
+    with running(tmp_path, "--link", link) as (process, ranks):
+        networks = {network_of(rank) for rank in ranks} - {network_of(os.getpid())}
+        os.kill(ranks[1], signal.SIGKILL)
+        _, error = process.communicate(timeout=20)
+        assert process.returncode == 3, error
+        assert error.startswith("ampipe: rank 1 was killed by SIGKILL; the others were ended")
+        assert not list((tmp_path / "temporary").iterdir())
+        check_nothing_is_left(tmp_path, ranks, networks)

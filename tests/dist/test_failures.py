@@ -1,0 +1,147 @@
+"""A failure ends a run with its own message: no hang, and no follow-up error in its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Direction, Kind, Stage, build, dependencies, issue_order
+from megatron_ampipe.schedule.graph import BlockFeatures
+from tests.dist.launch import run_workers
+from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
+
+DEGREE = 4
+FEATURES = BlockFeatures(losses=True, shared=True, ordered_routing=True)
+
+
+class CablePulled(Exception):
+    pass
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("executor", [ThreadExecutor, SequentialExecutor])
+def test_a_failing_stage_raises_its_own_error(
+    executor: type[ThreadExecutor | SequentialExecutor], kind: Kind, direction: Direction
+) -> None:
+    """In whatever lane: the caller gets that very exception, and nothing that needs the stage has run."""
+    schedule = build("ampipe", degree=DEGREE, features=FEATURES)
+    needs = dependencies(FEATURES, degree=DEGREE, whole_attention=False, direction=direction)
+    order = issue_order(schedule.program(direction), needs, host_waits=False)
+    failing = next((stage for _, stage in order if stage.kind is kind and stage.chunk in (None, 1)), None)
+    if failing is None:
+        pytest.skip(f"there is no {kind} in the {direction} pass")
+    error = CablePulled(str(failing))
+    ran: list[Stage] = []
+
+    def run_stage(stage: Stage) -> None:
+        if stage == failing:
+            raise error
+        # As a real stage fails when a value it reads is not there.
+        assert all(needed in ran for needed in needs[stage]), f"{stage} ran before what it needs"
+        ran.append(stage)
+
+    runner = executor()
+    with pytest.raises(CablePulled) as caught:
+        runner.execute(order, needs, run_stage, Recorder())
+    assert caught.value is error
+
+
+@pytest.mark.timeout(30)
+def test_a_failure_does_not_wait_for_what_travels() -> None:
+    """A compute stage fails while a collective is stuck: the error comes out at once."""
+    stuck, dispatch, attention = threading.Event(), Stage(Kind.DISPATCH, 0), Stage(Kind.ATTENTION, 1)
+
+    def run_stage(stage: Stage) -> None:
+        if stage == dispatch:
+            stuck.wait(20)
+        else:
+            raise CablePulled
+
+    executor = ThreadExecutor()
+    began = time.monotonic()
+    try:
+        with pytest.raises(CablePulled):
+            order = [("comm", dispatch), ("compute", attention)]
+            executor.execute(order, {dispatch: (), attention: ()}, run_stage, Recorder())
+        assert time.monotonic() - began < 5
+    finally:
+        stuck.set()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_failing_collective_of_a_layer(direction: str, tmp_path: Path) -> None:
+    """Rank 0 raises what happened; rank 1 learns that its peer is gone, instead of waiting for it."""
+    first, second = run_workers(
+        "tests.dist.failures_worker", [direction], world_size=2, folder=tmp_path, timeout_s=100
+    )
+    assert (first["type"], first["message"]) == ("OSError", "the cable was pulled"), first["traceback"]
+    assert "another exception" not in first["traceback"], first["traceback"]
+    assert first["seconds"] < 10
+    assert second["type"] == "RuntimeError", second["traceback"]
+    assert "closed" in second["message"] or "reset" in second["message"], second["message"]
+    assert second["seconds"] < 30
+
+
+@pytest.mark.timeout(240)
+def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> None:
+    """Without a launcher that would end the others: the survivor has to notice by itself."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    arguments = [
+        *TINY_GPT, *TINY_MOE, "--mock-data", "--attention-dropout", "0", "--hidden-dropout", "0",
+        "--expert-model-parallel-size", "2", "--train-iters", "100000", "--ampipe-degree", str(DEGREE),
+        "--distributed-timeout-minutes", "1",
+    ]  # fmt: skip
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-u", "-m", MODULE, *arguments],
+                    cwd=REPOSITORY,
+                    env=environment()
+                    | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+                    | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        # The last rank logs. Rank 0, which holds the rendezvous store, survives.
+        _wait_for(lambda: "iteration        2/" in logs[1].read_text(), logs, timeout_s=120)
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        killed_at_s = time.monotonic()
+        code = ranks[0].wait(timeout=90)
+        assert time.monotonic() - killed_at_s < 60, "the collective timeout"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    said = logs[0].read_text()
+    assert code == 3, said[-4000:]
+    assert "error: rank 0 failed" in said
+    assert "has lost a peer" in said
+    assert "Traceback" in said, "that of the collective that failed"
+
+
+def _wait_for(condition: object, logs: list[Path], *, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        ends = "\n".join(log.read_text()[-2000:] for log in logs)
+        assert time.monotonic() < deadline_s, f"training did not begin\n{ends}"
+        time.sleep(0.2)

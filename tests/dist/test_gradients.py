@@ -1,0 +1,88 @@
+"""One gradient per parameter and micro-batch, whatever wraps the layer; one order of collectives on all ranks.
+
+Every case also equals the stock layer (fp32, two expert-parallel ranks, degree 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.gradients_worker import CASES, FROZEN
+from tests.dist.launch import run_workers
+
+TOLERANCE = 1e-5
+"""Relative; measured: 5e-7."""
+MICRO_BATCHES = 6
+"""Two iterations of three."""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("gradients")
+    return run_workers("tests.dist.gradients_worker", list(CASES), world_size=2, folder=folder, timeout_s=280)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_stock(name: str, reports: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(reports):
+        result = results[name]
+        assert "error" not in result, f"rank {rank}:\n{result['error']}"
+        wrong = {key: value for key, value in result.get("differences", {}).items() if not value <= TOLERANCE}
+        assert not wrong, f"rank {rank} differs from stock: {wrong}"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("ddp")])
+def test_ddp_sees_every_parameter_once_per_micro_batch(name: str, reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        result = results[name]
+        assert len(result["fired"]) >= 8
+        assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
+        assert result["fired"] == result["stock fired"]
+        # Query-key-value, projection, and two layers of two experts.
+        assert result["written by fused layers"] == (6 if "fused" in name else 0)
+
+
+def test_a_second_backward_is_refused(reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        assert "differentiated twice" in results["twice"]["message"]
+
+
+@pytest.mark.parametrize("which", FROZEN)
+def test_frozen_parameters_get_no_gradient(which: str, reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        with_input, without = results[f"frozen-{which}"], results[f"frozen-{which}-constant-input"]
+        assert with_input["requires"] == [True, True]
+        assert without["requires"] == [which != "everything"] * 2
+        # The output is always there, the input's gradient only where one is asked for.
+        assert with_input["with gradient"] == without["with gradient"] + 1
+        assert without["with gradient"] >= (1 if which == "everything" else 2)
+
+
+def test_without_gradients_nothing_is_kept(reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        result = results["no-grad"]
+        assert result["requires_grad"] is False
+        assert result["kept"] == []
+        assert result["kept with graph"] == 1, "or the search would find nothing anyway"
+        assert result["left when the output is gone"] == 0, "a reference cycle holds the activations"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("order-")])
+def test_ranks_issue_the_same_collectives_in_the_same_order(name: str, reports: list[dict[str, Any]]) -> None:
+    first, second = (results[name]["issued"] for results in reports)
+    assert "no group" not in first, "a collective on the world group, which nobody chose"
+    assert first == second
+    stages = [stage for issued in first.values() for _, stage in issued]
+    for chunk in range(4):
+        assert f"forward dispatch.{chunk}" in stages
+        assert f"backward dispatch.{chunk}" in stages
+
+
+def test_the_routings_leave_experts_idle(reports: list[dict[str, Any]]) -> None:
+    """Otherwise the orders above were compared on easy data."""
+    assert reports[1]["order-rank-1-receives-nothing"]["idle experts"] == [0, 1]
+    assert reports[0]["order-one-expert-for-all"]["idle experts"] == [0, 1]
+    assert reports[1]["order-one-expert-for-all"]["idle experts"] == [1]
+    assert reports[0]["order-ranks-exchange-all"]["idle experts"] == []

@@ -1,0 +1,17 @@
+"""Hybrid models: attention followed by MoE is pipelined, everything else in the pattern stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.dist.launch import run_workers
+
+
+def test_hybrid_stack_equals_stock(tmp_path: Path) -> None:
+    for result in run_workers("tests.dist.hybrid_worker", [], world_size=2, folder=tmp_path):
+        # Of the pattern *E-*EE*, the attention layers that an MoE layer follows.
+        assert result["joined"] == [0, 3]
+        assert result["off"]
+        wrong = {name: value for name, value in result["differences"].items() if not value <= 1e-5}
+        assert not wrong
+        assert any("router" in name for name in result["differences"])

@@ -1,0 +1,89 @@
+"""Training runs of every parallel dimension, with AMPipe and without: the same losses and gradient norms.
+
+Each pair of runs is two launches of Megatron's own loop on the same made-up data from the same seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.megatron.launcher import Run, train
+
+TOLERANCE = 2e-4
+"""Relative; what is logged has six or seven digits."""
+
+PLAIN = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+EP = ["--expert-model-parallel-size", "2"]
+PP = ["--pipeline-model-parallel-size", "2"]
+TP = [
+    "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1",
+]  # fmt: skip
+CP = ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"]
+LATENT = [
+    "--multi-latent-attention", "--position-embedding-type", "rope", "--q-lora-rank", "16",
+    "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "16",
+]  # fmt: skip
+LLAMA = [
+    "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu",
+    "--group-query-attention", "--num-query-groups", "2",
+]  # fmt: skip
+ALL_OVERLAPS = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+
+RUNS = {
+    "tp2-pp2-ep2": (8, [*TP, *PP, *EP]),
+    "dp2-pp2-ep2": (8, [*PP, *EP, *ALL_OVERLAPS, *LLAMA]),
+    "cp2-ep2": (2, [*CP, *EP, *LLAMA]),
+    "interleaved": (
+        2,
+        [*PP, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1", "--global-batch-size", "8"],
+    ),
+    "latent-mtp": (2, [*EP, *LATENT, "--mtp-num-layers", "1"]),
+    "tp2-experts-allgather": (
+        2,
+        [
+            "--tensor-model-parallel-size", "2", "--sequence-parallel",
+            "--expert-tensor-parallel-size", "2", "--moe-token-dispatcher-type", "allgather",
+        ],
+    ),
+    "recompute-block": (
+        2,
+        [*EP, "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"],
+    ),
+}  # fmt: skip
+
+
+def largest_difference(stock: Run, ours: Run) -> float:
+    assert stock.iterations == ours.iterations and len(stock.iterations) == 4
+    pairs = [
+        (expected, found)
+        for name in ("lm_loss", "load_balancing_loss", "grad_norm")
+        for expected, found in zip(getattr(stock, name), getattr(ours, name), strict=True)
+    ]
+    assert len(pairs) == 12
+    return max(abs(expected - found) / abs(expected) for expected, found in pairs)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trains_as_stock(name: str) -> None:
+    num_ranks, flags = RUNS[name]
+    stock = train(*PLAIN, *flags, num_ranks=num_ranks, timeout_s=280)
+    ours = train(*PLAIN, *flags, "--ampipe-degree", "4", num_ranks=num_ranks, timeout_s=280)
+    assert largest_difference(stock, ours) <= TOLERANCE
+
+
+def test_context_parallelism_changes_nothing() -> None:
+    """What the host platform adds to stock Megatron on a CPU is held against a run without it."""
+    alone = train(*PLAIN, *EP, *LLAMA)
+    split = train(*PLAIN, *EP, *LLAMA, *CP, "--ampipe-degree", "4", "--global-batch-size", "4")
+    assert split.lm_loss == pytest.approx(alone.lm_loss, rel=TOLERANCE)
+    assert split.grad_norm == pytest.approx(alone.grad_norm, rel=2e-3)
+
+
+def test_fp16_with_loss_scaling() -> None:
+    """The losses of 16-bit runs agree to 16-bit rounding, and no step is skipped that stock does not skip."""
+    flags = [*PLAIN, *EP, "--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "2"]
+    stock, ours = train(*flags), train(*flags, "--ampipe-degree", "4")
+    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=2**-10)
+    assert stock.output.count("number of skipped iterations:   0") == ours.output.count(
+        "number of skipped iterations:   0"
+    )

@@ -1,0 +1,481 @@
+"""``ampipe bench`` without its processes: links, grids, bounds, figures, documents, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.tools.benchmark import network, plot, result
+from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
+from megatron_ampipe.tools.benchmark.grid import CONFIGS, Case, find_grid, read_grid
+from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+
+CASE = Case(
+    name="one",
+    sequence_length=64,
+    batch=1,
+    hidden=32,
+    heads=4,
+    experts=4,
+    topk=1,
+    ffn=64,
+    activation="gelu",
+    dtype="fp32",
+)
+FIGURES = (
+    "sequence_length: 64, batch: 1, hidden: 32, heads: 4, experts: 4, topk: 1, ffn: 64, "
+    "activation: gelu, dtype: fp32"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "rate", "latency"),
+    [
+        ("none", LinkKind.NONE, None, 0.0),
+        ("200mbit", LinkKind.NETWORK, 200e6, 0.0),
+        ("1.5gbit", LinkKind.NETWORK, 1.5e9, 0.0),
+        ("25MB/s", LinkKind.NETWORK, 200e6, 0.0),
+        ("emulated:20GB/s", LinkKind.EMULATED, 160e9, 0.0),
+        ("emulated:200mbit:50us", LinkKind.EMULATED, 200e6, 50e-6),
+    ],
+)
+def test_links_are_read(text: str, kind: LinkKind, rate: float | None, latency: float) -> None:
+    link = parse_link(text)
+    assert (link.kind, link.rate_bit_per_s, link.latency_s) == (kind, rate, pytest.approx(latency))
+    assert link.text == text
+    assert link.emulated is (kind is LinkKind.EMULATED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "200",
+            "mbit",
+            "0mbit",
+            "-1mbit",
+            "nan",
+            "infgbit",
+            "1mb",
+            "20gbps",
+            "20Gbit",
+            "1kbit",
+            "1tbit",
+        ),
+        *("200mbit:1ms", "200mbit; reboot", "emulated", "emulated:", "emulated:1ms", "emulated:1gbit:5"),
+        *("emulated:1gbit:1us:1us", "emulated:1gbit:2s", "emulated:none", "None", "1e3mbit"),
+    ],
+)
+def test_bad_links_are_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="emulated:RATE"):
+        parse_link(text)
+
+
+def test_transfer_time_is_latency_and_bytes_by_rate() -> None:
+    assert parse_link("emulated:8mbit:2ms").transfer_s(1_000_000) == pytest.approx(1.002)
+
+
+def test_bursts_are_small_against_a_chunk() -> None:
+    assert network.burst_bytes(100e6) == 16 * 1024
+    assert network.burst_bytes(10e9) == 312_500
+
+
+def test_a_slow_network_needs_root(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(network.shutil, "which", lambda program: program)
+    assert main(["bench", "--link", "200mbit", "--json", str(tmp_path / "x.json")]) == 1
+    assert "needs root" in (error := capsys.readouterr().err)
+    assert "--link emulated:RATE" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slow_network_needs_iproute2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network.shutil, "which", lambda program: None if program == "tc" else program)
+    assert main(["bench", "--link", "200mbit"]) == 1
+    assert "needs tc. Install iproute2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--link", "fast"], "--link fast"),
+        (["--degrees", "0"], "--degrees 0"),
+        (["--degrees", "1,,2"], "--degrees 1,,2"),
+        (["--degrees", "4096"], "--degrees 4096"),
+        (["--schedules", "best"], "--schedules best"),
+        (["--ranks", "3"], "--ranks 3"),
+        (["--grid", "absent"], "cpu-small"),
+        (["--grid", "../bench/paper"], "--grid ../bench/paper"),
+        (["--json", "/absent/x.json"], "--json /absent/x.json"),
+        (["--json", "/tmp"], "--json /tmp"),
+        (["--plot", "/absent/x"], "--plot /absent/x"),
+        (["--pretend-peers"], "--pretend-peers"),
+        (["--repeats", "0"], "--repeats"),
+        (["--from", "/absent.json"], "--from /absent.json"),
+    ],
+)
+def test_bad_arguments_end_with_2_before_anything_starts(
+    words: list[str], shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr("megatron_ampipe.tools.benchmark.ranks.measure", start)
+    assert main(["bench", *words]) == 2
+    assert shown in capsys.readouterr().err
+
+
+# Grids
+
+
+def grid_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "grid.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_our_grids_are_sound(name: str) -> None:
+    assert read_grid(find_grid(name)).cases
+
+
+def test_the_small_grid_is_the_one_that_the_readme_measures() -> None:
+    cases = read_grid(find_grid("cpu-small")).cases
+    assert [(case.sequence_length, case.hidden, case.experts, case.topk) for case in cases] == [
+        (2048, 256, 4, 1),
+        (2048, 256, 4, 2),
+    ]
+
+
+def test_the_papers_grid_has_56_of_72_cases() -> None:
+    cases = read_grid(find_grid("paper")).cases
+    assert len(cases) == 56
+    assert {case.hidden for case in cases} == {768, 1024, 1280, 1600}
+    # Who fits with more tokens or experts fits with fewer.
+    names = {case.name for case in cases}
+    assert "base-16k-b1-c1" in names
+    assert "xl-32k-b2-c4" not in names
+
+
+def test_defaults_stand_behind_a_case(tmp_path: Path) -> None:
+    path = grid_file(tmp_path, f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n  - {{name: b, topk: 2}}\n")
+    assert [(case.name, case.topk) for case in read_grid(path).cases] == [("a", 1), ("b", 2)]
+
+
+def test_axes_are_combined(tmp_path: Path) -> None:
+    text = f"defaults: {{{FIGURES}}}\naxes:\n  - [{{name: a}}, {{name: b}}]\n  - [{{name: k2, topk: 2}}]\n"
+    assert [case.name for case in read_grid(grid_file(tmp_path, text)).cases] == ["a-k2", "b-k2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "rule"),
+    [
+        (f"cases:\n  - {{name: a, {FIGURES}, speed: 3}}\n", 2, "speed: is not one of"),
+        (f"cases:\n  - {{name: a, {FIGURES.replace('topk: 1, ', '')}}}\n", 2, "topk: is missing"),
+        (f"cases:\n  - {{{FIGURES}}}\n", 2, "name: is missing"),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    topk: two\n",
+            4,
+            "topk 'two': must be a whole number",
+        ),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    topk: true\n",
+            4,
+            "topk True: must be a whole number",
+        ),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    batch: 0\n",
+            4,
+            "batch 0: must be a whole number",
+        ),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    topk: 1.5\n",
+            4,
+            "topk 1.5: must be a whole number",
+        ),
+        (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    capacity: .nan\n", 4, "capacity nan: must be"),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    dtype: fp8\n",
+            4,
+            "dtype 'fp8': must be one of fp32",
+        ),
+        (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    heads: 5\n", 4, "does not divide hidden 32"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    topk: 8\n", 4, "is above experts 4"),
+        (
+            f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    query_groups: 3\n",
+            4,
+            "does not divide heads 4",
+        ),
+        (f"defaults: {{{FIGURES}}}\ncases: [{{name: a}}, {{name: a}}]\n", 1, "two cases have it"),
+        (f"defaults: {{{FIGURES}}}\ncases: [{{name: a}}]\nexpected_cases: 2\n", 3, "1 cases are left"),
+        ("cases: []\n", 1, "must be a list that is not empty"),
+        ("cases: 3\n", 1, "must be a list"),
+        ("cases: [3]\n", 1, "every entry must hold keys"),
+        ("axes: [[]]\n", 1, "must be a list that is not empty"),
+        ("axes: 3\n", 1, "must be a list"),
+        ("defaults: 3\ncases: [{name: a}]\n", 1, "must hold keys with values"),
+        ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
+        ("case: [{name: a}]\n", 1, "case: is not one of"),
+        ("cases:\n  - name: a\n    name: b\n", 3, "'name' comes twice"),
+        ("cases:\n  - 3: a\n", 2, "the key 3 is no text"),
+        ("cases: [\n", 2, "YAML"),
+        ("- 3\n", 1, "does not hold keys"),
+        ("", 1, "does not hold keys"),
+        ("cases: !!python/object/apply:os.system ['true']\n", 1, "could not determine a constructor"),
+    ],
+)
+def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line: int, rule: str) -> None:
+    path = grid_file(tmp_path, text)
+    with pytest.raises(BadInput) as error:
+        read_grid(path)
+    assert f"{path}:{line}:" in str(error.value)
+    assert rule in str(error.value)
+
+
+def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "grid.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match="not YAML of ours"):
+        read_grid(path)
+
+
+def test_a_job_survives_the_way_to_the_ranks() -> None:
+    job = Job(
+        cases=(CASE,),
+        schedules=("ampipe", "moe-only"),
+        degrees=(1, 4),
+        link="200mbit",
+        num_ranks=2,
+        pretended=False,
+        device="cpu",
+        repeats=3,
+        warmup=1,
+        seed=1,
+        timeout_s=9.0,
+        rendezvous="/tmp/x",
+        cores=(0, 1),
+    )
+    assert Job.from_json(job.to_json()) == job
+    assert [str(variant) for variant in job.variants] == [
+        "stock",
+        "ampipe degree 1",
+        "ampipe degree 4",
+        "moe-only degree 1",
+        "moe-only degree 4",
+    ]
+
+
+# The bound
+
+
+def times_of(needs: dict[Stage, tuple[Stage, ...]], durations: dict[Kind, float]) -> dict[Stage, float]:
+    return {stage: durations[stage.kind] for stage in needs}
+
+
+ONE_EACH = {kind: 1.0 for kind in Kind}
+
+
+def test_forward_bound_counts_head_and_tail() -> None:
+    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    bound = direction_bound(times_of(needs, ONE_EACH | {Kind.COUNTS: 0.0, Kind.DISPATCH: 10.0}), needs)
+    # qkv and four each of attention, route, expert, merge; four dispatches and combines.
+    assert bound == DirectionBound(compute=17.0, communication=44.0, head=3.0, tail=1.0)
+    assert bound.time == 48.0
+
+
+def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
+    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    bound = direction_bound(times_of(needs, ONE_EACH), needs)
+    assert (bound.head, bound.tail) == (1.0, 3.0)
+    assert bound.time == bound.compute == 17.0
+
+
+def test_whole_attention_is_all_head() -> None:
+    needs = dependencies(BlockFeatures(), degree=4, whole_attention=True, direction=Direction.FORWARD)
+    bound = direction_bound(times_of(needs, ONE_EACH | {Kind.ATTENTION: 8.0, Kind.DISPATCH: 20.0}), needs)
+    assert bound.head == 1.0 + 8.0 + 1.0
+    assert bound.time == bound.head + bound.communication + bound.tail
+
+
+def test_the_head_is_that_of_the_cheapest_chunk() -> None:
+    needs = dependencies(BlockFeatures(), degree=2, whole_attention=False, direction=Direction.FORWARD)
+    times = times_of(needs, ONE_EACH)
+    times[Stage(Kind.ATTENTION, 0)], times[Stage(Kind.ATTENTION, 1)] = 5.0, 3.0
+    assert direction_bound(times, needs).head == 1.0 + 3.0 + 1.0
+
+
+def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
+    features = BlockFeatures(ordered_routing=True)
+    needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD)
+    times = times_of(needs, ONE_EACH)
+    times[Stage(Kind.ATTENTION, 0)] = 5.0
+    assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
+
+
+@pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
+@pytest.mark.parametrize("communication", [0.0, 0.5, 2.0, 9.0])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_no_schedule_beats_the_bound(name: str, communication: float, direction: Direction) -> None:
+    """The lanes run as executors run them: in order, each stage when its lane and its needs are ready."""
+    features = BlockFeatures(shared=True)
+    schedule = build(name, degree=3, features=features)
+    needs = dependencies(features, degree=3, whole_attention=schedule.whole_attention, direction=direction)
+    times = {
+        stage: communication if stage.is_communication else 1.0 + 0.1 * (stage.chunk or 0) for stage in needs
+    }
+    ended: dict[Stage, float] = {}
+    lanes = {order.lane: list(order.stages) for order in schedule.program(direction).lanes}
+    free = dict.fromkeys(lanes, 0.0)
+    while any(lanes.values()):
+        for lane, stages in lanes.items():
+            while stages and all(needed in ended for needed in needs[stages[0]]):
+                stage = stages.pop(0)
+                begin = max([free[lane], *(ended[needed] for needed in needs[stage])])
+                free[lane] = ended[stage] = begin + times[stage]
+    assert direction_bound(times, needs).time <= max(ended.values()) + 1e-9
+
+
+# Figures and the document
+
+
+def test_percentiles_are_linear_between_values() -> None:
+    assert result.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert result.percentile([1.0, 2.0], 0.9) == pytest.approx(1.9)
+    assert result.percentile([7.0], 0.1) == 7.0
+
+
+def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any]:
+    stages: list[Any] = []
+    for variant in variants:
+        if not variant.chunked:
+            stages.append(None)
+            continue
+        schedule = build(variant.schedule, degree=variant.degree, features=BlockFeatures())
+        stages.append(
+            {
+                str(direction): {
+                    str(stage): [1000.0, 1000.0, 9000.0]
+                    for stage in dependencies(
+                        BlockFeatures(),
+                        degree=variant.degree,
+                        whole_attention=schedule.whole_attention,
+                        direction=direction,
+                    )
+                }
+                for direction in Direction
+            }
+        )
+    return {"samples_s": seconds, "stages": stages, "difference": [0.0] * len(variants), "kernel": "sdpa"}
+
+
+VARIANTS = [Variant("stock", 1), Variant("ampipe", 1), Variant("ampipe", 2), Variant("sequential", 2)]
+
+
+def document() -> dict[str, Any]:
+    reports = [
+        report([[0.04, 0.08, 0.04], [0.04, 0.08, 0.04], [0.02, 0.02, 0.02], [0.05, 0.05, 0.05]], VARIANTS),
+        report([[0.01, 0.01, 0.06], [0.01, 0.01, 0.06], [0.02, 0.02, 0.03], [0.01, 0.01, 0.01]], VARIANTS),
+    ]
+    case = result.case_result(CASE, VARIANTS, reports, link=parse_link("emulated:1gbit"))
+    return {
+        "format": result.FORMAT,
+        "command": "ampipe bench",
+        "grid": "tiny",
+        "link": "emulated:1gbit",
+        "emulated": True,
+        "ranks": 2,
+        "cases": [case],
+    }
+
+
+def test_a_case_holds_what_scripts_read() -> None:
+    case = document()["cases"][0]
+    assert (case["name"], case["link"], case["stock_ms"]) == ("one", "emulated:1gbit", 60.0)
+    assert case["stock_samples_ms"] == [40.0, 80.0, 60.0]
+    control, ampipe, sequential = case["rows"]
+    assert {"schedule", "degree", "ms", "speedup", "bound_share"} <= ampipe.keys()
+    assert (control["degree"], control["speedup"], control["bound_share"]) == (1, 1.0, None)
+    # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
+    assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
+    assert (ampipe["speedup_p10"], ampipe["speedup_p90"]) == (2.0, 3.6)
+    # Medians of 1 ms a stage: forward 3 + 6 collectives + 1 against 9 of computing, backward 1 + 4 + 3.
+    assert ampipe["bound_ms"] == 10.0 + 9.0
+    assert ampipe["bound_share"] == 0.95
+    assert ampipe["bound"]["forward"] == {
+        "compute_ms": 9.0,
+        "communication_ms": 6.0,
+        "head_ms": 3.0,
+        "tail_ms": 1.0,
+    }
+    assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
+
+
+def test_a_document_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    result.write(document(), path)
+    assert result.read(path) == json.loads(path.read_text()) == json.loads(json.dumps(document()))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("earlier")
+    with pytest.raises(TypeError):
+        result.write({"cases": object()}, path)
+    assert path.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "x"}', "[" * 100_000])
+def test_foreign_results_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(BadInput, match="not a result of ours"):
+        result.read(path)
+
+
+@pytest.mark.parametrize("value", ["fast", None, 0, -1, True])
+def test_results_with_wrong_figures_are_refused(tmp_path: Path, value: object) -> None:
+    wrong = document()
+    wrong["cases"][0]["rows"][0]["speedup"] = value
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(BadInput, match="not a result of ours"):
+        result.read(path)
+
+
+def test_an_earlier_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.json"
+    result.write(document(), path)
+    assert main(["bench", "--from", str(path), "--plot", str(tmp_path / "picture")]) == 0
+    shown = capsys.readouterr().out
+    assert "(emulated)" in shown
+    assert "95.0%" in shown
+    names = ("bound", "by-case", "by-degree", "overhead")
+    assert sorted(file.name for file in tmp_path.glob("picture*")) == sorted(
+        f"picture-{name}.{kind}" for name in names for kind in ("svg", "png")
+    )
+    for name in names:
+        assert "(emulated)" in (tmp_path / f"picture-{name}.svg").read_text()
+
+
+def test_figures_without_data_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    control_only = document()
+    control_only["cases"][0]["rows"] = control_only["cases"][0]["rows"][:1]
+    written, left_out = plot.draw(control_only, tmp_path / "x")
+    assert (written, len(left_out)) == ([], 4)

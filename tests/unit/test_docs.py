@@ -1,0 +1,110 @@
+"""README and docs name only what exists: files, commands, flags, environment variables.
+
+No torch, nothing is run: a command in a ``sh`` block has to be one of ``COMMANDS``, each with the test that
+runs it, and its ``ampipe`` arguments have to parse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.cli import TOOLS, build_parser
+from megatron_ampipe.launch import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
+
+COMMANDS = {
+    "./scripts/quickstart.sh": "tests/unit/test_scripts.py",
+    "./scripts/test.sh": "tests/unit/test_scripts.py",
+    "pip install -e .": "tests/unit/test_scripts.py",
+    "ampipe data": "tests/unit/test_data.py",
+    "ampipe draw": "tests/unit/test_draw.py",
+    "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
+        "tests/megatron/test_pretrain.py"
+    ),
+}
+"""How a command may begin, and the test that runs it."""
+
+NO_FLAGS = {"--ampipe-": "the prefix itself", "--ampipe-degre": "misspelt in an example on purpose"}
+"""What looks like a flag of ours and is not one."""
+
+
+def training_flags() -> set[str]:
+    parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def without_code(text: str) -> str:
+    """The prose: no blocks of code, no code in a line."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def shell_commands(text: str) -> list[str]:
+    """The commands of all ``sh`` blocks, continued lines joined."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_links_and_images_point_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
+    local = [target.partition("#")[0] for target in targets if "://" not in target]
+    missing = [target for target in local if target and not (page.parent / target).exists()]
+    assert not missing, f"{page.name} links to what is not there: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_flags_exist(page: Path) -> None:
+    named = set(re.findall(r"--ampipe-[a-z-]*", page.read_text())) - NO_FLAGS.keys()
+    assert named <= training_flags(), f"{page.name} names flags that do not exist"
+
+
+def test_readme_lists_every_flag() -> None:
+    rows = re.findall(r"^\| `(--ampipe-[a-z-]+) ", (ROOT / "README.md").read_text(), re.M)
+    assert set(rows) == training_flags()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_tools_exist(page: Path) -> None:
+    named = set(re.findall(r"(?:`|^)ampipe ([a-z]+)", page.read_text(), re.M))
+    assert named <= TOOLS.keys(), f"{page.name} names commands that do not exist"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_shell_commands_are_tested_ones_and_parse(page: Path) -> None:
+    for command in shell_commands(page.read_text()):
+        assert any(f"{command} ".startswith(f"{known} ") for known in COMMANDS), (
+            f"{page.name}: '{command}' is not a known command; add it to COMMANDS with the test that runs it"
+        )
+        words = shlex.split(command)
+        if words[0] == "ampipe":
+            build_parser(words[1]).parse_args(words[1:])
+        elif words[0] == "torchrun":
+            own = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+            _, others = own.parse_known_args(words[1:])
+            assert not [word for word in others if word.startswith("--ampipe")]
+
+
+@pytest.mark.parametrize("test", sorted(set(COMMANDS.values())))
+def test_what_tests_a_command_exists(test: str) -> None:
+    assert (ROOT / test).is_file()
+
+
+def test_usage_lists_every_environment_variable_of_ours() -> None:
+    sources = [*(ROOT / "megatron_ampipe").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]
+    used = {name for path in sources for name in re.findall(r"\bAMPIPE_[A-Z_]+", path.read_text())}
+    documented = set(re.findall(r"\bAMPIPE_[A-Z_]+", (ROOT / "docs" / "usage.md").read_text()))
+    assert documented == used
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=[*PAGE_IDS, "CHANGELOG.md"])
+def test_no_path_of_one_machine(page: Path) -> None:
+    assert not re.findall(r"(?:/home/|/root/|/work/|/tmp/)\S*", page.read_text())
