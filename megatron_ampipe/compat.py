@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-MEGATRON_TESTED = "0.19.2"
+from megatron_ampipe.errors import EnvironmentMissing
+
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.19"}
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
 
@@ -20,6 +21,22 @@ def installed_version(distribution: str) -> Version | None:
         return Version(version(distribution))
     except PackageNotFoundError:
         return None
+
+
+def require_peers() -> None:
+    """Refuse to run on a torch or a Megatron that is too old.
+
+    Raises:
+        EnvironmentMissing: naming what was found and what is needed.
+    """
+    for distribution, minimum in MINIMUM_VERSIONS.items():
+        found = installed_version(distribution)
+        # A Megatron-LM checkout on the path is no installed distribution; its version is not ours to know.
+        if found is not None and found < Version(minimum):
+            raise EnvironmentMissing(
+                f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
+                f"Run: pip install '{distribution}>={minimum}'"
+            )
 
 
 @cache

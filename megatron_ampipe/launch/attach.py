@@ -1,30 +1,28 @@
-"""Puts AMPipe into a Megatron run: checks, layer specification, start-up table, trace.
+"""Puts AMPipe into a Megatron run: checks, layer specification, start-up table.
 
-Everything that is not Megatron's own way of training GPT. Called by :mod:`.pretrain`.
+Called by :mod:`.pretrain`.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from megatron.core.utils import unwrap_model
 from megatron.training.models.gpt import default_layer_spec
 
+from megatron_ampipe import compat
 from megatron_ampipe.config import TRACED_ITERATIONS, refuse_unsupported
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.startup import print_startup_table
+from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout, chunk_sequence
-
-ForwardStep = Callable[..., Any]
 
 
 def attach(
@@ -42,12 +40,16 @@ def attach(
 
     Raises:
         BadInput: a flag is wrong or a combination is not supported.
+        EnvironmentMissing: torch or Megatron is too old.
     """
+    compat.require_peers()
     config = flags.config_from_args(args)
     if config.degree == 1:
         print_startup_table([("degree", "1: Megatron's own layers")], adjustments)
         return None
     refuse_unsupported(config, args)
+    if config.trace_dir is not None:
+        prepare_trace_dir(Path(config.trace_dir))
     adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 0)
@@ -79,33 +81,6 @@ def attach(
     ]
     print_startup_table(rows, adjustments)
     return context
-
-
-def traced(forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace) -> ForwardStep:
-    """Megatron's forward step, telling the recorder which training iteration it belongs to."""
-    if context is None or not context.recorder.enabled:
-        return forward_step
-
-    @functools.wraps(forward_step)
-    def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-        if unwrap_model(model).training:
-            context.recorder.start_iteration(args.curr_iteration)
-        else:
-            context.recorder.pause()
-        return forward_step(data_iterator, model, *rest, **kwargs)
-
-    return step
-
-
-def write_trace(context: AMPipeContext | None) -> None:
-    """Write this rank's trace, if one was asked for and anything was recorded."""
-    if context is None or context.config.trace_dir is None:
-        return
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    labels = {"degree": str(context.config.degree), "schedule": context.config.schedule}
-    timeline = context.recorder.timeline(rank=rank, labels=labels)
-    if timeline.spans:
-        timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:

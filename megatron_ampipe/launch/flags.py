@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="DIR",
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
-        "trace per rank in DIR; draw it with: ampipe draw DIR",
+        "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
     return parser
 

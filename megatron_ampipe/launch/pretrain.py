@@ -92,9 +92,10 @@ def prepare_training(
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_ampipe.launch import gpt
-    from megatron_ampipe.launch.attach import attach, traced, write_trace
+    from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+    from megatron_ampipe.launch.trace import traced, write_trace
 
     sys.argv = [PROGRAM_NAME, *arguments]
     use_built_helpers()

@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
@@ -50,6 +51,15 @@ def project_qkv(
         query, key = _rotate(attention, query, key, rotary_pos_emb)
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
+
+
+def rotary_of_rows(rotary_pos_emb: RotaryEmbedding | None, spans: Sequence[Span]) -> RotaryEmbedding | None:
+    """The part of Megatron's rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
+    if rotary_pos_emb is None:
+        return None
+    if isinstance(rotary_pos_emb, tuple):
+        return tuple(part if part is None else take_rows(part, spans) for part in rotary_pos_emb)
+    return take_rows(rotary_pos_emb, spans)
 
 
 def _rotate(

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -67,6 +68,12 @@ class PipelinedBlock:
             tensor_rank=groups.tp.rank() if sharded else 0,
             context_ranks=groups.cp.size(),
             context_rank=groups.cp.rank(),
+        )
+        # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
+        self._chunked_qkv = (
+            self._layout == SequenceLayout()
+            and type(attention_layer.self_attention) is SelfAttention
+            and Kind.QKV not in self.recomputed_stages
         )
         moe = moe_layer.mlp
         self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
@@ -178,6 +185,7 @@ class PipelinedBlock:
             shared=moe.shared_experts is not None,
             ordered_routing=self.config.moe_expert_capacity_factor is not None
             and not self.capacity_per_chunk,
+            chunked_qkv=self._chunked_qkv,
         )
         if features not in self._plans:
             config = self._context.config

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv
+from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv, rotary_of_rows
 from megatron_ampipe.runtime.collectives import Transport
 from megatron_ampipe.schedule import Chunk, Kind
 
@@ -58,10 +58,11 @@ class MegatronStages:
         """See ``BlockStages``."""
         return self._block.stage_parameters[kind]
 
-    def qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def qkv(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
         layer = self._attention_layer
-        return project_qkv(layer.self_attention, layer.input_layernorm(hidden), self._rotary_pos_emb)
+        embedding = rotary_of_rows(self._rotary_pos_emb, chunk.queries)
+        return project_qkv(layer.self_attention, layer.input_layernorm(hidden), embedding)
 
     def attention(
         self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor

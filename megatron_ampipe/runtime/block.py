@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from megatron_ampipe.runtime.collectives import Transport, all_gather_rows
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.rows import put_rows, take_rows
+from megatron_ampipe.runtime.rows import add_rows, put_rows, take_rows
 from megatron_ampipe.runtime.segment import GradientSums, Segment
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -47,8 +47,8 @@ class BlockStages(Protocol):
     def parameters(self, kind: Kind) -> Sequence[Parameter]:
         """The trainable parameters that stages of this kind use."""
 
-    def qkv(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """``[S, B, D]`` to queries, keys and values, each ``[S, B, heads, head size]``."""
+    def qkv(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
 
     def attention(
         self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
@@ -196,6 +196,7 @@ class BlockCall:
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward program on ``hidden`` ``[S, B, D]``."""
         self._hidden = hidden.detach()
+        self._query: Tensor | None = None
         self._output: Tensor | None = None
         self._execute(
             Direction.FORWARD,
@@ -219,16 +220,31 @@ class BlockCall:
         return output
 
     def _qkv(self, stage: Stage) -> None:
-        self._query, self._key, self._value = self._run(stage, self._stages.qkv, self._hidden)
+        chunk = self._chunk(stage)
+        hidden = take_rows(self._hidden, chunk.hidden)
+        query, key, value = self._run(stage, lambda x: self._stages.qkv(chunk, x), hidden)
+        if stage.chunk is None:
+            self._query, self._key, self._value = query, key, value
+            return
+        if self._query is None:
+            length = self._whole.num_keys
+            self._query, self._key, self._value = (
+                part.new_empty((length, *part.shape[1:])) for part in (query, key, value)
+            )
+        for whole, part in ((self._query, query), (self._key, key), (self._value, value)):
+            put_rows(whole, chunk.queries, part)
 
     def _attention(self, stage: Stage) -> None:
         chunk = self._chunk(stage)
+        # ``data`` has a version counter of its own: what this stage saves is never written to again, but
+        # rows behind it are, and autograd would take that for a change of what it saved.
+        query, key, value = (tensor.data for tensor in (self._query, self._key, self._value))
         residual, normed = self._run(
             stage,
             lambda *inputs: self._stages.attention(chunk, *inputs),
-            take_rows(self._query, chunk.queries),
-            self._key[: chunk.num_keys],
-            self._value[: chunk.num_keys],
+            take_rows(query, chunk.queries),
+            key[: chunk.num_keys],
+            value[: chunk.num_keys],
             take_rows(self._hidden, chunk.hidden),
         )
         if stage.chunk is not None:
@@ -409,13 +425,16 @@ class BlockCall:
         put_rows(self._hidden_gradient, chunk.hidden, hidden)
 
     def _qkv_backward(self, stage: Stage) -> None:
+        chunk = self._chunk(stage)
         gradients = (
-            self._query_gradient,
-            self._key_gradient.to(self._key.dtype),
-            self._value_gradient.to(self._value.dtype),
+            take_rows(self._query_gradient, chunk.queries),
+            *(
+                (total if stage.chunk is None else take_rows(total, chunk.queries)).to(self._key.dtype)
+                for total in (self._key_gradient, self._value_gradient)
+            ),
         )
         (hidden,) = self._differentiate(stage, *gradients)
-        self._hidden_gradient += hidden
+        add_rows(self._hidden_gradient, chunk.hidden, hidden)
 
     def _differentiate(self, stage: Stage, *gradients: Tensor | None) -> tuple[Tensor, ...]:
         parameters = self._stages.parameters(stage.kind)

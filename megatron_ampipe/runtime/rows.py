@@ -23,3 +23,11 @@ def put_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
     for span in spans:
         target[span.local_start : span.local_end] = rows[start : start + span.length]
         start += span.length
+
+
+def add_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
+    """Add rows to those that :func:`take_rows` would read."""
+    start = 0
+    for span in spans:
+        target[span.local_start : span.local_end] += rows[start : start + span.length]
+        start += span.length

@@ -33,9 +33,10 @@ def build(name: str, *, degree: int, features: BlockFeatures) -> Schedule:
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk: every collective is waited for on the spot."""
     chunks = range(degree)
-    forward = [Stage(Kind.QKV)]
+    forward = [] if features.chunked_qkv else [Stage(Kind.QKV)]
+    own_qkv = [Kind.QKV] if features.chunked_qkv else []
     for chunk in chunks:
-        forward += _of_chunk(chunk, Kind.ATTENTION, Kind.ROUTE, Kind.COUNTS, Kind.DISPATCH)
+        forward += _of_chunk(chunk, *own_qkv, Kind.ATTENTION, Kind.ROUTE, Kind.COUNTS, Kind.DISPATCH)
         if features.shared:
             forward += _of_chunk(chunk, Kind.SHARED)
         forward += _of_chunk(chunk, Kind.EXPERT, Kind.COMBINE, Kind.MERGE)
@@ -47,27 +48,32 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
         backward += _of_chunk(chunk, Kind.MERGE, Kind.COMBINE, Kind.EXPERT, Kind.DISPATCH)
         if features.shared:
             backward += _of_chunk(chunk, Kind.SHARED)
-        backward += _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION)
-    backward.append(Stage(Kind.QKV))
+        backward += _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION, *own_qkv)
+    if not features.chunked_qkv:
+        backward.append(Stage(Kind.QKV))
     return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward))
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
     chunks = range(degree)
-    first_half = [stage for chunk in chunks for stage in _of_chunk(chunk, Kind.ATTENTION, Kind.ROUTE)]
-    last_half = [
-        stage for chunk in reversed(chunks) for stage in _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION)
-    ]
-    return _overlapped("ampipe", degree, features, first_half=first_half, last_half=last_half)
+    kinds = [Kind.ATTENTION, Kind.ROUTE]
+    whole = [Stage(Kind.QKV)]
+    if features.chunked_qkv:
+        kinds, whole = [Kind.QKV, *kinds], []
+    first_half = [stage for chunk in chunks for stage in _of_chunk(chunk, *kinds)]
+    last_half = [stage for chunk in reversed(chunks) for stage in _of_chunk(chunk, *reversed(kinds))]
+    return _overlapped(
+        "ampipe", degree, features, first_half=[*whole, *first_half], last_half=[*last_half, *whole]
+    )
 
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
-    attention = Stage(Kind.ATTENTION)
-    first_half = [attention, *_each(Kind.ROUTE, chunks)]
-    last_half = [*_each(Kind.ROUTE, reversed(chunks)), attention]
+    attention = [Stage(Kind.QKV), Stage(Kind.ATTENTION)]
+    first_half = [*attention, *_each(Kind.ROUTE, chunks)]
+    last_half = [*_each(Kind.ROUTE, reversed(chunks)), *reversed(attention)]
     return _overlapped("moe-only", degree, features, first_half=first_half, last_half=last_half)
 
 
@@ -84,7 +90,6 @@ def _overlapped(
     losses = [Stage(Kind.LOSSES)] if features.losses else []
     forward = _program(
         compute=[
-            Stage(Kind.QKV),
             *first_half,
             *losses,
             *shared,
@@ -103,7 +108,6 @@ def _overlapped(
             *reversed(shared),
             *_each(Kind.EXPERT, reversed(chunks)),
             *last_half,
-            Stage(Kind.QKV),
         ],
         comm=[*_each(Kind.COMBINE, reversed(chunks)), *_each(Kind.DISPATCH, reversed(chunks))],
     )

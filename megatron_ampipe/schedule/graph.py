@@ -19,11 +19,14 @@ class BlockFeatures:
         shared: There are shared experts.
         ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
             one chunk uses is gone for the next.
+        chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
+            can be projected chunk by chunk. Attention as a whole still takes them as a whole.
     """
 
     losses: bool = False
     shared: bool = False
     ordered_routing: bool = False
+    chunked_qkv: bool = False
 
 
 def dependencies(
@@ -46,15 +49,17 @@ def dependencies(
 
 
 def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> dict[Stage, list[Stage]]:
-    qkv = Stage(Kind.QKV)
-    graph: dict[Stage, list[Stage]] = {qkv: []}
+    chunked_qkv = features.chunked_qkv and not whole_attention
+    projections = [Stage(Kind.QKV, chunk) for chunk in range(degree)] if chunked_qkv else [Stage(Kind.QKV)]
+    graph: dict[Stage, list[Stage]] = {stage: [] for stage in projections}
     routes = [Stage(Kind.ROUTE, chunk) for chunk in range(degree)]
     for chunk, route in enumerate(routes):
         attention = Stage(Kind.ATTENTION, None if whole_attention else chunk)
         counts, dispatch = Stage(Kind.COUNTS, chunk), Stage(Kind.DISPATCH, chunk)
         expert, combine = Stage(Kind.EXPERT, chunk), Stage(Kind.COMBINE, chunk)
         merge = Stage(Kind.MERGE, chunk)
-        graph[attention] = [qkv]
+        # Attention is causal: a chunk sees the keys of earlier chunks and its own.
+        graph[attention] = projections[: chunk + 1]
         graph[route] = [attention]
         if features.ordered_routing and chunk:
             graph[route].append(routes[chunk - 1])

@@ -12,7 +12,16 @@
 from __future__ import annotations
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.types import WHOLE_BLOCK, Direction, Kind, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import (
+    EITHER,
+    WHOLE_BLOCK,
+    Direction,
+    Kind,
+    LaneOrder,
+    Program,
+    Schedule,
+    Stage,
+)
 
 
 def to_text(schedule: Schedule) -> str:
@@ -63,7 +72,7 @@ def from_text(text: str) -> Schedule:
 
 def _stage(word: str, *, number: int, degree: int) -> Stage:
     name, dot, index = word.partition(".")
-    whole = name in WHOLE_BLOCK or (name == Kind.ATTENTION and not dot)
+    whole = name in WHOLE_BLOCK or (name in EITHER and not dot)
     if name in set(Kind) and (not dot if whole else index.isdecimal() and int(index) < degree):
         return Stage(Kind(name), None if whole else int(index))
     raise BadInput(
@@ -71,7 +80,7 @@ def _stage(word: str, *, number: int, degree: int) -> Stage:
         word,
         rule=f"is not a stage of a block of degree {degree}",
         remedy=f"Stages are {', '.join(Kind)}, followed by .0 to .{degree - 1} "
-        f"except {', '.join(sorted(WHOLE_BLOCK))}.",
+        f"except {', '.join(sorted(WHOLE_BLOCK))}; {', '.join(sorted(EITHER))} also without.",
     )
 
 

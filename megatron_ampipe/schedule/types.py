@@ -23,7 +23,7 @@ class Kind(StrEnum):
     """What a stage does. The value is the stage's name in schedules, traces and messages."""
 
     QKV = "qkv"
-    """Input norm, query/key/value projection, rotary embedding; of the whole sequence."""
+    """Input norm, query/key/value projection, rotary embedding."""
     ATTENTION = "attention"
     """Core attention, output projection, residual, pre-MoE norm."""
     ROUTE = "route"
@@ -45,7 +45,10 @@ class Kind(StrEnum):
 
 
 COMMUNICATION = frozenset({Kind.COUNTS, Kind.DISPATCH, Kind.COMBINE})
-WHOLE_BLOCK = frozenset({Kind.QKV, Kind.LOSSES})
+WHOLE_BLOCK = frozenset({Kind.LOSSES})
+"""Kinds that are always done once for the whole sequence."""
+EITHER = frozenset({Kind.QKV, Kind.ATTENTION})
+"""Kinds that are done once or chunk by chunk, as the schedule says."""
 
 
 @dataclass(frozen=True, slots=True)

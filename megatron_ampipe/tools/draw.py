@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="NAME",
         type=Path,
-        required=True,
-        help="write NAME.svg and NAME.png",
+        help="write NAME.svg and NAME.png (default: timeline, beside the traces)",
     )
     parser.add_argument(
         "--iteration",
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: matplotlib is absent.
         RunFailed: the pictures cannot be written.
     """
-    targets = _targets(arguments.output)
+    targets = _targets(arguments.output or _beside(arguments.traces[0]))
     timelines = read_timelines(arguments.traces)
     iteration = _iteration(timelines, wanted=arguments.iteration)
     if arguments.layer == "all":
@@ -147,6 +146,10 @@ def _layer(text: str) -> int | str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a layer number nor 'all'; write --layer 1"
         ) from None
+
+
+def _beside(trace: Path) -> Path:
+    return (trace if trace.is_dir() else trace.parent) / "timeline"
 
 
 def _targets(output: Path) -> tuple[Path, Path]:

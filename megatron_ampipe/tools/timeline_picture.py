@@ -331,13 +331,13 @@ def _fitting_name(span: StageSpan, *, room_in: float) -> str:
 
 def _initial(span: StageSpan) -> str:
     kind, _, number = span.stage.partition(".")
-    return f"{kind[:1].upper()}{number}"
+    return f"{_letter(kind)}{number}"
 
 
 def _initials(timelines: Sequence[Timeline]) -> str:
     """What the initials in the bars stand for."""
     stages = {span.stage.partition(".")[0] for timeline in timelines for span in timeline.spans}
-    return "   ".join(f"{stage[:1].upper()} {stage}" for stage in sorted(stages))
+    return "   ".join(f"{_letter(stage)} {stage}" for stage in sorted(stages))
 
 
 def _ink_on(fill: str) -> str:
@@ -361,3 +361,8 @@ def _write(figure: Figure, target: Path) -> None:
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _letter(stage: str) -> str:
+    """What stands for a stage where its name does not fit; counts and combine share an initial."""
+    return "#" if stage == "counts" else stage[:1].upper()

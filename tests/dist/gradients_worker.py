@@ -218,29 +218,39 @@ def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
 
 
 def no_grad() -> dict[str, Any]:
-    """Evaluation keeps nothing alive."""
+    """Evaluation saves nothing for a backward pass and keeps nothing alive."""
     import torch
 
     from megatron_ampipe.runtime.block import BlockCall
     from megatron_ampipe.runtime.segment import Segment
 
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, BlockCall | Segment) for thing in gc.get_objects())
+
+    saved = 0
+
+    def count(tensor: Any) -> Any:
+        nonlocal saved
+        saved += 1
+        return tensor
+
     stock, ours = layers()
     hidden = make_hidden(1)
-    with torch.no_grad():
-        expected, output = forward(stock, hidden), forward(ours, hidden)
-    gc.collect()
-    kept = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, BlockCall | Segment)]
-    with_graph = forward(ours, hidden)
-    kept_with_graph = sum(isinstance(thing, BlockCall) for thing in gc.get_objects())
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        with torch.no_grad():
+            expected = forward(stock, hidden)
+            saved = 0
+            output = forward(ours, hidden)
+        without = {"saved": saved, "alive": alive(), "requires grad": output.requires_grad}
+        with_graph = forward(ours, hidden)
+    trained = {"saved": saved, "alive": alive(), "requires grad": with_graph.requires_grad}
     del with_graph
-    gc.collect()
-    left = sum(isinstance(thing, BlockCall) for thing in gc.get_objects())
     return {
         "differences": compare({"output": expected}, {"output": output}),
-        "requires_grad": output.requires_grad,
-        "kept": kept,
-        "kept with graph": kept_with_graph,
-        "left when the output is gone": left,
+        "without": without,
+        "with": trained,
+        "left when the output is gone": alive(),
     }
 
 
@@ -273,64 +283,76 @@ def routed_hidden(routing: str) -> Any:
     return hidden.requires_grad_()
 
 
-def collectives(routing: str, **model: Any) -> dict[str, Any]:
-    """Every collective of a pass, with its group and the stage that issued it, in order of issue."""
-    import torch
-    import torch.distributed as dist
-
+@contextlib.contextmanager
+def stage_of_thread() -> Iterator[Callable[[], str]]:
+    """While it lasts, the function it gives names the pass and the stage that the calling thread is in."""
     from megatron_ampipe.runtime.recorder import Recorder
 
-    class StageOfThread(Recorder):
-        """Knows which stage a thread is in."""
+    now = threading.local()
+    enter, on_host = Recorder.enter, Recorder.on_host
+    direction = "outside"
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.now = threading.local()
+    def entering(self: Any, layer: int, which: Any) -> None:
+        nonlocal direction
+        direction = str(which)
+        enter(self, layer, which)
 
-        @contextlib.contextmanager
-        def on_host(self, lane: str, stage: Any) -> Iterator[None]:
-            self.now.stage = f"{self._direction} {stage}"
-            try:
-                yield
-            finally:
-                self.now.stage = None
+    @contextlib.contextmanager
+    def naming(self: Any, lane: str, stage: Any) -> Iterator[None]:
+        now.stage = f"{direction} {stage}"
+        with on_host(self, lane, stage):
+            yield
+        now.stage = None
 
-    pair = layers(moe_router_topk=1, moe_router_pre_softmax=True, **model)
-    recorder = StageOfThread()
-    pair[1]._ampipe.recorder = recorder
+    Recorder.enter, Recorder.on_host = entering, naming
+    try:
+        yield lambda: str(getattr(now, "stage", None))
+    finally:
+        Recorder.enter, Recorder.on_host = enter, on_host
+
+
+@contextlib.contextmanager
+def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[list[str]]]]:
+    """While it lasts, every collective by the ranks of its group: its name and the stage that issued it."""
+    import torch.distributed as dist
+
     issued: dict[str, list[list[str]]] = defaultdict(list)
 
     def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             ranks = "no group" if group is None else str(dist.get_process_group_ranks(group))
-            issued[ranks].append([name, str(getattr(recorder.now, "stage", None))])
+            issued[ranks].append([name, stage()])
             return function(*args, **kwargs)
 
         return call
 
+    originals = {name: getattr(dist, name) for name in RECORDED}
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, recording(name, function))
+        yield issued
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def collectives(routing: str, **model: Any) -> dict[str, Any]:
+    """One pass through both layers, and the collectives of ours in order of issue."""
     found = []
-    for layer in pair:
+    for layer in layers(moe_router_topk=1, moe_router_pre_softmax=True, **model):
         obey(layer)
-        issued.clear()
         hidden = routed_hidden(routing)
-        originals = {name: getattr(dist, name) for name in RECORDED}
-        try:
-            for name, function in originals.items():
-                setattr(dist, name, recording(name, function))
+        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
             output = forward(layer, hidden)
             output.square().sum().backward()
-        finally:
-            for name, function in originals.items():
-                setattr(dist, name, function)
         found.append(gradients(layer, hidden) | {"output": output.detach()})
     idle = [
         int(name.split("local_experts.")[1].split(".")[0])
         for name, gradient in found[1].items()
-        if "linear_fc1.weight" in name and "local_experts" in name and not gradient.abs().max() > 0
+        if "local_experts" in name and "linear_fc1.weight" in name and not gradient.abs().max() > 0
     ]
-    torch.distributed.barrier()
-    return {"differences": compare(*found), "issued": dict(issued), "idle experts": idle}
+    return {"differences": compare(*found), "issued": issued, "idle experts": idle}
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -25,6 +25,7 @@ def main() -> None:
             use_groups(**case.parallel)
             groups = case.parallel
         stock, ours = build_layers(case)
+        tell_ranks_apart(stock, ours)
         router = stock.mlp.router
         if router.expert_bias is not None:
             # It starts at zero, where it changes nothing.
@@ -38,9 +39,30 @@ def main() -> None:
         expected = run(stock, case, rank=rank)
         found = run(ours, case, rank=rank)
         return {
-            "differences": differences(expected, found),
+            "differences": measured(differences(expected, found), expected),
             "margin": margin(router, logits[0].detach().flatten(0, -2).double()),
             "class": type(ours).__name__,
+        }
+
+    def tell_ranks_apart(stock: torch.nn.Module, ours: torch.nn.Module) -> None:
+        """Give each rank its own part of what is spread over ranks, so that parts that went astray show."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        with torch.no_grad():
+            for (name, parameter), other in zip(stock.named_parameters(), ours.parameters(), strict=True):
+                if name.startswith("mlp.experts.") or getattr(parameter, "tensor_model_parallel", False):
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+                    other.copy_(parameter)
+
+    def measured(relative: dict[str, float], stock: dict[str, Tensor]) -> dict[str, float]:
+        """Differences relative to the stock entry; of a gradient far below all others, to a hundredth of those.
+
+        The gradient of a bias is a sum over tokens that can cancel, down to the rounding of its summands.
+        """
+        sizes = {name: value.abs().max().item() for name, value in stock.items()}
+        floor = 0.01 * max(size for name, size in sizes.items() if name.startswith("gradient of"))
+        return {
+            name: value * size / max(size, floor) if name.startswith("gradient of") and size else value
+            for (name, value), size in zip(relative.items(), sizes.values(), strict=True)
         }
 
     def margin(router: Any, logits: Tensor) -> float:

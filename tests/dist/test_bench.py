@@ -1,4 +1,4 @@
-"""``ampipe bench`` with real ranks: what it measures, and what is left when it is interrupted or loses a rank.
+"""``ampipe bench`` with real ranks: what it measures, and what is left when it is interrupted.
 
 Sizes are tiny, so the figures mean nothing; that they are there, and of the right kind, is what counts.
 """
@@ -133,6 +133,39 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
         assert chunked["bound"]["backward"]["communication_ms"] >= 2 * 30
 
 
+COMPARE = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megatron_ampipe.errors import DifferenceFound
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import Variant
+from megatron_ampipe.tools.benchmark.passes import _compare
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+class Passes:
+    def results(self, layer):
+        return {"output": torch.ones(2), "gradient": torch.tensor([1.0, layer])}
+
+figures = dict.fromkeys(("sequence_length", "batch", "hidden", "heads", "experts", "topk", "ffn"), 1)
+for dtype in ("fp32", "bf16"):
+    case = Case(name="one", activation="gelu", dtype=dtype, **figures)
+    for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
+        try:
+            _compare(Passes(), [2.0, value], (Variant("stock", 1), Variant("ampipe", 2)), rank=0, case=case)
+            print("same")
+        except DifferenceFound as error:
+            print("gradient on rank 0" in str(error))
+"""
+
+
+def test_a_difference_is_found_before_anything_is_timed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPARE], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["same", "same", "True", "True", "True"] * 2, done.stderr
+
+
 # A network alone
 
 
@@ -201,13 +234,15 @@ def test_a_network_has_its_rate(count: int) -> None:
 # Interruptions
 
 
-def children(pid: int) -> list[int]:
-    """Processes whose parent is ``pid``."""
+def ranks_of(pid: int) -> list[int]:
+    """The ranks that a command has started, in their order."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
+        # Processes come and go while we look.
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"benchmark.worker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
     return sorted(found)
 
 
@@ -226,8 +261,10 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTU
 
 
 @contextlib.contextmanager
-def running(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A long measurement whose ranks have begun to talk to each other; yields it and its ranks."""
+def running(
+    folder: Path, *words: str, early: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A long measurement; yields it and its ranks, which talk to each other unless it is early."""
     process = subprocess.Popen(
         command(folder, *LONG_RUN, *words),
         cwd=REPOSITORY,
@@ -242,10 +279,13 @@ def running(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 
         def begun() -> bool:
             assert process.poll() is None, process.communicate()
+            if early:
+                ranks = ranks_of(process.pid)
+                return len(ranks) == 2 and (NO_NETWORK is not None or len(networks_of(ranks)) == 2)
             return bool(list(temporary.glob("*/rendezvous")))
 
         until(begun, "the ranks")
-        ranks = children(process.pid)
+        ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         yield process, ranks
     finally:
@@ -255,6 +295,11 @@ def running(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 def network_of(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def networks_of(pids: list[int]) -> set[str]:
+    """The network namespaces of processes, without ours."""
+    return {network_of(pid) for pid in pids} - {network_of(os.getpid())}
 
 
 def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) -> None:
@@ -273,9 +318,9 @@ def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     link = "none" if NO_NETWORK else "200mbit"
-    with running(tmp_path, "--link", link) as (process, ranks):
-        own = network_of(os.getpid())
-        networks = {network_of(rank) for rank in ranks} - {own}
+    early = number is signal.SIGTERM
+    with running(tmp_path, "--link", link, early=early) as (process, ranks):
+        networks = networks_of(ranks)
         assert len(networks) == (0 if NO_NETWORK else 2)
         process.send_signal(number)
         output = process.communicate(timeout=20)
@@ -291,7 +336,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signal
 def test_a_lost_rank_ends_the_run(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "200mbit"
     with running(tmp_path, "--link", link) as (process, ranks):
-        networks = {network_of(rank) for rank in ranks} - {network_of(os.getpid())}
+        networks = networks_of(ranks)
         os.kill(ranks[1], signal.SIGKILL)
         _, error = process.communicate(timeout=20)
         assert process.returncode == 3, error

@@ -35,7 +35,11 @@ class CablePulled(Exception):
 def test_a_failing_stage_raises_its_own_error(
     executor: type[ThreadExecutor | SequentialExecutor], kind: Kind, direction: Direction
 ) -> None:
-    """In whatever lane: the caller gets that very exception, and nothing that needs the stage has run."""
+    """In whatever lane: the caller gets that very exception, and the lane begins no further stage.
+
+    One that needs the failed stage lacks its input; any other would be a collective that the peers are not
+    in, which gloo answers by ending the process.
+    """
     schedule = build("ampipe", degree=DEGREE, features=FEATURES)
     needs = dependencies(FEATURES, degree=DEGREE, whole_attention=False, direction=direction)
     order = issue_order(schedule.program(direction), needs, host_waits=False)
@@ -56,6 +60,9 @@ def test_a_failing_stage_raises_its_own_error(
     with pytest.raises(CablePulled) as caught:
         runner.execute(order, needs, run_stage, Recorder())
     assert caught.value is error
+    lane = next(lane for lane, stage in order if stage == failing)
+    expected = [stage for other, stage in order if other == lane]
+    assert [stage for stage in expected if stage in ran] == expected[: expected.index(failing)]
 
 
 @pytest.mark.timeout(30)

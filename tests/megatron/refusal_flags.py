@@ -14,21 +14,24 @@ ALONE = {"--num-experts": DENSE}
 """Settings that are refused when they are absent, and the command line without them."""
 
 VALUES = {
+    "--cp-comm-type": [["p2p"], ["a2a"]],
+    "--window-size": [["8,8"]],
     "--spec": [["some.module", "some_spec"]],
-    "--window-size": [["8,0"]],
-    "--attention-dropout": [["0.1"]],
-    "--hidden-dropout": [["0.1"]],
-    "--moe-token-dispatcher-type": [["allgather"], ["flex"]],
-    "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"]],
+    "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"], ["aux_loss", "sinkhorn"]],
+    "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],
-    "--recompute-granularity": [["selective"]],
+    "--ampipe-capacity-scope": [["chunk"]],
+    "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; of other flags the worker takes every choice but the default, or 2."""
 
 COMPANIONS = {
+    "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
     "--moe-pad-expert-input-to-capacity": shlex.split(
-        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position"
+        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ),
+    "--recompute-modules": ["--recompute-granularity", "selective"],
 }
 """Flags without which the setting has no meaning."""

@@ -79,8 +79,8 @@ def main() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    actions = {flag: action for action in parser._actions for flag in action.option_strings}
     parser = pretrain.add_arguments(parser)
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
     rows: dict[str, Any] = {}
     for refusal in REFUSALS:
         known = refusal.setting in actions

@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
-from megatron_ampipe.tools.benchmark import network, plot, result
+from megatron_ampipe.tools.benchmark import network, plot, ranks, result
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import CONFIGS, Case, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Job, Variant
@@ -346,6 +346,20 @@ def test_no_schedule_beats_the_bound(name: str, communication: float, direction:
                 begin = max([free[lane], *(ended[needed] for needed in needs[stage])])
                 free[lane] = ended[stage] = begin + times[stage]
     assert direction_bound(times, needs).time <= max(ended.values()) + 1e-9
+
+
+def test_what_a_killed_run_put_aside_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    for name in ("ampipe-bench-999999999-x", f"ampipe-bench-{os.getpid()}-x", "ampipe-bench-notes", "other"):
+        (tmp_path / name).mkdir()
+    ranks._remove_stale_folders()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"ampipe-bench-{os.getpid()}-x",
+        "ampipe-bench-notes",
+        "other",
+    ]
 
 
 # Figures and the document

@@ -22,7 +22,13 @@ from megatron_ampipe.schedule import (
     to_text,
 )
 
-features = st.builds(BlockFeatures, losses=st.booleans(), shared=st.booleans(), ordered_routing=st.booleans())
+features = st.builds(
+    BlockFeatures,
+    losses=st.booleans(),
+    shared=st.booleans(),
+    ordered_routing=st.booleans(),
+    chunked_qkv=st.booleans(),
+)
 names = st.sampled_from(SCHEDULE_NAMES)
 degrees = st.integers(1, 9)
 
@@ -143,7 +149,7 @@ def test_capacity_forbids_routing_out_of_order() -> None:
         ("schedule mine degree two", "line 1"),
         ("schedule mine degree 2\nsideways compute: qkv", "line 2"),
         ("schedule mine degree 2\nforward compute qkv", "line 2"),
-        ("schedule mine degree 2\nforward compute: qkv.0", r"qkv\.0"),
+        ("schedule mine degree 2\nforward compute: qkv.2", r"qkv\.2"),
         ("schedule mine degree 2\nforward compute: expert", "expert: is not a stage"),
         ("schedule mine degree 2\nforward compute: expert.2", r"expert\.2: is not a stage"),
         ("schedule mine degree 2\nforward compute: expert.-1", r"expert\.-1: is not a stage"),

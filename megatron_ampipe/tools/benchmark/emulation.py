@@ -5,7 +5,7 @@ layer and AMPipe's look up at every call. So every all-to-all of either, forward
 ``latency + bytes / rate`` longer than its copy, on the lane that waits for it: on CPU the thread sleeps, on
 CUDA a kernel of one thread spins on the stream, and so occupies one SM in part. This is how the paper
 slowed its links (section 4.3). ``bytes`` is what the rank sends to or receives from others, whichever is
-more. The small exchange of counts is not prolonged, in either layer.
+more. The small exchange of counts is not prolonged, in either layer. The part for CUDA has not been run yet.
 
 Pretended ranks are for one GPU: this process is rank 0 of N, and what the others would send is zeros of the
 right size. Counts are taken to be alike on all ranks. Sizes and work are those of a real rank 0; both layers

@@ -161,7 +161,8 @@ def _compare(
             raise DifferenceFound(
                 f"case {case.name}: {variant} does not compute what Megatron's layer does: "
                 f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
-                f"allowed is {limit:.0e}. Nothing was measured. A tie between experts can do this: try another --seed."
+                f"allowed is {limit:.0e}. Nothing was measured. A tie between experts can do this: try "
+                "another --seed."
             )
     return [float(value) for value in over_ranks]
 

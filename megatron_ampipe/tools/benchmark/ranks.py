@@ -159,6 +159,8 @@ class _Ranks:
             "WORLD_SIZE": str(self._job.num_ranks),
             "LOCAL_WORLD_SIZE": str(self._job.num_ranks),
             "AMPIPE_BENCH_PARENT": str(os.getpid()),
+            # What libraries put aside goes with the rest.
+            "TMPDIR": str(self._folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])),
         }
         if self._job.device == "cpu":

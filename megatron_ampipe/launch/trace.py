@@ -1,0 +1,67 @@
+"""The trace of a run: what is recorded, and the file each rank writes. Called by :mod:`.pretrain`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers.context import AMPipeContext
+
+ForwardStep = Callable[..., Any]
+
+
+def prepare_trace_dir(folder: Path) -> None:
+    """Make the folder and take the traces of an earlier run out of it.
+
+    Raises:
+        BadInput: nothing can be written there, which a run had better know before it starts.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "no permission to write", str(folder))
+        for earlier in folder.glob("rank*.trace.json"):
+            earlier.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadInput(
+            "--ampipe-trace-dir",
+            folder,
+            rule=f"cannot be written to ({error.strerror})",
+            remedy="Name a folder of yours, for example --ampipe-trace-dir traces.",
+        ) from error
+
+
+def traced(forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace) -> ForwardStep:
+    """Megatron's forward step, telling the recorder which training iteration it belongs to."""
+    if context is None or not context.recorder.enabled:
+        return forward_step
+
+    @functools.wraps(forward_step)
+    def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        if unwrap_model(model).training:
+            # Megatron counts from 0 here and from 1 in its log.
+            context.recorder.start_iteration(args.curr_iteration + 1)
+        else:
+            context.recorder.pause()
+        return forward_step(data_iterator, model, *rest, **kwargs)
+
+    return step
+
+
+def write_trace(context: AMPipeContext | None) -> None:
+    """Write this rank's trace, if one was asked for and anything was recorded."""
+    if context is None or context.config.trace_dir is None:
+        return
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    labels = {"degree": str(context.config.degree), "schedule": context.config.schedule}
+    timeline = context.recorder.timeline(rank=rank, labels=labels)
+    if timeline.spans:
+        timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")

@@ -1,0 +1,240 @@
+"""Takes command lines of GPT pretraining: refused, or trained by a stock and an AMPipe model and compared.
+
+Everything up to the models is what a launch runs; forward and backward are Megatron's own schedules.
+Called by :mod:`.test_flags_property`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+from tests.dist.service import serve
+from tests.dist.worker import start
+
+NUM_MICROBATCHES = 2
+LOSS_SCALE = 1024.0
+"""Of fp16, whose smallest gradients would otherwise be zero."""
+
+
+class Launch:
+    """One command line, as far as its models; leaves no trace in Megatron's globals."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        self._environment = dict(os.environ)
+
+    def __enter__(self) -> tuple[Any, Any, Any]:
+        """Megatron's arguments, the stock model's configuration and AMPipe's.
+
+        Raises:
+            BadInput: The launch is refused.
+        """
+        from megatron_ampipe.launch import attach, pretrain
+
+        forget_last_launch()
+        seen: list[Any] = []
+        original = attach.attach
+
+        def attaching(args: Any, model_config: Any, **options: Any) -> Any:
+            seen[:] = [args, copy.deepcopy(model_config), model_config]
+            return original(args, model_config, **options)
+
+        attach.attach = attaching
+        try:
+            pretrain.prepare_training(*pretrain.prepare_platform(self._arguments))
+        finally:
+            attach.attach = original
+        args, stock, ours = seen
+        return args, stock, ours
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+
+
+def forget_last_launch() -> None:
+    """Reset what ``parse_and_validate_args`` refuses to set twice."""
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+    from megatron.training import global_vars
+
+    global_vars.destroy_global_vars()
+    destroy_num_microbatches_calculator()
+
+
+class Groups:
+    """Megatron's process groups, made once for each combination of sizes and then put back."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def use(self, args: Any) -> None:
+        """Make the groups that a launch with these arguments makes, and seed its random state."""
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        from megatron_ampipe.launch.gpt import embedding_ranks
+
+        sizes = {
+            "tensor_model_parallel_size": args.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
+            "context_parallel_size": args.context_parallel_size,
+            "expert_model_parallel_size": args.expert_model_parallel_size,
+            "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
+        }
+        key = (*sizes.values(), args.mtp_num_layers, args.untie_embeddings_and_output_weights)
+        state = vars(parallel_state)
+        names = [name for name in state if name.startswith("_") and name[1:2].isupper()]
+        if key not in self._made:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(**sizes, get_embedding_ranks=embedding_ranks)
+            self._made[key] = {name: state[name] for name in names}
+        # initialize_model_parallel binds new values and changes none in place.
+        state.update(self._made[key])
+        model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+
+
+def main() -> None:
+    rank, _ = start()
+    import torch
+    from megatron.core import mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    from megatron_ampipe.errors import BadInput
+    from megatron_ampipe.launch import gpt
+    from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+
+    groups = Groups()
+
+    def answer(arguments: list[str]) -> dict[str, Any]:
+        try:
+            with Launch(arguments) as (args, stock_config, our_config):
+                return compare(args, stock_config, our_config)
+        except BadInput as error:
+            return {
+                "refused": str(error),
+                "code": error.exit_code,
+                "parts": [str(error.name), str(error.value), str(error.rule), str(error.remedy)],
+            }
+
+    def compare(args: Any, stock_config: Any, our_config: Any) -> dict[str, Any]:
+        groups.use(args)
+        stock = build(stock_config)
+        # Megatron's builder fills in the configuration it is given.
+        ours = build(our_config)
+        spread_out(stock)
+        for mine, other in zip(ours, stock, strict=True):
+            mine.load_state_dict(other.state_dict(), strict=True)
+        expected, found = train(args, stock), train(args, ours)
+        assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+        layers = [type(layer) for chunk in ours for layer in chunk.modules()]
+        return {
+            "losses": [expected.pop("losses").tolist(), found.pop("losses").tolist()],
+            "differences": differences(expected, found),
+            "pipelined": layers.count(AMPipeTransformerLayer),
+            "stock keys": [list(chunk.state_dict()) for chunk in stock]
+            == [list(chunk.state_dict()) for chunk in ours],
+            "dtype": str(stock_config.transformer.params_dtype),
+        }
+
+    def build(config: Any) -> list[torch.nn.Module]:
+        config.finalize()
+        chunks: list[torch.nn.Module] = GPTModelBuilder(config).build_distributed_models(
+            ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False, data_parallel_random_init=False
+        )
+        for chunk in chunks:
+            chunk.train()
+        return chunks
+
+    def spread_out(chunks: list[torch.nn.Module]) -> None:
+        """Weights of a trained size: initial routers are so small that every token is nearly tied."""
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for chunk in chunks:
+                for name, parameter in chunk.named_parameters():
+                    if name.endswith("router.weight"):
+                        parameter.mul_(20)
+                    elif parameter.dim() == 1:
+                        noise = torch.randn(parameter.shape, generator=generator) * 0.05
+                        parameter.add_(noise.to(parameter.dtype))
+
+    def train(args: Any, chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+        """Loss of every micro-batch, every parameter's gradient, buffers and logged losses, by name."""
+        get_moe_metrics_tracker().clear()
+        transformer = chunks[0].module.config if hasattr(chunks[0], "module") else chunks[0].config
+        if args.fp16:
+            transformer.grad_scale_func = lambda loss: loss * LOSS_SCALE
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.grad = None
+        batches = [iter(make_batches(args)) for _ in chunks]
+        reduced = get_forward_backward_func()(
+            forward_step_func=gpt.forward_step,
+            data_iterator=batches if len(chunks) > 1 else batches[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+        losses = [entry["lm loss"][0] / entry["lm loss"][1] for entry in reduced]
+        found = {"losses": torch.stack(losses) if losses else torch.zeros(0)}
+        for index, chunk in enumerate(chunks):
+            for name, parameter in chunk.named_parameters():
+                gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                found[f"gradient of {index} {name}"] = gradient.float().clone()
+            for name, buffer in chunk.named_buffers():
+                if buffer.is_floating_point():
+                    found[f"buffer {index} {name}"] = buffer.float().clone()
+        for name, metric in get_moe_metrics_tracker().metrics.items():
+            found[f"logged {name}"] = metric.values.float().clone()
+        return found
+
+    def make_batches(args: Any) -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(50 + mpu.get_data_parallel_rank())
+        shape = (args.micro_batch_size, args.seq_length)
+        positions = torch.arange(args.seq_length).expand(shape).contiguous()
+        mask = {}
+        if args.create_attention_mask_in_dataloader:
+            visible = torch.ones(args.seq_length, args.seq_length).tril()
+            mask["attention_mask"] = (visible < 0.5).expand(args.micro_batch_size, 1, -1, -1).contiguous()
+        return [
+            {
+                **mask,
+                "tokens": torch.randint(0, 255, shape, generator=generator),
+                "labels": torch.randint(0, 255, shape, generator=generator),
+                "loss_mask": torch.ones(shape),
+                "position_ids": positions,
+            }
+            for _ in range(NUM_MICROBATCHES)
+        ]
+
+    def differences(
+        stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+    ) -> dict[str, tuple[float, float]]:
+        """Of each entry: largest difference over largest value, and norm of the difference over norm.
+
+        A gradient that is zero but for rounding is measured by a thousandth of the model's largest.
+        """
+        gradients = [value for name, value in stock.items() if name.startswith("gradient")]
+        largest = max(value.abs().max().item() for value in gradients)
+        found = {}
+        for name, expected in stock.items():
+            floor = largest * 1e-3 if name.startswith("gradient") else 1e-12
+            error = expected - ours[name]
+            found[name] = (
+                (error.abs().max() / expected.abs().max().clamp_min(floor)).item(),
+                (error.norm() / expected.norm().clamp_min(floor * expected.numel() ** 0.5)).item(),
+            )
+        return found
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

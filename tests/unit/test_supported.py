@@ -1,0 +1,16 @@
+"""The page of supported combinations says what the tables say."""
+
+from pathlib import Path
+
+from tests.dist.cases import PARITY
+from tests.supported import ROWS, render
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported.md"
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported > docs/supported.md"
+
+
+def test_every_row_has_a_case() -> None:
+    assert [feature for feature, belongs in ROWS if not any(map(belongs, PARITY))] == []
