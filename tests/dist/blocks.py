@@ -89,16 +89,28 @@ def build_layers(case: Case) -> tuple[torch.nn.Module, torch.nn.Module]:
     return stock, ours
 
 
-def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Tensor]:
-    """One forward and backward; everything that may depend on the layer, by name."""
+def run(
+    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu", read: bool = True
+) -> dict[str, torch.Tensor]:
+    """One forward and backward; everything that may depend on the layer, by name.
+
+    Args:
+        layer: Stock or ours.
+        case: What it was built from.
+        rank: Ranks have different inputs.
+        device: Where the layer is.
+        read: Without, only run; the result is empty.
+    """
     generator = torch.Generator().manual_seed(100 + rank)
     parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
     num_rows = case.sequence_length // math.prod(parts)
     shape = (num_rows, case.batch, HIDDEN)
-    hidden = torch.randn(shape, generator=generator, requires_grad=True)
+    dtype = next(layer.parameters()).dtype
+    hidden = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
+    gradient = gradient.to(device, dtype)
     rotary = (
-        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length)
+        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
         if case.rope
         else None
     )
@@ -106,7 +118,9 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int) -> dict[str, torch.Ten
     for parameter in layer.parameters():
         parameter.grad = None
     output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
-    output.backward(gradient)
+    output.backward(gradient.to(output.dtype))
+    if not read:
+        return {}
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         found[f"gradient of {name}"] = (

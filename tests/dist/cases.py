@@ -277,6 +277,20 @@ PARALLEL = [
             ("mla-up-proj", ("mla_up_proj", "core_attn"), LATENT),
         )
     ),
+    # The executor for GPUs, on the host platform's streams: its issue order and what it keeps referenced.
+    *(
+        Case(
+            f"cuda-executor-{schedule}-degree{degree}",
+            executor="cuda",
+            degree=degree,
+            schedule=schedule,
+            model=LARGE,
+        )
+        for degree in (2, 4, 8)
+        for schedule in ("ampipe", "moe-only")
+    ),
+    Case("cuda-executor-capacity", executor="cuda", model=TIGHT | AUX),
+    Case("cuda-executor-tp", executor="cuda", parallel=TP, model=LARGE),
     Case("fp32-residual", model={"fp32_residual_connection": True}),
 ]
 

@@ -371,28 +371,35 @@ def test_percentiles_are_linear_between_values() -> None:
     assert result.percentile([7.0], 0.1) == 7.0
 
 
+def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
+    if not variant.chunked:
+        return None
+    whole = build(variant.schedule, degree=variant.degree, features=BlockFeatures()).whole_attention
+    return {
+        direction.value: {
+            str(stage): list(map(str, needed))
+            for stage, needed in dependencies(
+                BlockFeatures(), degree=variant.degree, whole_attention=whole, direction=direction
+            ).items()
+        }
+        for direction in Direction
+    }
+
+
 def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any]:
-    stages: list[Any] = []
-    for variant in variants:
-        if not variant.chunked:
-            stages.append(None)
-            continue
-        schedule = build(variant.schedule, degree=variant.degree, features=BlockFeatures())
-        stages.append(
-            {
-                str(direction): {
-                    str(stage): [1000.0, 1000.0, 9000.0]
-                    for stage in dependencies(
-                        BlockFeatures(),
-                        degree=variant.degree,
-                        whole_attention=schedule.whole_attention,
-                        direction=direction,
-                    )
-                }
-                for direction in Direction
-            }
-        )
-    return {"samples_s": seconds, "stages": stages, "difference": [0.0] * len(variants), "kernel": "sdpa"}
+    needs = [graph(variant) for variant in variants]
+    stages = [
+        found and {direction: dict.fromkeys(of, [1000.0, 1000.0, 9000.0]) for direction, of in found.items()}
+        for found in needs
+    ]
+    difference = [0.0] * len(variants)
+    return {
+        "samples_s": seconds,
+        "stages": stages,
+        "needs": needs,
+        "difference": difference,
+        "kernel": "sdpa",
+    }
 
 
 VARIANTS = [Variant("stock", 1), Variant("ampipe", 1), Variant("ampipe", 2), Variant("sequential", 2)]

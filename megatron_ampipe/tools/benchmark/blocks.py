@@ -76,13 +76,15 @@ class BlockFactory:
         context = AMPipeContext(self._settings(variant), kernel=self.kernel)
         return self._on_stock_parameters(pipelined(self._spec, context))
 
-    def build_timed(self, variant: Variant, *, num_passes: int) -> tuple[torch.nn.Module, Recorder]:
+    def build_timed(
+        self, variant: Variant, *, num_passes: int
+    ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
         """The same layer, its stages run alone and recorded."""
-        recorder = Recorder(num_iterations=num_passes)
+        recorder, timer = Recorder(num_iterations=num_passes), StageTimer()
         context = AMPipeContext(
-            self._settings(variant), recorder=recorder, executor=StageTimer(), kernel=self.kernel
+            self._settings(variant), recorder=recorder, executor=timer, kernel=self.kernel
         )
-        return self._on_stock_parameters(pipelined(self._spec, context)), recorder
+        return self._on_stock_parameters(pipelined(self._spec, context)), recorder, timer
 
     @staticmethod
     def _settings(variant: Variant) -> AMPipeConfig:

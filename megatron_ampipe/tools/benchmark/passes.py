@@ -40,7 +40,8 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
 
     Returns:
         ``samples_s``: by variant, seconds of every repeat; ``stages``: by variant (None where the layer is
-        Megatron's own), microseconds of every stage alone; ``difference`` by variant; ``kernel``.
+        Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
+        ``difference`` by variant; ``kernel``.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -56,7 +57,7 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
         if variant.chunked
     }
     for _ in range(job.warmup):
-        for layer in (*layers, *(layer for layer, _ in timed.values())):
+        for layer in (*layers, *(layer for layer, *_ in timed.values())):
             passes.run(layer)
     progress()
     samples_s: list[list[float]] = [[] for _ in layers]
@@ -66,7 +67,7 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
             samples_s[index].append(passes.run(layers[index]))
         for index in order:
             if index in timed:
-                layer, recorder = timed[index]
+                layer, recorder, _ = timed[index]
                 recorder.start_iteration(repeat)
                 passes.run(layer)
                 recorder.pause()
@@ -74,6 +75,7 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
     return {
         "samples_s": samples_s,
         "stages": [stage_times(timed[index][1]) if index in timed else None for index in range(len(layers))],
+        "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
         "difference": difference,
         "kernel": factory.kernel,
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.errors import BadInput, RunFailed
-from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.schedule import Kind, Stage
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
@@ -28,6 +28,9 @@ FORMAT = "ampipe-bench-1"
 
 StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
 """By direction and stage, the microseconds of every pass, alone."""
+
+StageNeeds = Mapping[str, Mapping[str, Sequence[str]]]
+"""By direction and stage, the stages it waits for."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -44,24 +47,16 @@ def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
 
 
-def features_of(case: Case) -> BlockFeatures:
-    """What a block of the grid contains besides attention and routed experts."""
-    return BlockFeatures(shared=case.shared_ffn is not None, ordered_routing=case.capacity is not None)
-
-
-def bounds(samples: StageSamples, *, case: Case, variant: Variant) -> dict[str, DirectionBound]:
+def bounds(samples: StageSamples, needs: StageNeeds) -> dict[str, DirectionBound]:
     """The bound of each direction on one rank, in milliseconds, from medians of the stages' times."""
-    features = features_of(case)
-    schedule = build(variant.schedule, degree=variant.degree, features=features)
     found = {}
-    for direction in Direction:
-        needs = dependencies(
-            features, degree=variant.degree, whole_attention=schedule.whole_attention, direction=direction
-        )
-        times = {
-            _stage(name): statistics.median(passes) / 1e3 for name, passes in samples[direction.value].items()
+    for direction, stages in samples.items():
+        graph = {
+            _stage(name): tuple(_stage(needed) for needed in earlier)
+            for name, earlier in needs[direction].items()
         }
-        found[direction.value] = direction_bound(times, needs)
+        times = {_stage(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
+        found[direction] = direction_bound(times, graph)
     return found
 
 
@@ -83,11 +78,11 @@ def case_result(
     stock = slowest_rank(by_variant[0])
     rows = [
         _row(
-            case,
             variant,
             stock=stock,
             by_rank=by_variant[index],
             stages=[report["stages"][index] for report in reports],
+            needs=reports[0]["needs"][index],
             difference=reports[0]["difference"][index],
         )
         for index, variant in enumerate(variants)
@@ -107,12 +102,12 @@ def case_result(
 
 
 def _row(
-    case: Case,
     variant: Variant,
     *,
     stock: Sequence[float],
     by_rank: Sequence[Sequence[float]],
     stages: Sequence[StageSamples | None],
+    needs: StageNeeds | None,
     difference: float,
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
@@ -133,9 +128,10 @@ def _row(
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "stages_us_by_rank": stages if variant.chunked else None,
+        "stage_needs": needs,
     }
-    if variant.chunked:
-        of_ranks = [bounds(found, case=case, variant=variant) for found in stages if found is not None]
+    if needs is not None:
+        of_ranks = [bounds(found, needs) for found in stages if found is not None]
         slowest = max(of_ranks, key=_total_ms)
         bound_ms = _total_ms(slowest)
         row["bound_ms"] = round(bound_ms, 4)

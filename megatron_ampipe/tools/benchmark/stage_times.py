@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_ampipe.runtime.executors import Needs, Order, RunStage
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Direction
 
 
 class StageTimer:
@@ -19,8 +20,18 @@ class StageTimer:
     host_waits = False
     holds_buffers = False
 
+    def __init__(self) -> None:
+        self.needs: dict[str, dict[str, list[str]]] = {}
+        """By direction and stage, the names of the stages it waited for."""
+
     def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
         """Every stage once, each recorded with nothing beside it."""
+        # Every pass is a forward and then a backward.
+        direction = Direction.FORWARD if not self.needs else Direction.BACKWARD
+        if len(self.needs) < len(Direction):
+            self.needs[direction.value] = {
+                str(stage): list(map(str, found)) for stage, found in needs.items()
+            }
         on_cuda = torch.cuda.is_available()
         for lane, stage in order:
             if stage.is_communication:

@@ -1,0 +1,158 @@
+"""Measures the peak memory of a block at several degrees, stock's included: every tensor, to the byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from tests.dist.cases import Case
+from tests.dist.worker import report, start, use_groups
+
+PASSES = 3
+"""Of which the highest peak counts: on threads, what is in flight together varies."""
+
+
+def main() -> None:
+    rank, _ = start()
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megatron_ampipe.config import AMPipeConfig
+    from megatron_ampipe.layers.layer import AMPipeContext
+    from megatron_ampipe.layers.spec import pipelined
+    from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+    from megatron_ampipe.tools.benchmark.blocks import KernelAttention
+    from tests.dist.blocks import transformer_config
+
+    class Meter:
+        """Bytes of all storages that came to be since :meth:`restart` and still live."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+            self.where = threading.local()
+            self.restart([])
+
+        def restart(self, known: list[Tensor]) -> None:
+            """Forget everything; tensors in ``known`` do not count."""
+            self._known = {tensor.untyped_storage()._cdata for tensor in known}
+            self._live: dict[int, tuple[int, str, list[int]]] = {}
+            self._now = self.peak = 0
+            self.at_peak: list[tuple[int, str, list[int]]] = []
+
+        def see(self, tensor: Tensor, operation: str) -> None:
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            with self._lock:
+                if key in self._known or key in self._live or not size:
+                    return
+                place = f"{getattr(self.where, 'stage', '')} {operation}"
+                self._live[key] = (size, place, list(tensor.shape))
+                weakref.finalize(storage, self._gone, key, self._live)
+                self._now += size
+                if self._now > self.peak:
+                    self.peak = self._now
+                    self.at_peak = list(self._live.values())
+
+        def _gone(self, key: int, live: dict[int, tuple[int, str, list[int]]]) -> None:
+            with self._lock:
+                size, *_ = live.pop(key)
+                if live is self._live:
+                    self._now -= size
+
+    meter = Meter()
+
+    class Watch(TorchDispatchMode):
+        """Shows the meter every tensor an operation of this thread returns."""
+
+        def __torch_dispatch__(
+            self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            output = operation(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else [output]:
+                if isinstance(tensor, Tensor):
+                    meter.see(tensor, str(operation))
+            return output
+
+    def watched(run_stage: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A mode holds for its thread alone, so the lanes need one of their own."""
+        main_thread = threading.get_ident()
+
+        def run(stage: Any) -> None:
+            meter.where.stage = str(stage)
+            if threading.get_ident() == main_thread:
+                run_stage(stage)
+            else:
+                with Watch():
+                    run_stage(stage)
+
+        return run
+
+    class WatchedSequential(SequentialExecutor):
+        def execute(self, order: Any, needs: Any, run_stage: Any, recorder: Any) -> None:
+            super().execute(order, needs, watched(run_stage), recorder)
+
+    class WatchedThread(ThreadExecutor):
+        def execute(self, order: Any, needs: Any, run_stage: Any, recorder: Any) -> None:
+            super().execute(order, needs, watched(run_stage), recorder)
+
+    executors = {"sequential": WatchedSequential, "thread": WatchedThread}
+
+    def build(case: Case) -> torch.nn.Module:
+        """Stock with the core attention that its chunks would have, as ``ampipe bench`` builds it."""
+        config = transformer_config(case)
+        spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
+        spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+            module=KernelAttention, params={"kernel": case.kernel}
+        )
+        context = AMPipeContext(
+            AMPipeConfig(degree=case.degree, schedule=case.schedule),
+            executor=executors[case.executor](),
+            kernel=case.kernel,
+        )
+        torch.manual_seed(3 + rank)
+        layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+        layer.train()
+        return layer
+
+    def measure(case: Case) -> dict[str, Any]:
+        layer = build(case)
+        shape = (case.sequence_length, case.batch, layer.config.hidden_size)
+        hidden, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
+        best: dict[str, Any] = {"peak_bytes": 0}
+        for _ in range(PASSES):
+            for tensor in (hidden, *layer.parameters()):
+                tensor.grad = None
+            gc.collect()
+            meter.restart([hidden, gradient, *layer.parameters()])
+            torch.distributed.barrier()
+            with Watch():
+                meter.where.stage = "stock"
+                output, _ = layer(hidden_states=hidden, attention_mask=None)
+                after_forward = meter._now
+                output.backward(gradient)
+            del output
+            if meter.peak > best["peak_bytes"]:
+                largest = sorted(meter.at_peak, reverse=True)[:40]
+                best = {
+                    "peak_bytes": meter.peak,
+                    "after_forward_bytes": after_forward,
+                    "left_bytes": meter._now,
+                    "largest": largest,
+                }
+        return best
+
+    use_groups()
+    report([measure(Case(**case)) for case in json.loads(sys.argv[1])])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What only a GPU can show: streams, 16-bit kernels, and that nothing makes the host wait between chunks.
+
+One device, one rank: the collectives of a group of one are skipped, everything around them is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.dist.cases import AUX, TIGHT, Case, Z
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = {"gated_linear_unit": True, "activation_func": "silu", "moe_router_topk": 2, "num_query_groups": 2}
+CASES = [
+    Case(
+        f"{schedule}-degree{degree}",
+        world_size=1,
+        degree=degree,
+        schedule=schedule,
+        executor="cuda",
+        rope=True,
+        model=LLAMA | AUX | Z,
+    )
+    for schedule in ("ampipe", "moe-only", "sequential")
+    for degree in (2, 4, 8)
+]
+CASES.append(Case("capacity", world_size=1, executor="cuda", model=TIGHT | AUX))
+BF16_BOUND = 2**-6
+"""Relative to the largest value: a few roundings of bf16 (2**-8 each) in sums of another order."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A process group of one rank on the device."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.cuda.set_device(0)
+    with tempfile.NamedTemporaryFile() as rendezvous:
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{rendezvous.name}", rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        yield
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_stock_in_fp32(case: Case) -> None:
+    from tests.dist.blocks import build_layers, differences, run
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    stock, ours = (layer.cuda() for layer in build_layers(case))
+    found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
+    assert {name: value for name, value in found.items() if not value <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
+def test_equals_stock_in_bf16(case: Case) -> None:
+    from tests.dist.blocks import build_layers, differences, run
+
+    case = dataclasses.replace(
+        case, kernel="sdpa", model=case.model | {"bf16": True, "moe_router_dtype": "fp32"}
+    )
+    stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
+    found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
+    outputs = {name: found[name] for name in ("output", "input gradient")}
+    assert {name: value for name, value in outputs.items() if not value <= BF16_BOUND} == {}
+
+
+def test_nothing_makes_the_host_wait_between_chunks() -> None:
+    """torch raises at any synchronising call; only the wait for the counts, an event of ours, is left."""
+    from tests.dist.blocks import build_layers, run
+
+    case = dataclasses.replace(CASES[1], kernel="sdpa")
+    _, ours = (layer.cuda() for layer in build_layers(case))
+    run(ours, case, rank=0, device="cuda")
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run(ours, case, rank=0, device="cuda", read=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
