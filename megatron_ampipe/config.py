@@ -272,6 +272,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "the stock router counts padding as tokens when it updates the expert bias, which chunks do not",
         "Leave it out: only the kept tokens are sent then.",
     ),
+    Refusal(
+        "--moe-routing-trace-path",
+        _set("moe_routing_trace_path"),
+        "it records what the stock router is called with, and chunks call it otherwise",
+        _OFF,
+    ),
+    Refusal(
+        "--moe-router-padding-for-fp8",
+        _set("moe_router_padding_for_fp8"),
+        "padding for quantization is not supported yet",
+        _OFF,
+    ),
+    Refusal("--qk-clip", _set("qk_clip"), "attention does not report its largest score", _OFF),
+    Refusal(
+        "--log-max-attention-logit",
+        _set("log_max_attention_logit"),
+        "attention does not report its largest score",
+        _OFF,
+    ),
     Refusal("--moe-latent-size", _set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
     Refusal(
         "--moe-shared-expert-overlap",

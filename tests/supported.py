@@ -39,7 +39,7 @@ With `--ampipe-degree` above 1, each of these stops before any process group is 
 NOT_BITWISE = """\
 ## Same distribution rather than same numbers
 
-Hidden and attention dropout, and `--moe-input-jitter`, draw their random numbers chunk by chunk: a run is
+Hidden and attention dropout, and `--moe-input-jitter-eps`, draw their random numbers chunk by chunk: a run is
 reproducible from its seed and under recompute, but not equal to the stock run of that seed.
 """
 

@@ -29,7 +29,8 @@ def end_with(error: AMPipeError) -> int:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
         time.sleep(PEER_GRACE_S)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    # A line of its own, whatever another rank has just left unfinished.
+    print(f"\nerror: {error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 

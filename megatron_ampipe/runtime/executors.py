@@ -67,15 +67,26 @@ class ThreadExecutor:
         self._lanes: dict[str, _LaneThread] = {}
 
     def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
-        """See :class:`Executor`. A failure in a lane is raised by every stage that needs its result."""
+        """See :class:`Executor`.
+
+        After a failure no stage is begun any more, in no lane, and the first error is the one that is
+        raised: a collective that a peer does not answer to would end the process instead.
+        """
         travelling: dict[Stage, Future[None]] = {}
+        failures: list[BaseException] = []
 
         def run(lane: str, stage: Stage) -> None:
             for needed in needs[stage]:
                 if needed in travelling:
                     travelling[needed].result()
-            with recorder.on_host(lane, stage):
-                run_stage(stage)
+            if failures:
+                raise failures[0]
+            try:
+                with recorder.on_host(lane, stage):
+                    run_stage(stage)
+            except BaseException as error:
+                failures.append(error)
+                raise
 
         for lane, stage in order:
             if lane == COMPUTE:

@@ -97,7 +97,7 @@ class Groups:
 
 
 def main() -> None:
-    rank, _ = start()
+    start()
     import torch
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -145,7 +145,9 @@ def main() -> None:
     def build(config: Any) -> list[torch.nn.Module]:
         config.finalize()
         chunks: list[torch.nn.Module] = GPTModelBuilder(config).build_distributed_models(
-            ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False, data_parallel_random_init=False
+            ProcessGroupCollection.use_mpu_process_groups(),
+            wrap_with_ddp=False,
+            data_parallel_random_init=False,
         )
         for chunk in chunks:
             chunk.train()

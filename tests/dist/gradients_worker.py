@@ -29,7 +29,9 @@ ROUTINGS: dict[str, Callable[[int, int], int]] = {
     # (rank, row) to expert; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
     "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
     "one-expert-for-all": lambda rank, row: 2,
-    "changes-from-chunk-to-chunk": lambda rank, row: row * 4 // SEQUENCE if rank == 0 else 3 - row * 4 // SEQUENCE,
+    "changes-from-chunk-to-chunk": lambda rank, row: (
+        row * 4 // SEQUENCE if rank == 0 else 3 - row * 4 // SEQUENCE
+    ),
     "ranks-exchange-all": lambda rank, row: 2 + row % 2 if rank == 0 else row % 2,
 }
 
@@ -257,7 +259,8 @@ def no_grad() -> dict[str, Any]:
 # Collectives
 
 RECORDED = (
-    "all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather", "broadcast",
+    "all_to_all_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_gather",
+    "broadcast",
 )  # fmt: skip
 
 
@@ -359,9 +362,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "ddp": lambda: ddp(fusion=False, distributed_optimizer=False),
     "ddp-fused": lambda: ddp(fusion=True, distributed_optimizer=False),
     "ddp-sharded": lambda: ddp(fusion=False, distributed_optimizer=True),
-    "ddp-skewed": lambda: ddp(
-        fusion=False, distributed_optimizer=False, routing="rank-1-receives-nothing"
-    ),
+    "ddp-skewed": lambda: ddp(fusion=False, distributed_optimizer=False, routing="rank-1-receives-nothing"),
     "ddp-fused-skewed": lambda: ddp(fusion=True, distributed_optimizer=False, routing="one-expert-for-all"),
     "in-flight": in_flight,
     "twice": twice,

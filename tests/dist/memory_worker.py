@@ -14,7 +14,7 @@ from typing import Any
 from tests.dist.cases import Case
 from tests.dist.worker import report, start, use_groups
 
-PASSES = 3
+PASSES = 2
 """Of which the highest peak counts: on threads, what is in flight together varies."""
 
 

@@ -54,7 +54,7 @@ def main() -> None:
                     other.copy_(parameter)
 
     def measured(relative: dict[str, float], stock: dict[str, Tensor]) -> dict[str, float]:
-        """Differences relative to the stock entry; of a gradient far below all others, to a hundredth of those.
+        """Differences relative to the stock entry, or to a hundredth of the largest gradient.
 
         The gradient of a bias is a sum over tokens that can cancel, down to the rounding of its summands.
         """

@@ -133,7 +133,9 @@ class Service:
         logs = "\n".join(
             f"--- rank {rank}\n{self._log(rank).read_text()[-3000:]}" for rank in range(len(self._processes))
         )
-        errors = [answer["error"] for answer in answers or [] if isinstance(answer, dict) and "error" in answer]
+        errors = [
+            answer["error"] for answer in answers or [] if isinstance(answer, dict) and "error" in answer
+        ]
         self._lost = "\n".join([f"{self._module}: {reason}", *errors, logs])
         raise RanksLost(self._lost)
 

@@ -1,4 +1,4 @@
-"""One gradient per parameter and micro-batch, whatever wraps the layer; one order of collectives on all ranks.
+"""One gradient per parameter and micro-batch, and one order of collectives on all ranks.
 
 Every case also equals the stock layer (fp32, two expert-parallel ranks, degree 4).
 """

@@ -36,7 +36,7 @@ NEAR_TIE = 1e-5
 """Scores that two roundings of the same fp32 layer can put in another order: they differ by about 1e-6, so
 about one example in a hundred is drawn again, and none can flip."""
 
-EXAMPLES_PER_LAYOUT = 40
+EXAMPLES_PER_LAYOUT = 20
 LAYOUTS = {
     "one-rank": {"expert_model_parallel_size": 1},
     "ep": {"expert_model_parallel_size": 2},

@@ -7,7 +7,10 @@ import shlex
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
-ACCEPTED = [*DENSE, *shlex.split("--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear")]
+ACCEPTED = [
+    *DENSE,
+    *shlex.split("--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear"),
+]
 """A command line that AMPipe runs; every row is tried on top of it."""
 
 ALONE = {"--num-experts": DENSE}

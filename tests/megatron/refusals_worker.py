@@ -91,7 +91,11 @@ def main() -> None:
             "tried": [{"flags": flags, **refused_by_table(parser, [*common, *flags])} for flags in tried],
             "launch": launch([*common, *tried[0]]) if tried else None,
         }
-    report = {"accepted": launch(base), "rows": rows, "others": {name: launch(a) for name, a in others.items()}}
+    report = {
+        "accepted": launch(base),
+        "rows": rows,
+        "others": {name: launch(a) for name, a in others.items()},
+    }
     with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:
         json.dump(report, file)
 

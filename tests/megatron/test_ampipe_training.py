@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.config import TRACED_ITERATIONS
+from megatron_ampipe.schedule import Direction, build
+from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.timeline import Timeline
 from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pretrain
 
@@ -54,7 +56,8 @@ MODERN = (
     "--moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
 )
 CLASSIC = (
-    "--no-bias-gelu-fusion --seq-length 63 --micro-batch-size 2 --global-batch-size 8 --moe-router-topk 1 --moe-router-pre-softmax "
+    "--seq-length 63 --micro-batch-size 2 --global-batch-size 8 --no-bias-gelu-fusion "
+    "--moe-router-topk 1 --moe-router-pre-softmax "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
 )
 MIXED = (
@@ -64,7 +67,8 @@ MIXED = (
     "--moe-z-loss-coeff 1e-2 --overlap-grad-reduce "
 )
 SHARDED = (
-    MODERN + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 12 "
+    MODERN
+    + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 12 "
 )
 EVALUATED = "--eval-iters 1 --eval-interval 2 "
 RESUMED = f"--ckpt-step {SAVED_ITERATION} --load "
@@ -127,18 +131,18 @@ class Trainings:
     def __getitem__(self, name: str) -> Run:
         if name not in self._runs:
             training = TRAININGS[name]
-            run = pretrain(
+            self._runs[name] = pretrain(
                 *COMMON,
                 *shlex.split(training.flags.format(folder=self.folder)),
                 *("--data-path", str(self.folder / "text"), "--data-cache-path", str(self.folder / "cache")),
                 *("--save", str(self.folder / name), "--save-interval", str(SAVED_ITERATION)),
                 num_ranks=training.num_ranks,
             )
-            assert run.exit_code == 0, run.output[-6000:]
-            pipelined = "--ampipe-degree" in training.flags
-            assert ("chunk boundaries" in run.output) is pipelined, "not the layers this run is to compare"
-            self._runs[name] = run
-        return self._runs[name]
+        run = self._runs[name]
+        assert run.exit_code == 0, run.output[-6000:]
+        pipelined = "--ampipe-degree" in TRAININGS[name].flags
+        assert ("chunk boundaries" in run.output) is pipelined, "not the layers this run is to compare"
+        return run
 
     def moments(self, name: str) -> dict[str, object]:
         """Adam's first moment of every parameter after the last iteration of that run."""
@@ -173,8 +177,18 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     texts.mkdir()
     for source in Path(email.__file__).parent.glob("*.py"):
         shutil.copy(source, texts)
-    command = [sys.executable, "-m", "megatron_ampipe.cli", "data", str(texts), "--output", str(folder / "text")]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_ampipe.cli",
+        "data",
+        str(texts),
+        "--output",
+        str(folder / "text"),
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return Trainings(folder)
 
@@ -259,24 +273,15 @@ def test_trace_holds_every_stage_of_the_last_iterations(rank: int, trainings: Tr
     assert timeline.rank == rank
     assert timeline.labels["degree"] == "4"
     assert timeline.labels["schedule"] == "ampipe"
-    whole, chunks = {"qkv", "losses"}, range(4)
-    chunked = {
-        f"{kind}.{chunk}"
-        for kind in ("attention", "route", "dispatch", "expert", "combine", "merge")
-        for chunk in chunks
-    }
-    stages = {
-        "forward": whole | chunked | {f"counts.{chunk}" for chunk in chunks},
-        "backward": whole | chunked,
-    }
+    schedule = build("ampipe", degree=4, features=BlockFeatures(losses=True, chunked_qkv=True))
     found = Counter((span.iteration, span.layer, span.direction, span.stage) for span in timeline.spans)
     iterations = range(NUM_ITERATIONS - TRACED_ITERATIONS + 1, NUM_ITERATIONS + 1)
     expected = {
-        (iteration, layer, direction, stage): NUM_MICRO_BATCHES
+        (iteration, layer, str(direction), str(stage)): NUM_MICRO_BATCHES
         for iteration in iterations
         for layer in (1, 2)
-        for direction, names in stages.items()
-        for stage in names
+        for direction in Direction
+        for stage in schedule.program(direction).stages
     }
     assert dict(found) == expected
     communication = {"counts", "dispatch", "combine"}

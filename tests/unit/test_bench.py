@@ -389,7 +389,8 @@ def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
 def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any]:
     needs = [graph(variant) for variant in variants]
     stages = [
-        found and {direction: dict.fromkeys(of, [1000.0, 1000.0, 9000.0]) for direction, of in found.items()}
+        found
+        and {direction: {name: [1000.0, 1000.0, 9000.0] for name in of} for direction, of in found.items()}
         for found in needs
     ]
     difference = [0.0] * len(variants)

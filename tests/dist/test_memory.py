@@ -1,0 +1,92 @@
+"""Peak memory of a block, forward and backward, against the stock layer with the same attention kernel.
+
+Counted tensor by tensor as operations make and free them, so it is exact and the same on every machine. What
+a kernel allocates inside itself is not seen; it is per chunk, and so not more than stock's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from tests.dist.cases import Case
+from tests.dist.launch import run_workers
+
+ABOVE_STOCK = 1.05
+# Activations outweigh parameter gradients six to one or more.
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4}
+SEQUENCE_LENGTH = 1024
+MODELS: dict[str, dict[str, Any]] = {
+    "top1": {},
+    "top2-swiglu-losses": {
+        "moe_router_topk": 2,
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+    },
+    "shared": {"moe_shared_expert_intermediate_size": 256},
+}
+
+
+def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "sequential") -> Case:
+    return Case(
+        name=f"{model} degree {degree} {schedule} {executor}",
+        degree=degree,
+        schedule=schedule,
+        executor=executor,
+        kernel="cpu-flash",
+        sequence_length=SEQUENCE_LENGTH,
+        model=SHAPE | MODELS[model],
+    )
+
+
+STOCK = {model: case(model, degree=1) for model in MODELS}
+CASES = [
+    case(model, degree=degree, schedule=schedule, executor=executor)
+    for model in MODELS
+    for degree in (2, 4, 8)
+    for schedule, executor in (("ampipe", "sequential"), ("ampipe", "thread"), ("moe-only", "thread"))
+]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """By rank and by name of the case."""
+    cases = [*STOCK.values(), *CASES]
+    found = run_workers(
+        "tests.dist.memory_worker",
+        [json.dumps([dataclasses.asdict(case) for case in cases])],
+        world_size=2,
+        folder=tmp_path_factory.mktemp("memory"),
+    )
+    return [{case.name: one for case, one in zip(cases, rank, strict=True)} for rank in found]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [(model, case) for model in MODELS for case in CASES if case.name.startswith(f"{model} ")],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
+    for rank, report in enumerate(reports):
+        stock, ours = report[STOCK[model].name], report[case.name]
+        ratio = ours["peak_bytes"] / stock["peak_bytes"]
+        print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
+        largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
+        assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Live then:\n{largest}"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_left_behind(model: str, reports: list[dict[str, dict[str, Any]]]) -> None:
+    """After the backward pass there are gradients, of the input and the parameters, and nothing else."""
+    for report in reports:
+        expected = report[STOCK[model].name]["left_bytes"]
+        for case in CASES:
+            if case.name.startswith(f"{model} "):
+                assert report[case.name]["left_bytes"] <= expected * 1.001, case.name
