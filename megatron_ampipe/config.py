@@ -131,8 +131,14 @@ def _routing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
+def _has_capacity(arguments: Any) -> bool:
+    """Megatron takes a negative factor for none."""
+    factor = getattr(arguments, "moe_expert_capacity_factor", None)
+    return factor is not None and factor >= 0
+
+
 def _drops_by_probability(arguments: Any) -> object:
-    if getattr(arguments, "moe_expert_capacity_factor", None) is None:
+    if not _has_capacity(arguments):
         return None
     if getattr(arguments, "ampipe_capacity_scope", None) == "chunk":
         return None
@@ -140,7 +146,7 @@ def _drops_by_probability(arguments: Any) -> object:
 
 
 def _scope_without_capacity(arguments: Any) -> object:
-    if getattr(arguments, "moe_expert_capacity_factor", None) is not None:
+    if _has_capacity(arguments):
         return None
     return _equal("ampipe_capacity_scope", "chunk")(arguments)
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput
@@ -34,22 +35,28 @@ def end_with(error: AMPipeError) -> int:
     return error.exit_code
 
 
+_CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)
+
+
 @contextlib.contextmanager
 def refuse_as_bad_input() -> Iterator[None]:
     """Turn what Megatron raises while it checks arguments into :class:`BadInput`.
 
     Megatron checks with assertions, some of them bare, as well as with ValueError; a missing file is an
-    OSError.
+    OSError. Some wrong values trip it in other ways (a division by zero, an attribute of None): those are
+    bad input as well, unless they come from our own code.
     """
     try:
         yield
     except AMPipeError:
         raise
-    except (AssertionError, ValueError, NotImplementedError, OSError) as error:
+    except Exception as error:
         place = error.__traceback__
         while place.tb_next is not None:
             place = place.tb_next
         path = place.tb_frame.f_code.co_filename
+        if not isinstance(error, _CHECKS) and "megatron_ampipe" in Path(path).parts:
+            raise
         line = linecache.getline(path, place.tb_lineno).strip()
         raise BadInput(
             "arguments",

@@ -341,9 +341,6 @@ class BlockCall:
             The gradient of ``hidden`` and the sums of the parameters' gradients.
         """
         self._output_gradient = gradient
-        self._query_gradient = torch.empty_like(self._query)
-        self._key_gradient = torch.zeros_like(self._key, dtype=_sum_dtype(self._key))
-        self._value_gradient = torch.zeros_like(self._value, dtype=_sum_dtype(self._value))
         self._hidden_gradient: Tensor | None = None
         self._execute(
             Direction.BACKWARD,
@@ -417,6 +414,10 @@ class BlockCall:
         else:
             residual, normed = self._join("residual"), self._join("normed")
         query, key, value, hidden = self._differentiate(stage, residual, normed)
+        if self._hidden_gradient is None:
+            self._query_gradient = torch.empty_like(self._query)
+            self._key_gradient = torch.zeros_like(self._key, dtype=_sum_dtype(self._key))
+            self._value_gradient = torch.zeros_like(self._value, dtype=_sum_dtype(self._value))
         put_rows(self._query_gradient, chunk.queries, query)
         self._key_gradient[: chunk.num_keys] += key
         self._value_gradient[: chunk.num_keys] += value
@@ -439,8 +440,6 @@ class BlockCall:
     def _differentiate(self, stage: Stage, *gradients: Tensor | None) -> tuple[Tensor, ...]:
         parameters = self._stages.parameters(stage.kind)
         segment = self._segments.pop(stage)
-        if self._executor.holds_buffers:
-            self._held.extend(segment.inputs)
         return segment.backward(gradients, parameters=parameters, sums=self._sums)
 
     def _take_gradient(self, name: str, index: int) -> Tensor | None:

@@ -137,8 +137,11 @@ class _LaneThread:
 class CudaExecutor:
     """Compute on the current stream, each communication lane on a stream of its own.
 
-    One event per operation. Memory that crosses streams is safe without ``record_stream``: the block
-    keeps it referenced until ``execute`` returns, by when every stream is ordered after every other.
+    One event per operation. Memory that crosses streams is safe without ``record_stream``. What a
+    collective reads or writes in the forward pass, the block keeps referenced until ``execute`` returns,
+    by when every stream is ordered after every other. What the graph frees during the backward pass was
+    received by a lane's stream: a collective that could be given that memory again is issued right
+    behind a stage it needs, and then waits for all that was issued to the compute stream.
     """
 
     host_waits = True
@@ -153,12 +156,16 @@ class CudaExecutor:
         ended: dict[Stage, tuple[str, torch.cuda.Event]] = {}
         for lane in {lane for lane, _ in order} - {COMPUTE}:
             self._stream(lane).wait_stream(compute)
+        previous: Stage | None = None
         for lane, stage in order:
             stream = compute if lane == COMPUTE else self._stream(lane)
+            if lane != COMPUTE and previous in needs[stage]:
+                stream.wait_stream(compute)
             for needed in needs[stage]:
                 needed_lane, event = ended[needed]
                 if needed_lane != lane:
                     stream.wait_event(event)
+            previous = stage
             with torch.cuda.stream(stream), recorder.on_stream(lane, stage, stream):
                 run_stage(stage)
             event = torch.cuda.Event()

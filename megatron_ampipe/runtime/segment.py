@@ -7,14 +7,18 @@ walked stage by stage in an order of our own. Called by :mod:`megatron_ampipe.ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 
 class Segment:
     """One stage's forward, and the graph for its backward.
+
+    Holds edges of the graph, not tensors: what no operation has saved is freed as soon as it was read.
 
     Args:
         function: Takes tensors, returns a tuple of tensors.
@@ -24,7 +28,7 @@ class Segment:
             that draw no random numbers and leave no trace.
     """
 
-    __slots__ = ("_function", "_outputs", "inputs", "values")
+    __slots__ = ("_ends", "_entries", "_function", "_inputs", "values")
 
     def __init__(
         self,
@@ -33,18 +37,17 @@ class Segment:
         keep_graph: bool,
         recompute: bool = False,
     ) -> None:
-        self._function = function if recompute else None
-        self._outputs: tuple[Tensor, ...] = ()
-        self.inputs: tuple[Tensor, ...] = ()
-        if keep_graph:
-            self.inputs = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+        self._function: Callable[..., tuple[Tensor, ...]] | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._entries: tuple[GradientEdge, ...] = ()
+        self._ends: tuple[GradientEdge | None, ...] = ()
+        if keep_graph and recompute:
+            self._function, self._inputs = function, tuple(tensor.detach() for tensor in inputs)
         if not keep_graph or recompute:
             with torch.no_grad():
                 self.values = function(*inputs)
-            return
-        with torch.enable_grad():
-            self._outputs = function(*self.inputs)
-        self.values = tuple(output.detach() for output in self._outputs)
+        else:
+            self.values = self._build_graph(function, inputs)
 
     def backward(
         self, gradients: Sequence[Tensor | None], *, parameters: Sequence[Parameter], sums: GradientSums
@@ -60,26 +63,49 @@ class Segment:
             The gradient of each input, None for an input that no output depends on.
         """
         if self._function is not None:
-            with torch.enable_grad():
-                self._outputs = self._function(*self.inputs)
+            self._build_graph(self._function, self._inputs)
+            self._function, self._inputs = None, ()
         pairs = [
-            (output, gradient)
-            for output, gradient in zip(self._outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
+            (end, gradient)
+            for end, gradient in zip(self._ends, gradients, strict=True)
+            if gradient is not None and end is not None
         ]
         assert pairs, "backward of a stage that nothing depends on, or a second backward"
         found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            [*self.inputs, *parameters],
+            [end for end, _ in pairs],
+            [*self._entries, *parameters],
             [gradient for _, gradient in pairs],
             allow_unused=True,
         )
-        count = len(self.inputs)
+        count = len(self._entries)
         for parameter, gradient in zip(parameters, found[count:], strict=True):
             sums.add(parameter, gradient)
-        self.inputs = self._outputs = self.values = ()
-        self._function = None
+        self._ends = self._entries = ()
         return found[:count]
+
+    def _build_graph(
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            entered = _Entry.apply(torch.zeros(0, requires_grad=True), *inputs)
+            outputs = function(*entered)
+        self._entries = tuple(map(get_gradient_edge, entered))
+        self._ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
+        return tuple(output.detach() for output in outputs)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a stage's graph begins. Unlike a leaf, keeps its tensors no longer than the graph needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """``anchor`` requires a gradient, so that the others seem to; they come out without their history."""
+        return tuple(tensor.data for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        """Never called: gradients are taken at the entry."""
+        raise AssertionError("a stage's gradients are taken at its entry, not behind it")
 
 
 class GradientSums:

@@ -23,7 +23,7 @@ def gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
         longest = max(output_split_sizes)
         received = tensor.new_empty((group.size() * longest, *tensor.shape[1:]))
         dist.all_gather_into_tensor(received, _lengthened(tensor, longest), group=group)
-        parts = received.split(longest)
+        parts = received.split([longest] * group.size())
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
     return gathering

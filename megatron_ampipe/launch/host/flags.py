@@ -116,6 +116,7 @@ REFUSED = (
             ("--use-grouped-gemm-for-shared-expert", _KERNEL),
             ("--use-grouped-gemm-for-dense-mlp", _KERNEL),
             ("--fused-residual-rmsnorm", _KERNEL),
+            ("--apply-layernorm-1p", "the local norm has no zero-centred weight"),
             ("--batch-invariant-mode", "its kernels need a GPU"),
             ("--use-kitchen-attention", "its kernels need a GPU"),
             ("--enable-cuda-graph", _NO_CUDA_GRAPHS),
