@@ -157,6 +157,36 @@ def _pads_with_expert_bias(arguments: Any) -> object:
     return _set("moe_pad_expert_input_to_capacity")(arguments)
 
 
+def _tensor_without_sequence(arguments: Any) -> object:
+    if getattr(arguments, "sequence_parallel", False):
+        return None
+    return _above_one("tensor_model_parallel_size")(arguments)
+
+
+def _experts_above_ranks(arguments: Any) -> object:
+    experts = getattr(arguments, "expert_model_parallel_size", 1) or 1
+    stages = getattr(arguments, "pipeline_model_parallel_size", 1) or 1
+    return experts if experts * stages > getattr(arguments, "world_size", experts * stages) else None
+
+
+def _topk_above_experts(arguments: Any) -> object:
+    topk = getattr(arguments, "moe_router_topk", 1)
+    return topk if topk > (getattr(arguments, "num_experts", None) or topk) else None
+
+
+def _probs_on_input_of_many(arguments: Any) -> object:
+    if getattr(arguments, "moe_router_topk", 1) == 1:
+        return None
+    return _set("moe_apply_probs_on_input")(arguments)
+
+
+def _wide_residual_of_local_layers(arguments: Any) -> object:
+    sixteen_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
+    if not sixteen_bit or getattr(arguments, "transformer_impl", "local") != "local":
+        return None
+    return _set("fp32_residual_connection")(arguments)
+
+
 def _looks_ahead(arguments: Any) -> object:
     window = getattr(arguments, "window_size", None)
     return window if window and window[1] != 0 else None
@@ -188,6 +218,48 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda arguments: None if getattr(arguments, "num_experts", None) else "(not set)",
         "there is nothing to pipeline: the model has no MoE layer",
         "Set --num-experts, or train with --ampipe-degree 1.",
+    ),
+    Refusal(
+        "--tensor-model-parallel-size",
+        _tensor_without_sequence,
+        "Megatron trains MoE layers under tensor parallelism with sequence parallelism alone",
+        "Add --sequence-parallel.",
+    ),
+    Refusal(
+        "--expert-model-parallel-size",
+        _experts_above_ranks,
+        "is more than the ranks of a pipeline stage",
+        "Start more ranks, or use a smaller number.",
+    ),
+    Refusal(
+        "--moe-router-topk",
+        _topk_above_experts,
+        "is more than there are experts",
+        "Use at most the value of --num-experts.",
+    ),
+    Refusal(
+        "--moe-apply-probs-on-input",
+        _probs_on_input_of_many,
+        "a token of several experts has no one probability",
+        "Use --moe-router-topk 1, or leave it out.",
+    ),
+    Refusal(
+        "--fp32-residual-connection",
+        _wide_residual_of_local_layers,
+        "Megatron's local layers do not take a residual of another precision",
+        "Use --transformer-impl transformer_engine, or leave it out.",
+    ),
+    Refusal(
+        "--position-embedding-type",
+        _equal("position_embedding_type", "mrope"),
+        "it needs the positions of a multimodal model",
+        "Use --position-embedding-type rope.",
+    ),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        _set("cpu_offloading_num_layers"),
+        "activation offloading is not supported yet",
+        _OFF,
     ),
     Refusal(
         "--cp-comm-type",

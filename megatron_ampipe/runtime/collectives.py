@@ -43,27 +43,11 @@ class AllToAll:
 
     def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
-        return self._exchange(tensors, self.send, self.receive)
+        return exchange_rows(tensors, send=self.send, receive=self.receive, group=self.group)
 
     def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Each ``[sum(receive), ...]`` to ``[sum(send), ...]``."""
-        return self._exchange(tensors, self.receive, self.send)
-
-    def _exchange(
-        self, tensors: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        if self.group.size() == 1:
-            return tuple(tensors)
-        received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
-        works = [
-            dist.all_to_all_single(
-                output, tensor.contiguous(), list(receive), list(send), group=self.group, async_op=True
-            )
-            for output, tensor in zip(received, tensors, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        return received
+        return exchange_rows(tensors, send=self.receive, receive=self.send, group=self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +70,63 @@ class AllGather:
             dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group)
             received.append(output)
         return tuple(received)
+
+
+def exchange_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """All-to-all of tensors that are split alike along the first dimension.
+
+    Args:
+        tensors: Each ``[sum(send), ...]``.
+        send: Rows for each rank of ``group``, in rank order.
+        receive: Rows from each rank of ``group``.
+        group: The ranks that take part.
+
+    Returns:
+        Each ``[sum(receive), ...]``; the tensors themselves when the group is one rank.
+    """
+    if group.size() == 1:
+        return tuple(tensors)
+    received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
+    exchange = exchange_at_once if tensors[0].is_cuda else exchange_pairwise
+    works = [
+        work
+        for tag, (tensor, output) in enumerate(zip(tensors, received, strict=True))
+        for work in exchange(tensor.contiguous(), output, list(send), list(receive), group, tag)
+    ]
+    for work in works:
+        work.wait()
+    return received
+
+
+def exchange_at_once(
+    tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Start the exchange of one tensor as one collective of the backend."""
+    return [dist.all_to_all_single(output, tensor, receive, send, group=group, async_op=True)]
+
+
+def exchange_pairwise(
+    tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Start the exchange of one tensor as sends and receives.
+
+    For gloo, whose own all-to-all uses one direction of a link at a time and so takes twice as long
+    (docs/log.md).
+    """
+    own = group.rank()
+    outgoing, incoming = tensor.split(send), output.split(receive)
+    incoming[own].copy_(outgoing[own])
+    works = []
+    # Every rank starts with its next neighbour, so that no rank is everybody's first.
+    for step in range(1, group.size()):
+        to, source = (own + step) % group.size(), (own - step) % group.size()
+        if receive[source]:
+            works.append(dist.irecv(incoming[source], group=group, group_src=source, tag=tag))
+        if send[to]:
+            works.append(dist.isend(outgoing[to], group=group, group_dst=to, tag=tag))
+    return works
 
 
 def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:

@@ -129,8 +129,9 @@ class GradientSums:
             self._sums[parameter].add_(gradient)
         else:
             # The first gradient may be shared with another tensor of the graph: never written into.
+            first = self._sums[parameter]
             wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
-            self._sums[parameter] = self._sums[parameter].to(wide, copy=True).add_(gradient)
+            self._sums[parameter] = torch.add(first.to(wide), gradient)
             self._owned.add(parameter)
 
     def take(self, parameter: Parameter) -> Tensor | None:

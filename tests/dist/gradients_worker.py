@@ -319,6 +319,8 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
     """While it lasts, every collective by the ranks of its group: its name and the stage that issued it."""
     import torch.distributed as dist
 
+    from megatron_ampipe.runtime import collectives
+
     issued: dict[str, list[list[str]]] = defaultdict(list)
 
     def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,14 +332,16 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
 
         return call
 
-    originals = {name: getattr(dist, name) for name in RECORDED}
+    # Ours is made of sends and receives, of which a rank without tokens for another has none.
+    originals = [(collectives, "exchange_rows", collectives.exchange_rows)]
+    originals += [(dist, name, getattr(dist, name)) for name in RECORDED]
     try:
-        for name, function in originals.items():
-            setattr(dist, name, recording(name, function))
+        for module, name, function in originals:
+            setattr(module, name, recording(name, function))
         yield issued
     finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
+        for module, name, function in originals:
+            setattr(module, name, function)
 
 
 def collectives(routing: str, **model: Any) -> dict[str, Any]:

@@ -121,6 +121,13 @@ FEATURES = (
 
 REFUSED = {
     "--num-experts": "--num-experts 0",
+    "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
+    "--expert-model-parallel-size": "--expert-model-parallel-size 4 --num-experts 4",
+    "--moe-router-topk": "--moe-router-topk 5",
+    "--moe-apply-probs-on-input": "--moe-apply-probs-on-input",
+    "--fp32-residual-connection": "--bf16 --fp32-residual-connection",
+    "--position-embedding-type": "--position-embedding-type mrope --mrope-section 2 3 3",
+    "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
     "--cp-comm-type": "--context-parallel-size 2 --cp-comm-type p2p",
     "--hybrid-context-parallel": "--hybrid-context-parallel",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 1",
@@ -140,6 +147,10 @@ REFUSED = {
     "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "
     "--moe-expert-capacity-factor 1 --moe-token-drop-policy position "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "--moe-routing-trace-path": "--moe-routing-trace-path trace",
+    "--moe-router-padding-for-fp8": "--moe-router-padding-for-fp8",
+    "--qk-clip": "--qk-clip",
+    "--log-max-attention-logit": "--log-max-attention-logit",
     "--moe-latent-size": "--moe-latent-size 16",
     "--moe-shared-expert-overlap": "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-overlap "
     "--moe-token-dispatcher-type alltoall",
@@ -176,27 +187,12 @@ IMPOSSIBLE = (
     "--moe-aux-loss-coeff 0.1 0.2 --moe-router-load-balancing-type aux_loss",
     "--transformer-impl transformer_engine",
     "--qk-clip",
-)
-"""What is wrong at any degree, or on this machine."""
-
-THIRD_OUTCOMES = (
-    # Refused with a TypeError of Megatron's own check, which ends as a traceback with exit code 3.
     "--num-experts 0 --moe-router-num-groups 2 --moe-router-group-topk 1",
     "--attention-backend local",
-    # Refused while the model is built, by an exception that Megatron wraps into a TypeError.
     "--apply-layernorm-1p",
-    # Megatron takes a negative capacity for none: the scope has no effect, and nobody says so.
     "--moe-expert-capacity-factor -1 --ampipe-capacity-scope chunk",
-    # The stock model of these fails in its first step as well, or while it is built.
-    "--tensor-model-parallel-size 2",
-    "--expert-model-parallel-size 4",
-    "--moe-router-topk 5",
-    "--moe-apply-probs-on-input",
-    "--position-embedding-type mrope --mrope-section 2 3 3",
-    "--bf16 --fp32-residual-connection",
-    "--cpu-offloading-num-layers 1",
 )
-"""Command lines that should be refused and are not, or not properly: what is left to do."""
+"""What is wrong at any degree, or on this machine."""
 
 
 @st.composite
@@ -299,12 +295,5 @@ def test_every_row_refuses(setting: str, service: Service) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("line", THIRD_OUTCOMES)
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="not refused yet; see THIRD_OUTCOMES")
-def test_known_third_outcomes(line: str, service: Service) -> None:
-    """One that passes belongs into ``IMPOSSIBLE``."""
-    assert outcome(service, ["--num-layers 2", "--ampipe-degree 4", line]) == "refused"
-
-
 def test_every_row_is_drawn() -> None:
     assert {row.setting for row in REFUSALS} == set(REFUSED)

@@ -17,6 +17,10 @@ ALONE = {"--num-experts": DENSE}
 """Settings that are refused when they are absent, and the command line without them."""
 
 VALUES = {
+    "--tensor-model-parallel-size": [["2"]],
+    "--expert-model-parallel-size": [["4"]],
+    "--moe-router-topk": [["5"]],
+    "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--cp-comm-type": [["p2p"], ["a2a"]],
     "--window-size": [["8,8"]],
     "--spec": [["some.module", "some_spec"]],
@@ -29,6 +33,8 @@ VALUES = {
 """Refused values; of other flags the worker takes every choice but the default, or 2."""
 
 COMPANIONS = {
+    "--moe-apply-probs-on-input": ["--moe-router-topk", "2"],
+    "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
     "--moe-pad-expert-input-to-capacity": shlex.split(

@@ -84,8 +84,8 @@ def test_transfer_time_is_latency_and_bytes_by_rate() -> None:
     assert parse_link("emulated:8mbit:2ms").transfer_s(1_000_000) == pytest.approx(1.002)
 
 
-def test_bursts_are_small_against_a_chunk() -> None:
-    assert network.burst_bytes(100e6) == 16 * 1024
+def test_bursts_are_small_against_a_chunk_and_hold_a_segment() -> None:
+    assert network.burst_bytes(100e6) == 32 * 1024 > network._SEGMENT_BYTES
     assert network.burst_bytes(10e9) == 312_500
 
 

@@ -9,7 +9,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "supported.md"
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == "\n".join(render()) + "\n", "run: python -m tests.supported > docs/supported.md"
+    assert PAGE.read_text() == "\n".join(render()) + "\n", (
+        "run: python -m tests.supported > docs/supported.md"
+    )
 
 
 def test_every_row_has_a_case() -> None:

@@ -26,7 +26,8 @@ _NETWORK = "10.77.{high}.{low}/16"
 _INSTEAD = "or use --link emulated:RATE, which needs none of this."
 # How much may leave at once after a pause. It has to be small against a chunk: the 256 KB of many examples
 # would let whole chunks pass a 100 Mbit/s link in no time, and call that the speed of the link.
-_BURST_BYTES, _BURST_S = 16 * 1024, 0.25e-3
+_BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
+_SEGMENT_BYTES = 16 * 1024
 _QUEUE = "400ms"
 _COMMAND_TIMEOUT_S = 20
 
@@ -83,13 +84,19 @@ def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
             _inside(pid, "ip", "link", "set", "lo", "up")
             if len(pids) > 1:
                 _inside(pid, "ip", "address", "add", address, "dev", INTERFACE)
-                _inside(pid, "ip", "link", "set", INTERFACE, "up")
+                _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
                 _shape(pid, INTERFACE, rate_bit_per_s)
         yield
 
 
 def burst_bytes(rate_bit_per_s: float) -> int:
-    """The size of the token bucket: a quarter of a millisecond, at least 16 KB."""
+    """The size of the token bucket: a quarter of a millisecond, at least 32 KB.
+
+    Small against a chunk, or an idle link would save up for the next one. But it has to hold the segments
+    that the kernel hands over, as to a network card that cuts them up itself: tbf cuts larger ones into
+    packets in software, which costs the ranks more processor time than all the rest of communication
+    (docs/log.md). So segments are limited to 16 KB.
+    """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
 
 
