@@ -242,7 +242,7 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/spec.py layers/stages.py",
+        "layers/layer.py layers/block.py layers/hybrid.py layers/spec.py layers/stages.py",
         (
             sets("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"),
             sets("hidden_dropout", "is_moe_layer", "layer_number", "pg_collection"),
@@ -278,7 +278,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/attention.py layers/spec.py",
+        "layers/attention.py layers/block.py layers/hybrid.py layers/spec.py",
         (
             begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
             says("return (query, key, value)", method="get_query_key_value_tensors"),
@@ -286,12 +286,12 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MultiLatentAttention",
-        "layers/attention.py layers/layer.py",
+        "layers/attention.py layers/block.py",
         (sets("softmax_scale", "recompute_up_proj", "linear_proj", "core_attention"),),
     ),
     Internal(
         "core.transformer.multi_latent_attention.MLASelfAttention",
-        "layers/spec.py",
+        "layers/hybrid.py layers/spec.py",
         (
             begins_with("hidden_states", method="get_query_key_value_tensors"),
             says(
@@ -342,7 +342,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/layer.py layers/stages.py",
+        "layers/spec.py layers/block.py layers/stages.py",
         (
             sets("router", "experts", "shared_experts", "num_local_experts", "local_expert_indices"),
             takes("submodules", method="__init__"),
@@ -408,7 +408,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/layer.py",
+        "layers/router.py layers/spec.py layers/block.py",
         (
             has("gating", "is_aux_loss_enabled", "_maintain_float32_expert_bias", "apply_input_jitter"),
             sets("topk", "score_function", "expert_bias"),
@@ -471,13 +471,37 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py tools/benchmark",
+        "layers/spec.py layers/hybrid.py tools/benchmark",
         (fields("module", "params", "submodules"),),
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
         "layers/spec.py",
         (fields("layer_specs", "layer_norm"),),
+    ),
+    Internal(
+        "core.transformer.transformer_layer.TransformerLayerSubmodules",
+        "layers/spec.py layers/hybrid.py",
+        (fields("mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm"),),
+    ),
+    Internal(
+        "core.transformer.transformer_layer.MoETransformerLayer",
+        "layers/hybrid.py",
+        (has("forward", "_forward_mlp"),),
+    ),
+    Internal(
+        "core.models.hybrid.hybrid_block.HybridStack",
+        "layers/hybrid.py",
+        (
+            sets("layers"),
+            says("for layer in self.layers:", method="forward"),
+            says("submodules.attention_layer,", "submodules.moe_layer,", method="__init__"),
+        ),
+    ),
+    Internal(
+        "core.models.hybrid.hybrid_block.HybridStackSubmodules",
+        "layers/hybrid.py",
+        (fields("attention_layer", "mla_layer", "moe_layer"),),
     ),
     # The launch.
     Internal(
@@ -499,7 +523,7 @@ INTERNALS = [
     Internal(
         "training.models.gpt.default_layer_spec", "launch/attach.py", (begins_with("config", "vp_stage"),)
     ),
-    Internal("core.utils.unwrap_model", "launch/attach.py", (begins_with("model"),)),
+    Internal("core.utils.unwrap_model", "launch/trace.py", (begins_with("model"),)),
     Internal(
         "training.arguments.parse_and_validate_args",
         "launch/pretrain.py",
