@@ -41,7 +41,7 @@ MODEL = """
 TRAINING = """
     --tokenizer-type NullTokenizer --vocab-size 256 --split 99,1,0
     --micro-batch-size 1 --global-batch-size 4
-    --lr 1e-3 --lr-decay-style constant --lr-warmup-iters 5 --clip-grad 1.0 --seed 1234
+    --lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 20 --clip-grad 1.0 --seed 1234
     --log-interval 1 --eval-interval 1000 --eval-iters 0
 """
 
