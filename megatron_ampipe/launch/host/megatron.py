@@ -71,7 +71,8 @@ def install() -> None:
     mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
-    router.apply_router_token_dropping = lower_index_wins(router.apply_router_token_dropping)
+    dropping = lower_index_wins(router.apply_router_token_dropping)
+    moe_utils.apply_router_token_dropping = router.apply_router_token_dropping = dropping
 
     # Local layers under context parallelism, and local latent attention.
     LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
