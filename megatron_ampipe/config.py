@@ -6,6 +6,7 @@ arguments against the table before any process group is made; ``layers`` receive
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,8 @@ def _tensor_without_sequence(arguments: Any) -> object:
 def _experts_above_ranks(arguments: Any) -> object:
     experts = getattr(arguments, "expert_model_parallel_size", 1) or 1
     stages = getattr(arguments, "pipeline_model_parallel_size", 1) or 1
-    return experts if experts * stages > getattr(arguments, "world_size", experts * stages) else None
+    ranks = getattr(arguments, "world_size", None) or int(os.environ.get("WORLD_SIZE", "1"))
+    return experts if experts * stages > ranks else None
 
 
 def _topk_above_experts(arguments: Any) -> object:
@@ -229,7 +231,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--expert-model-parallel-size",
         _experts_above_ranks,
         "is more than the ranks of a pipeline stage",
-        "Start more ranks, or use a smaller number.",
+        "Use at most the number of ranks divided by --pipeline-model-parallel-size.",
     ),
     Refusal(
         "--moe-router-topk",

@@ -18,7 +18,7 @@ ALONE = {"--num-experts": DENSE}
 
 VALUES = {
     "--tensor-model-parallel-size": [["2"]],
-    "--expert-model-parallel-size": [["4"]],
+    "--expert-model-parallel-size": [["64"]],
     "--moe-router-topk": [["5"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--cp-comm-type": [["p2p"], ["a2a"]],
