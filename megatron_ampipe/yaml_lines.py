@@ -1,4 +1,7 @@
-"""YAML, read safely, with the line of every key, so that an error can say where. Called by :mod:`.grid`."""
+"""YAML, read safely, with the line of every key, so that an error can say where.
+
+Every YAML file that a user hands over is read here: grids, models, clusters, runs, plans.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Any
 import yaml
 
 from megatron_ampipe.errors import BadInput
-
-_REMEDY = "Look at configs/bench/cpu-small.yaml for the form."
 
 
 class LinedMapping(dict[str, Any]):
@@ -46,8 +47,13 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def load(path: Path) -> LinedMapping:
+def load(path: Path, *, what: str, remedy: str) -> LinedMapping:
     """Read a file whose top is a mapping.
+
+    Args:
+        path: The file.
+        what: What it should hold, in a word, for the errors: ``grid``, ``cluster``.
+        remedy: What to do about a file that cannot be read, as a sentence.
 
     Raises:
         BadInput: it cannot be read, is no YAML, asks for a type that plain data does not need, or is
@@ -57,12 +63,12 @@ def load(path: Path) -> LinedMapping:
         # A loader of ours over the safe one: tags that build objects are refused.
         found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise BadInput("grid", path, rule=f"cannot be read ({error.strerror})", remedy=_REMEDY) from error
+        raise BadInput(what, path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise BadInput(f"{path}:{line}:", "YAML", rule=f"{error.problem}", remedy=_REMEDY) from error
+        raise BadInput(f"{path}:{line}:", "YAML", rule=f"{error.problem}", remedy=remedy) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise BadInput("grid", path, rule="is not YAML of ours", remedy=_REMEDY) from error
+        raise BadInput(what, path, rule="is not YAML of ours", remedy=remedy) from error
     if not isinstance(found, LinedMapping):
-        raise BadInput(f"{path}:1:", "top", rule="does not hold keys with values", remedy=_REMEDY)
+        raise BadInput(f"{path}:1:", "top", rule="does not hold keys with values", remedy=remedy)
     return found
