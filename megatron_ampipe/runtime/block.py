@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.collectives import Transport, all_gather_rows
+from megatron_ampipe.runtime.collectives import Transfer, Transport, all_gather_rows
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.rows import add_rows, put_rows, take_rows
@@ -33,6 +33,10 @@ from megatron_ampipe.schedule import (
 )
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they travel, H heads.
+
+
+Handlers = dict[Kind, Callable[[Stage], Transfer | None]]
+"""What does the work of a stage, by its kind; collectives are only started."""
 
 
 class BlockStages(Protocol):
@@ -275,20 +279,21 @@ class BlockCall:
         (output,) = self._run(stage, self._stages.shared, self._values["normed", index])
         self._values["shared", index] = output
 
-    def _counts(self, stage: Stage) -> None:
+    def _counts(self, stage: Stage) -> Transfer:
         index = self._index(stage)
         counts = self._stages.counts(index)
         gathered = all_gather_rows(counts, group=self._stages.counts_group)
-        self._stages.set_counts(index, gathered)
-        self._hold(counts, gathered)
+        self._stages.set_counts(index, *gathered.outputs)
+        self._hold(counts, *gathered.outputs)
+        return gathered
 
-    def _dispatch(self, stage: Stage) -> None:
+    def _dispatch(self, stage: Stage) -> Transfer:
         index = self._index(stage)
-        tokens, probs = self._travel(
+        transfer = self._travel(
             index, [self._values.pop(("tokens", index)), self._values.pop(("probs", index))]
         )
-        self._values["received", index] = tokens
-        self._values["received_probs", index] = probs
+        self._values["received", index], self._values["received_probs", index] = transfer.outputs
+        return transfer
 
     def _expert(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -300,10 +305,11 @@ class BlockCall:
         )
         self._values["expert", index] = output
 
-    def _combine(self, stage: Stage) -> None:
+    def _combine(self, stage: Stage) -> Transfer:
         index = self._index(stage)
-        (combined,) = self._travel(index, [self._values.pop(("expert", index))], back=True)
-        self._values["combined", index] = combined
+        transfer = self._travel(index, [self._values.pop(("expert", index))], back=True)
+        (self._values["combined", index],) = transfer.outputs
+        return transfer
 
     def _merge(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -368,9 +374,11 @@ class BlockCall:
         if shared:
             self._gradients["shared", index] = shared[0]
 
-    def _combine_backward(self, stage: Stage) -> None:
+    def _combine_backward(self, stage: Stage) -> Transfer:
         index = self._index(stage)
-        (self._gradients["expert", index],) = self._travel(index, [self._take_gradient("combined", index)])
+        transfer = self._travel(index, [self._take_gradient("combined", index)])
+        (self._gradients["expert", index],) = transfer.outputs
+        return transfer
 
     def _expert_backward(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -378,12 +386,12 @@ class BlockCall:
         self._gradients["received", index] = received
         self._gradients["received_probs", index] = probs
 
-    def _dispatch_backward(self, stage: Stage) -> None:
+    def _dispatch_backward(self, stage: Stage) -> Transfer:
         index = self._index(stage)
         gradients = [self._take_gradient("received", index), self._take_gradient("received_probs", index)]
-        tokens, probs = self._travel(index, gradients, back=True)
-        self._gradients["tokens", index] = tokens
-        self._gradients["probs", index] = probs
+        transfer = self._travel(index, gradients, back=True)
+        self._gradients["tokens", index], self._gradients["probs", index] = transfer.outputs
+        return transfer
 
     def _losses_backward(self, stage: Stage) -> None:
         # The losses hang on the number that carries them: a zero gradient lets only theirs through.
@@ -459,7 +467,9 @@ class BlockCall:
 
     # Both directions
 
-    def _execute(self, direction: Direction, handlers: dict[Kind, Callable[[Stage], None]]) -> None:
+    def _execute(
+        self, direction: Direction, handlers: dict[Kind, Callable[[Stage], Transfer | None]]
+    ) -> None:
         self._recorder.enter(self._layer, direction)
         self._executor.execute(
             self._plan.order[direction],
@@ -469,12 +479,12 @@ class BlockCall:
         )
         self._held.clear()
 
-    def _travel(self, index: int, tensors: Sequence[Tensor], *, back: bool = False) -> tuple[Tensor, ...]:
-        """Bring tensors of a chunk to the experts' ranks, or back from there."""
+    def _travel(self, index: int, tensors: Sequence[Tensor], *, back: bool = False) -> Transfer:
+        """Start to bring tensors of a chunk to the experts' ranks, or back from there."""
         transport = self._stages.transport(index)
-        received = transport.back(tensors) if back else transport.there(tensors)
-        self._hold(*tensors, *received)
-        return received
+        transfer = transport.back(tensors) if back else transport.there(tensors)
+        self._hold(*tensors, *transfer.outputs)
+        return transfer
 
     def _hold(self, *tensors: Tensor) -> None:
         if self._executor.holds_buffers:

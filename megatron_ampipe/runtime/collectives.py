@@ -1,7 +1,7 @@
 """The collectives of a block. Every one names its group; none is an autograd node.
 
-They return when the result may be used by the lane that called them: on CPU when the bytes are there,
-on CUDA when the operation is ordered on the current stream.
+Each is started, and gives back a :class:`Transfer`: on CPU its result may be read once the transfer was
+waited for, on CUDA at once by the stream that started it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Collectives that were started.
+
+    Attributes:
+        outputs: What they receive; not to be read before :meth:`wait` has returned.
+        works: What is not finished yet; empty on CUDA, where the stream keeps the order.
+    """
+
+    outputs: tuple[Tensor, ...]
+    works: tuple[dist.Work, ...] = ()
+
+    def wait(self) -> None:
+        """Return when everything has been received and everything sent may be written to again."""
+        for work in self.works:
+            work.wait()
+
+    @classmethod
+    def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work]) -> Transfer:
+        """Order the works on the current stream if this is CUDA."""
+        if outputs[0].is_cuda:
+            for work in works:
+                work.wait()
+            works = ()
+        return cls(tuple(outputs), tuple(works))
+
+
 class Transport(Protocol):
     """How the tokens of one chunk travel; going back is the adjoint of going there."""
 
-    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def there(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the ranks that own the tokens to the ranks that own the experts."""
         ...
 
-    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def back(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the experts' ranks to the tokens' ranks."""
         ...
 
@@ -41,11 +68,11 @@ class AllToAll:
     receive: Sequence[int]
     group: dist.ProcessGroup
 
-    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def there(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
         return exchange_rows(tensors, send=self.send, receive=self.receive, group=self.group)
 
-    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def back(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[sum(receive), ...]`` to ``[sum(send), ...]``."""
         return exchange_rows(tensors, send=self.receive, receive=self.send, group=self.group)
 
@@ -56,26 +83,32 @@ class AllGather:
 
     group: dist.ProcessGroup
 
-    def there(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def there(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[T, ...]`` to ``[ranks * T, ...]``."""
-        return tuple(all_gather_rows(tensor, group=self.group) for tensor in tensors)
+        parts = [all_gather_rows(tensor, group=self.group) for tensor in tensors]
+        return Transfer(
+            tuple(output for part in parts for output in part.outputs),
+            tuple(work for part in parts for work in part.works),
+        )
 
-    def back(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def back(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[ranks * T, ...]`` to ``[T, ...]``, summed over ranks."""
         if self.group.size() == 1:
-            return tuple(tensors)
-        received = []
+            return Transfer(tuple(tensors))
+        received, works = [], []
         for tensor in tensors:
             output = tensor.new_empty((tensor.shape[0] // self.group.size(), *tensor.shape[1:]))
-            dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group)
+            works.append(
+                dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group, async_op=True)
+            )
             received.append(output)
-        return tuple(received)
+        return Transfer.of(received, works)
 
 
 def exchange_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """All-to-all of tensors that are split alike along the first dimension.
+) -> Transfer:
+    """Start an all-to-all of tensors that are split alike along the first dimension.
 
     Args:
         tensors: Each ``[sum(send), ...]``.
@@ -87,7 +120,7 @@ def exchange_rows(
         Each ``[sum(receive), ...]``; the tensors themselves when the group is one rank.
     """
     if group.size() == 1:
-        return tuple(tensors)
+        return Transfer(tuple(tensors))
     received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
     exchange = exchange_at_once if tensors[0].is_cuda else exchange_pairwise
     works = [
@@ -95,9 +128,7 @@ def exchange_rows(
         for tag, (tensor, output) in enumerate(zip(tensors, received, strict=True))
         for work in exchange(tensor.contiguous(), output, list(send), list(receive), group, tag)
     ]
-    for work in works:
-        work.wait()
-    return received
+    return Transfer.of(received, works)
 
 
 def exchange_at_once(
@@ -129,13 +160,13 @@ def exchange_pairwise(
     return works
 
 
-def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """``[T, ...]`` of every rank, one after another; the tensor itself when the group is one rank."""
+def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Transfer:
+    """Start to gather ``[T, ...]`` of every rank, one after another; the tensor itself of a group of one."""
     if group.size() == 1:
-        return tensor
+        return Transfer((tensor,))
     gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
-    return gathered
+    work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group, async_op=True)
+    return Transfer.of([gathered], [work])
 
 
 class HostCopy:

@@ -1,8 +1,8 @@
 """Executors: run the stages of one direction in a given issue order. They decide nothing.
 
-``SequentialExecutor`` is the oracle. ``ThreadExecutor`` pipelines on a CPU host: each communication
-lane is a thread that waits on the backend's asynchronous handles. ``CudaExecutor`` pipelines on a GPU:
-each communication lane is a stream.
+``SequentialExecutor`` is the oracle. ``ThreadExecutor`` pipelines on a CPU host: threads of a communication
+lane start collectives and wait on the backend's asynchronous handles. ``CudaExecutor`` pipelines on a
+GPU: each communication lane is a stream.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule.types import COMPUTE, Stage
 
-RunStage = Callable[[Stage], None]
+RunStage = Callable[[Stage], Transfer | None]
+"""Does the work of a stage; a collective is only started, and has ended when its transfer was waited for."""
 Order = Sequence[tuple[str, Stage]]
 Needs = Mapping[Stage, tuple[Stage, ...]]
 
@@ -38,7 +43,7 @@ class Executor(Protocol):
         Args:
             order: ``(lane, stage)`` in issue order, the same on every rank.
             needs: What each stage waits for.
-            run_stage: Does the work of a stage, in the lane that calls it.
+            run_stage: Does the work of a stage, in the lane that calls it; see :data:`RunStage`.
             recorder: Told when each stage began and ended.
         """
         ...
@@ -54,17 +59,27 @@ class SequentialExecutor:
         """See :class:`Executor`."""
         for lane, stage in order:
             with recorder.on_host(lane, stage):
-                run_stage(stage)
+                finish(run_stage(stage))
+
+
+def finish(transfer: Transfer | None) -> None:
+    """Wait for what a stage has started, if it has started anything."""
+    if transfer is not None:
+        transfer.wait()
 
 
 class ThreadExecutor:
-    """Compute on the calling thread, each communication lane on a thread of its own."""
+    """Compute on the calling thread, each communication lane on two threads of its own.
+
+    A lane starts its collectives in order, and starts one before the one ahead of it has arrived: on the
+    wire they follow each other without the gap that a host needs to learn of an arrival and to answer.
+    """
 
     host_waits = False
     holds_buffers = False
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _LaneThread] = {}
+        self._lanes: dict[str, _Lane] = {}
 
     def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
         """See :class:`Executor`.
@@ -75,63 +90,120 @@ class ThreadExecutor:
         travelling: dict[Stage, Future[None]] = {}
         failures: list[BaseException] = []
 
-        def run(lane: str, stage: Stage) -> None:
+        def begin(stage: Stage) -> None:
             for needed in needs[stage]:
                 if needed in travelling:
                     travelling[needed].result()
             if failures:
                 raise failures[0]
-            try:
-                with recorder.on_host(lane, stage):
-                    run_stage(stage)
-            except BaseException as error:
-                failures.append(error)
-                raise
+
+        def start(stage: Stage) -> Transfer | None:
+            begin(stage)
+            return run_stage(stage)
 
         for lane, stage in order:
             if lane == COMPUTE:
-                run(lane, stage)
+                begin(stage)
+                with _noted(failures), recorder.on_host(lane, stage):
+                    run_stage(stage)
             else:
                 if lane not in self._lanes:
-                    self._lanes[lane] = _LaneThread(lane)
-                travelling[stage] = self._lanes[lane].submit(run, lane, stage)
+                    self._lanes[lane] = _Lane(lane)
+                travelling[stage] = self._lanes[lane].submit(
+                    _Call(stage, start, recorder, failures, future=Future())
+                )
         for future in travelling.values():
             future.result()
 
 
-_Call = tuple[Future[None], Callable[..., None], tuple[object, ...]]
+@contextmanager
+def _noted(failures: list[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        failures.append(error)
+        raise
 
 
-class _LaneThread:
-    """Runs calls one after another. A daemon, so that a lost peer cannot keep the process alive."""
+@dataclass(slots=True)
+class _Call:
+    """One collective on its way through a lane."""
 
-    def __init__(self, lane: str) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"ampipe-{lane}", daemon=True)
-        self._thread.start()
+    stage: Stage
+    start: RunStage
+    recorder: Recorder
+    failures: list[BaseException]
+    future: Future[None]
+    transfer: Transfer | None = None
+    begin: float = 0.0
+
+
+_IN_FLIGHT = 2
+"""Collectives of a lane that are started and have not arrived: the second keeps the wire busy when the
+first arrives; a third would only hold more memory."""
+
+
+class _Lane:
+    """Starts collectives on one thread and waits for them on another, both in order.
+
+    The threads are daemons, so that a lost peer cannot keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._submitted: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(_IN_FLIGHT)
+        self._last_end = 0.0
+        self._threads = [
+            threading.Thread(target=target, name=f"ampipe-{name}-{part}", daemon=True)
+            for part, target in (("start", self._start), ("wait", self._wait))
+        ]
+        for thread in self._threads:
+            thread.start()
         # A thread that is still inside torch when the interpreter goes away aborts the process.
         atexit.register(self._stop)
 
+    def submit(self, call: _Call) -> Future[None]:
+        self._submitted.put(call)
+        return call.future
+
     def _stop(self) -> None:
-        self._calls.put(None)
-        self._thread.join(timeout=1.0)
+        self._submitted.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
 
-    def submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
-        future: Future[None] = Future()
-        self._calls.put((future, function, arguments))
-        return future
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function, arguments = call
+    def _start(self) -> None:
+        while (call := self._submitted.get()) is not None:
+            self._free.acquire()
             try:
-                function(*arguments)
+                with _noted(call.failures):
+                    call.begin = time.perf_counter()
+                    call.transfer = call.start(call.stage)
             except BaseException as error:
-                future.set_exception(error)
+                self._free.release()
+                call.future.set_exception(error)
             else:
-                future.set_result(None)
+                self._started.put(call)
             # Nothing of a finished call may live on while the lane waits for the next.
-            del call, future, function, arguments
+            del call
+        self._started.put(None)
+
+    def _wait(self) -> None:
+        while (call := self._started.get()) is not None:
+            try:
+                with _noted(call.failures):
+                    finish(call.transfer)
+            except BaseException as error:
+                call.future.set_exception(error)
+            else:
+                # The lane was this collective's only from when the one ahead of it had arrived.
+                begin, self._last_end = max(call.begin, self._last_end), time.perf_counter()
+                call.recorder.add(self._name, call.stage, begin, self._last_end)
+                call.future.set_result(None)
+            finally:
+                self._free.release()
+            del call
 
 
 class CudaExecutor:
@@ -167,7 +239,7 @@ class CudaExecutor:
                     stream.wait_event(event)
             previous = stage
             with torch.cuda.stream(stream), recorder.on_stream(lane, stage, stream):
-                run_stage(stage)
+                finish(run_stage(stage))
             event = torch.cuda.Event()
             event.record(stream)
             ended[stage] = (lane, event)

@@ -70,7 +70,7 @@ class Recorder:
             return
         begin = time.perf_counter()
         yield
-        self._add(lane, stage, begin, time.perf_counter())
+        self.add(lane, stage, begin, time.perf_counter())
 
     @contextmanager
     def on_stream(self, lane: str, stage: Stage, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -86,7 +86,12 @@ class Recorder:
         begin.record(stream)
         yield
         end.record(stream)
-        self._add(lane, stage, begin, end)
+        self._append(lane, stage, begin, end)
+
+    def add(self, lane: str, stage: Stage, begin: float, end: float) -> None:
+        """Keep a stage that was timed by the caller, in seconds of ``time.perf_counter``."""
+        if self._recording:
+            self._append(lane, stage, begin, end)
 
     def timeline(self, *, rank: int, labels: dict[str, str]) -> Timeline:
         """What was recorded. On CUDA this waits for the device."""
@@ -105,7 +110,7 @@ class Recorder:
         ]
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
 
-    def _add(
+    def _append(
         self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
     ) -> None:
         mark = _Mark(lane, str(stage), self._direction, self._layer, begin, end)

@@ -55,16 +55,34 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
-    """Dispatch of a chunk travels during attention of the next, combine during experts of the next."""
+    """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
+
+    Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
+    follows ``lead`` chunks behind. Where the network is slow, attention then begins while most tokens
+    still have to travel, and not after half of the way.
+    """
     chunks = range(degree)
     kinds = [Kind.ATTENTION, Kind.ROUTE]
     whole = [Stage(Kind.QKV)]
     if features.chunked_qkv:
         kinds, whole = [Kind.QKV, *kinds], []
-    first_half = [stage for chunk in chunks for stage in _of_chunk(chunk, *kinds)]
-    last_half = [stage for chunk in reversed(chunks) for stage in _of_chunk(chunk, *reversed(kinds))]
+    lead = max(1, degree // 4)
+
+    def backward(kind: Kind, *behind: Kind) -> list[Stage]:
+        """``kind`` of every chunk, last chunk first, and ``behind`` of the chunk ``lead`` before it."""
+        stages = []
+        for chunk in reversed(range(-lead, degree)):
+            stages += _of_chunk(chunk, kind) if chunk >= 0 else []
+            stages += _of_chunk(chunk + lead, *behind) if chunk + lead < degree else []
+        return stages
+
     return _overlapped(
-        "ampipe", degree, features, first_half=[*whole, *first_half], last_half=[*last_half, *whole]
+        "ampipe",
+        degree,
+        features,
+        first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *kinds))],
+        last_half=[*backward(Kind.EXPERT, *reversed(kinds)), *whole],
+        backward_comm=backward(Kind.COMBINE, Kind.DISPATCH),
     )
 
 
@@ -72,18 +90,38 @@ def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
     attention = [Stage(Kind.QKV), Stage(Kind.ATTENTION)]
-    first_half = [*attention, *_each(Kind.ROUTE, chunks)]
-    last_half = [*_each(Kind.ROUTE, reversed(chunks)), *reversed(attention)]
-    return _overlapped("moe-only", degree, features, first_half=first_half, last_half=last_half)
+    last_first = chunks[::-1]
+    return _overlapped(
+        "moe-only",
+        degree,
+        features,
+        first_half=[*attention, *_each(Kind.ROUTE, chunks)],
+        last_half=[*_each(Kind.EXPERT, last_first), *_each(Kind.ROUTE, last_first), *reversed(attention)],
+        backward_comm=[*_each(Kind.COMBINE, last_first), *_each(Kind.DISPATCH, last_first)],
+    )
 
 
 def _overlapped(
-    name: str, degree: int, features: BlockFeatures, *, first_half: list[Stage], last_half: list[Stage]
+    name: str,
+    degree: int,
+    features: BlockFeatures,
+    *,
+    first_half: list[Stage],
+    last_half: list[Stage],
+    backward_comm: list[Stage],
 ) -> Schedule:
-    """What the overlapping schedules share: all dispatches before all combines, backward mirrored.
+    """What the overlapping schedules share: forward, all dispatches before all combines.
 
     Stages that no collective waits for (losses, shared experts, merges) stand where the compute lane
     would otherwise wait for the network.
+
+    Args:
+        name: Of the schedule.
+        degree: Number of chunks.
+        features: Of the block.
+        first_half: Forward, the compute stages up to the last route.
+        last_half: Backward, the compute stages from the first expert on.
+        backward_comm: Backward, all collectives.
     """
     chunks = range(degree)
     shared = _each(Kind.SHARED, chunks) if features.shared else []
@@ -102,14 +140,8 @@ def _overlapped(
         ],
     )
     backward = _program(
-        compute=[
-            *_each(Kind.MERGE, reversed(chunks)),
-            *losses,
-            *reversed(shared),
-            *_each(Kind.EXPERT, reversed(chunks)),
-            *last_half,
-        ],
-        comm=[*_each(Kind.COMBINE, reversed(chunks)), *_each(Kind.DISPATCH, reversed(chunks))],
+        compute=[*_each(Kind.MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
+        comm=backward_comm,
     )
     return Schedule(name, degree, forward, backward)
 

@@ -289,10 +289,11 @@ def routed_hidden(routing: str) -> Any:
 @contextlib.contextmanager
 def stage_of_thread() -> Iterator[Callable[[], str]]:
     """While it lasts, the function it gives names the pass and the stage that the calling thread is in."""
+    from megatron_ampipe.runtime.executors import ThreadExecutor
     from megatron_ampipe.runtime.recorder import Recorder
 
     now = threading.local()
-    enter, on_host = Recorder.enter, Recorder.on_host
+    enter, execute = Recorder.enter, ThreadExecutor.execute
     direction = "outside"
 
     def entering(self: Any, layer: int, which: Any) -> None:
@@ -300,18 +301,21 @@ def stage_of_thread() -> Iterator[Callable[[], str]]:
         direction = str(which)
         enter(self, layer, which)
 
-    @contextlib.contextmanager
-    def naming(self: Any, lane: str, stage: Any) -> Iterator[None]:
-        now.stage = f"{direction} {stage}"
-        with on_host(self, lane, stage):
-            yield
-        now.stage = None
+    def naming(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], recorder: Any) -> None:
+        def run(stage: Any) -> Any:
+            now.stage = f"{direction} {stage}"
+            try:
+                return run_stage(stage)
+            finally:
+                now.stage = None
 
-    Recorder.enter, Recorder.on_host = entering, naming
+        execute(self, order, needs, run, recorder)
+
+    Recorder.enter, ThreadExecutor.execute = entering, naming
     try:
         yield lambda: str(getattr(now, "stage", None))
     finally:
-        Recorder.enter, Recorder.on_host = enter, on_host
+        Recorder.enter, ThreadExecutor.execute = enter, execute
 
 
 @contextlib.contextmanager

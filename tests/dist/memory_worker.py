@@ -86,13 +86,12 @@ def main() -> None:
         """A mode holds for its thread alone, so the lanes need one of their own."""
         main_thread = threading.get_ident()
 
-        def run(stage: Any) -> None:
+        def run(stage: Any) -> Any:
             meter.where.stage = str(stage)
             if threading.get_ident() == main_thread:
-                run_stage(stage)
-            else:
-                with Watch():
-                    run_stage(stage)
+                return run_stage(stage)
+            with Watch():
+                return run_stage(stage)
 
         return run
 

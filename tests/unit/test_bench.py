@@ -292,7 +292,14 @@ def test_forward_bound_counts_head_and_tail() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {Kind.COUNTS: 0.0, Kind.DISPATCH: 10.0}), needs)
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
-    assert bound == DirectionBound(compute=17.0, communication=44.0, head=3.0, tail=1.0)
+    assert bound == DirectionBound(
+        compute=17.0,
+        # The first expert has to wait for qkv, attention, route and its tokens: 13, then experts and merges.
+        compute_with_waits=21.0,
+        communication=44.0,
+        head=3.0,
+        tail=1.0,
+    )
     assert bound.time == 48.0
 
 
@@ -300,7 +307,23 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH), needs)
     assert (bound.head, bound.tail) == (1.0, 3.0)
-    assert bound.time == bound.compute == 17.0
+    assert bound.time == bound.compute_with_waits == bound.compute == 17.0
+
+
+def test_the_compute_lane_waits_for_the_first_collective() -> None:
+    """Backward there are only merges to compute before the first combine has arrived."""
+    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    bound = direction_bound(times_of(needs, ONE_EACH | {Kind.COMBINE: 9.0}), needs)
+    # A merge and its combine, then four each of expert, route, attention, and qkv.
+    assert bound.compute_with_waits == 10.0 + 13.0
+
+
+def test_something_follows_the_last_collective() -> None:
+    """Forward every chunk's combine and merge come behind its expert."""
+    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    bound = direction_bound(times_of(needs, ONE_EACH | {Kind.COMBINE: 9.0}), needs)
+    # qkv, four each of attention, route and expert, then a combine and its merge.
+    assert bound.compute_with_waits == 13.0 + 10.0
 
 
 def test_whole_attention_is_all_head() -> None:
@@ -438,6 +461,7 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert ampipe["bound_share"] == 0.95
     assert ampipe["bound"]["forward"] == {
         "compute_ms": 9.0,
+        "compute_with_waits_ms": 9.0,
         "communication_ms": 6.0,
         "head_ms": 3.0,
         "tail_ms": 1.0,

@@ -2,15 +2,19 @@
 
 There are two lanes: computation, and communication. Whatever the order,
 
-* the compute lane needs the sum of all compute stages;
+* the compute lane needs the sum of all compute stages. Those among them that depend on a collective (the
+  *fed* ones) cannot start before some collective has arrived, and those that a collective depends on (the
+  *feeding* ones) have ended before some last collective travels: while too little else is left to compute,
+  the lane stands still;
 * the communication lane cannot start before some first collective has what it needs: all compute stages
   that this collective depends on run before it, one after another (the *head*). After some last collective
   every compute stage that depends on it still has to run (the *tail*). Between the two, the lane needs the
   sum of all collectives.
 
-So a direction takes at least ``max(compute, head + communication + tail)``, and a block the sum of both
-directions, because the backward pass begins with the gradient of the whole output. Head and tail are taken
-as the smallest over all collectives: the bound holds for every order, not only for the one that was run.
+So a direction takes at least ``max(compute with its waits, head + communication + tail)``, and a block the
+sum of both directions, because the backward pass begins with the gradient of the whole output. Head, tail
+and waits are taken as the smallest possible: the bound holds for every order, not only for the one that was
+run.
 
 The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
 for a peer that comes later, and neither lane slowed by the other. Times from an overlapped run would count
@@ -20,6 +24,7 @@ bound: it is part of what a run loses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -34,12 +39,15 @@ class DirectionBound:
 
     Attributes:
         compute: Sum of the compute stages.
+        compute_with_waits: What the compute lane needs when it has to wait for a first collective, and
+            something follows it behind a last one.
         communication: Sum of the collectives.
         head: The least computation before a collective can start.
         tail: The least computation after a collective.
     """
 
     compute: float
+    compute_with_waits: float
     communication: float
     head: float
     tail: float
@@ -47,7 +55,7 @@ class DirectionBound:
     @property
     def time(self) -> float:
         """No order is faster."""
-        return max(self.compute, self.head + self.communication + self.tail)
+        return max(self.compute_with_waits, self.head + self.communication + self.tail)
 
 
 def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
@@ -68,12 +76,39 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     def computing(stages: Iterable[Stage]) -> float:
         return sum(times[stage] for stage in stages if not stage.is_communication)
 
+    fed = {s for s in times if not s.is_communication and _has_collective(_reachable(s, needs))}
+    feeding = {s for s in times if not s.is_communication and _has_collective(_reachable(s, after))}
+    first = min((_longest_path(stage, needs, times) for stage in fed), default=0.0)
+    last = min((_longest_path(stage, after, times) for stage in feeding), default=0.0)
+    both = fed & feeding
     return DirectionBound(
         compute=computing(times),
+        compute_with_waits=max(
+            computing(times),
+            first + computing(fed),
+            computing(feeding) + last,
+            first + computing(both) + last if both else 0.0,
+        ),
         communication=sum(times[stage] for stage in collectives),
         head=min((computing(_reachable(stage, needs)) for stage in collectives), default=0.0),
         tail=min((computing(_reachable(stage, after)) for stage in collectives), default=0.0),
     )
+
+
+def _has_collective(stages: Iterable[Stage]) -> bool:
+    return any(stage.is_communication for stage in stages)
+
+
+def _longest_path(
+    stage: Stage, edges: Mapping[Stage, Iterable[Stage]], times: Mapping[Stage, float]
+) -> float:
+    """The time of the longest chain of stages that leads to ``stage``, without itself."""
+
+    @functools.cache
+    def longest(at: Stage) -> float:
+        return max((times[before] + longest(before) for before in edges[at]), default=0.0)
+
+    return longest(stage)
 
 
 def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.runtime.executors import Needs, Order, RunStage
+from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction
 
@@ -41,10 +41,10 @@ class StageTimer:
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with recorder.on_stream(lane, stage, torch.cuda.current_stream()):
-                    run_stage(stage)
+                    finish(run_stage(stage))
             else:
                 with recorder.on_host(lane, stage):
-                    run_stage(stage)
+                    finish(run_stage(stage))
 
 
 def stage_times(recorder: Recorder) -> dict[str, dict[str, list[float]]]:
