@@ -105,7 +105,7 @@ class ThreadExecutor:
             if lane == COMPUTE:
                 begin(stage)
                 with _noted(failures), recorder.on_host(lane, stage):
-                    run_stage(stage)
+                    finish(run_stage(stage))
             else:
                 if lane not in self._lanes:
                     self._lanes[lane] = _Lane(lane)
