@@ -1,0 +1,100 @@
+"""Cluster files: what is shipped reads, what is written reads back, what is wrong is refused by line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import CONFIGS, find_cluster, read_cluster, write_cluster
+
+SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_read_and_are_written_back_alike(path: Path, tmp_path: Path) -> None:
+    cluster = read_cluster(path)
+    copy = tmp_path / "folder" / "copy.yaml"
+    write_cluster(cluster, copy, head="a copy")
+    assert read_cluster(copy) == cluster
+    assert copy.read_text().startswith("# a copy\n")
+    assert [entry.name for entry in copy.parent.iterdir()] == ["copy.yaml"]
+
+
+def test_the_issue_s_clusters_are_shipped() -> None:
+    assert {path.stem for path in SHIPPED} == {
+        "a800x8-20gbps",
+        "ampipe-a800",
+        "ampipe-g5",
+        "dgx-h100",
+        "fsmoe-testbed-a",
+        "fsmoe-testbed-b",
+        "gb200-nvl72",
+    }
+
+
+def test_fsmoe_figures_are_those_of_its_caption() -> None:
+    testbed = read_cluster(find_cluster("fsmoe-testbed-b"))
+    assert testbed.inter is not None and testbed.intra is not None
+    # alpha 1.75e-1 ms and beta 3.06e-7 ms per byte.
+    assert testbed.inter["all_to_all"].time_us(2_000_000) == pytest.approx(175 + 612)
+    assert testbed.intra["all_gather"].time_us(1_000_000) == pytest.approx(32 + 168)
+    # alpha 9.24e-2 ms and beta 4.42e-11 ms per operation.
+    assert testbed.gemm("fp16").time_us(1000, 1000, 500) == pytest.approx(92.4 + 44.2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ("ranks_per_node: 8", "rank_per_node: 8", ["rank_per_node", "Did you mean ranks_per_node?"]),
+        ("ranks_per_node: 8", "ranks_per_node: 0", ["ranks_per_node 0", "at least 1"]),
+        ("ranks_per_node: 8", "ranks_per_node: true", ["ranks_per_node True", "whole number"]),
+        ("beta_us_per_mb: 50", "beta_us_per_mb: -50", ["intra.all_to_all.beta_us_per_mb", "at least 0"]),
+        ("beta_us_per_mb: 50", "beta_us_per_mb: .nan", ["beta_us_per_mb", "must be a number"]),
+        ("beta_us_per_mb: 50", "beta_us_per_mb: 50 us", ["'50 us'", "unit stands in the key"]),
+        (
+            "beta_us_per_mb: 50",
+            "beta_ms_per_mb: 0.05",
+            ["beta_ms_per_mb", "another unit", "beta_us_per_mb"],
+        ),
+        ("beta_us_per_mb: 50", "basis: derived", ["comes twice"]),
+        ("all_to_all:", "all2all:", ["intra.all2all", "Did you mean all_to_all?"]),
+        ("compute_slowdown: 1.05", "compute_slowdown: 0.9", ["overlap.compute_slowdown", "at least 1"]),
+        ("basis: derived", "basis: guessed", ["basis 'guessed'", "measured, derived, datasheet"]),
+        ("  bf16:", "  bf17:", ["bf17", "Did you mean bf16?"]),
+    ],
+)
+def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], tmp_path: Path) -> None:
+    text = find_cluster("a800x8-20gbps").read_text()
+    assert old in text
+    path = tmp_path / "broken.yaml"
+    path.write_text(text.replace(old, new, 1))
+    line = text[: text.index(old)].count("\n") + 1
+    with pytest.raises(BadInput) as refused:
+        read_cluster(path)
+    message = str(refused.value)
+    assert all(part in message for part in parts), message
+    # A key that comes twice is named where it comes again.
+    assert f"{path}:{line}:" in message or "comes twice" in message, message
+
+
+def test_a_missing_figure_is_refused_by_name(tmp_path: Path) -> None:
+    text = find_cluster("a800x8-20gbps").read_text()
+    path = tmp_path / "broken.yaml"
+    path.write_text(text.replace("    beta_us_per_mb: 50\n", "", 1))
+    with pytest.raises(BadInput, match=r"broken\.yaml:\d+: intra\.all_to_all\.beta_us_per_mb: is missing"):
+        read_cluster(path)
+
+
+def test_a_figure_that_only_some_workloads_need_is_refused_when_it_is_needed() -> None:
+    cluster = read_cluster(find_cluster("a800x8-20gbps"))
+    with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: inter\.all_to_all: is missing"):
+        cluster.collective("all_to_all", across_nodes=True)
+    with pytest.raises(BadInput, match=r"compute\.gemm\.fp8: is missing"):
+        cluster.gemm("fp8")
+
+
+def test_unknown_names_list_what_there_is() -> None:
+    with pytest.raises(BadInput, match="dgx-h100"):
+        find_cluster("dgx-h200")
