@@ -22,6 +22,7 @@ setup(
     description="Pipelining of attention and mixture-of-experts layers inside a block, for Megatron-LM",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
+    package_data={"megatron_ampipe.plan": ["megatron_flags.txt"]},
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.6",

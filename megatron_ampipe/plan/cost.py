@@ -1,0 +1,301 @@
+"""How long each stage of each chunk takes alone: workload times cluster times chunks. Pure arithmetic.
+
+One function per stage says what it computes and moves, forward and backward, as ``layers/stages.py`` and
+``runtime/block.py`` do it. Times are those of the busiest rank, in microseconds. What is not modelled:
+caches, clocks that fall under load, and the time a rank waits for a slower one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, StageKind
+from megatron_ampipe.plan.rows import Rows, chunk_rows
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import Direction, Kind, Stage
+
+COUNT_BYTES = 8
+PROBABILITY_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Microseconds of one stage in each direction."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Pair) -> Pair:
+        return Pair(self.forward + other.forward, self.backward + other.backward)
+
+    def of(self, direction: Direction) -> float:
+        """The time in one direction."""
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+
+NOTHING = Pair(0.0, 0.0)
+
+
+class CostModel:
+    """Times of the stages of one block on one cluster.
+
+    Args:
+        workload: The block.
+        cluster: What its operations cost.
+
+    Raises:
+        BadInput: the cluster has no figure for something that the block does.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self._gemm = cluster.gemm(workload.dtype)
+        # Attention of 8-bit models computes in 16 bit.
+        self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
+        self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
+
+    def stages(self, lengths: Sequence[int], *, whole_attention: bool = False) -> dict[Stage, Pair]:
+        """Every stage of the block cut into chunks of these lengths, with its overhead.
+
+        Args:
+            lengths: Rows of the residual stream of one rank in each chunk.
+            whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
+        """
+        rows = chunk_rows(self.workload, lengths)
+        whole = chunk_rows(self.workload, (self.workload.rows,))[0]
+        features = self.workload.features
+        chunked = len(lengths) > 1
+        found: dict[Stage, Pair] = {}
+        if whole_attention or not features.chunked_qkv:
+            found[Stage(Kind.QKV)] = self._with_overhead("qkv", self._qkv(whole, chunked=False))
+        if whole_attention:
+            found[Stage(Kind.ATTENTION)] = self._with_overhead("attention", self._core(whole, chunked=False))
+        if features.losses:
+            found[Stage(Kind.LOSSES)] = self._with_overhead("losses", self._losses())
+        for index, chunk in enumerate(rows):
+            if not whole_attention:
+                if features.chunked_qkv:
+                    found[Stage(Kind.QKV, index)] = self._with_overhead(
+                        "qkv", self._qkv(chunk, chunked=chunked)
+                    )
+                found[Stage(Kind.ATTENTION, index)] = self._with_overhead(
+                    "attention", self._core(chunk, chunked=chunked)
+                )
+            found |= self._of_chunk(index, chunk.hidden, chunked=chunked)
+        return found
+
+    def stock(self) -> Pair:
+        """One pass of Megatron's own layer: the same work in one piece, one thing after another."""
+        rows = chunk_rows(self.workload, (self.workload.rows,))[0]
+        load = self._load(padded=self.workload.padded)
+        travel = self._travel(rows.hidden, stock=True)
+        parts = [
+            self._qkv(rows, chunked=False),
+            self._core(rows, chunked=False),
+            self._route(rows.hidden, load=load),
+            self._counts(),
+            travel,
+            self._expert(rows.hidden, load=load, chunked=False),
+            travel,
+            self._merge(rows.hidden, load=load),
+        ]
+        if self.workload.losses:
+            parts.append(self._losses())
+        if self.workload.shared_ffn is not None:
+            parts.append(self._shared(rows.hidden, chunked=False))
+        total = functools.reduce(Pair.__add__, parts, NOTHING)
+        overhead = self.cluster.host.stock
+        return total + Pair(overhead.forward_us, overhead.backward_us)
+
+    def _of_chunk(self, index: int, rows: int, *, chunked: bool) -> dict[Stage, Pair]:
+        load = self._load(padded=False)
+        travel = self._travel(rows, stock=False)
+        found = {
+            Stage(Kind.ROUTE, index): self._with_overhead("route", self._route(rows, load=load)),
+            Stage(Kind.COUNTS, index): self._counts(),
+            Stage(Kind.DISPATCH, index): travel,
+            Stage(Kind.EXPERT, index): self._with_overhead(
+                "expert", self._expert(rows, load=load, chunked=chunked)
+            ),
+            Stage(Kind.COMBINE, index): travel,
+            Stage(Kind.MERGE, index): self._with_overhead("merge", self._merge(rows, load=load)),
+        }
+        if self.workload.shared_ffn is not None:
+            found[Stage(Kind.SHARED, index)] = self._with_overhead(
+                "shared", self._shared(rows, chunked=chunked)
+            )
+        return found
+
+    # What each stage does
+
+    def _qkv(self, rows: Rows, *, chunked: bool) -> Pair:
+        work = self.workload
+        tokens = rows.hidden * work.batch
+        gathered = tokens * work.tensor
+        width = sum(n for _, n in work.projections) // work.tensor
+        total = self._pass_over(2 * tokens * work.hidden) + self._pass_over(2 * gathered * width)
+        for k, n in work.projections:
+            total += self._product(gathered, k, n / work.tensor, chunked=chunked)
+        if chunked:
+            # Queries, keys and values are put beside those of other chunks.
+            total += self._pass_over(2 * gathered * width)
+        if work.context > 1:
+            total += self._gather(tokens * work.key_value_width / work.tensor, work.context, wide=True)
+        return total + self._gather(tokens * work.hidden, work.tensor)
+
+    def _core(self, rows: Rows, *, chunked: bool) -> Pair:
+        work = self.workload
+        tokens = rows.hidden * work.batch
+        gathered = tokens * work.tensor
+        pairs = rows.pairs * work.batch * work.heads / work.tensor
+        merged = rows.merged * work.batch * work.heads * work.value_size / work.tensor if chunked else 0
+        flops = 2e-9 * pairs * (work.head_size + work.value_size)
+        total = Pair(
+            self._attend(self._attention.forward, flops, merged),
+            # Five products instead of two.
+            self._attend(self._attention.backward, 2.5 * flops, merged),
+        )
+        total += self._product(
+            gathered, work.heads * work.value_size / work.tensor, work.hidden, chunked=chunked
+        )
+        # Residual and norm.
+        total += self._pass_over(5 * tokens * work.hidden)
+        if chunked:
+            # The gradients of the keys and values that the chunk saw are added to sums in fp32.
+            seen = rows.keys * work.batch * work.key_value_width / work.tensor
+            total += Pair(0.0, self._memory.time_us(seen * (8 + work.element_bytes)))
+        return total + self._gather(tokens * work.hidden, work.tensor)
+
+    def _route(self, rows: int, *, load: float) -> Pair:
+        work = self.workload
+        tokens = rows * work.batch
+        # Router scores are fp32 in any dtype.
+        scores = self._pass_over(4 * tokens * work.experts * 4 / work.element_bytes)
+        product = self._product(tokens, work.hidden, work.experts, chunked=False)
+        return scores + product + self._move(self._copies(tokens) * load)
+
+    def _counts(self) -> Pair:
+        work = self.workload
+        ranks = work.expert * work.expert_tensor
+        if ranks == 1:
+            return NOTHING
+        figure = self.cluster.collective("all_gather", across_nodes=self._crosses(ranks))
+        return Pair(figure.time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
+
+    def _travel(self, rows: int, *, stock: bool) -> Pair:
+        """A dispatch or a combine: in both directions the same bytes."""
+        work = self.workload
+        if work.expert == 1:
+            return NOTHING
+        tokens = rows * work.batch
+        row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES
+        if work.dispatcher == "allgather":
+            time = self._gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
+            return Pair(time, time)
+        sent = self._copies(tokens) * self._load(padded=stock and work.padded) * row_bytes
+        near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
+        parts = []
+        for peers, across in ((near - 1, False), (work.expert - near, True)):
+            if peers:
+                figure = self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across)
+                parts.append(figure.time_us(sent * peers / work.expert))
+        # The two kinds of links carry their shares at the same time.
+        return Pair(max(parts), max(parts))
+
+    def _expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
+        work = self.workload
+        received = self._copies(rows * work.batch) * load * work.expert_tensor
+        inner = work.ffn / work.expert_tensor
+        calls = 1 if work.grouped else work.local_experts
+        up = (2 if work.gated else 1) * inner
+        total = self._products(received, work.hidden, up, calls, chunked=chunked)
+        total += self._products(received, inner, work.hidden, calls, chunked=chunked)
+        total += self._pass_over(received * (up + inner))
+        if work.local_experts > 1 and work.dispatcher == "alltoall":
+            # Into the order of the experts, and back.
+            total += self._move(received) + self._move(received)
+        if work.expert_tensor > 1 and work.dispatcher == "alltoall":
+            gathered = self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)
+            total += gathered + gathered
+        return total
+
+    def _merge(self, rows: int, *, load: float) -> Pair:
+        tokens = rows * self.workload.batch
+        return self._move(self._copies(tokens) * load) + self._pass_over(3 * tokens * self.workload.hidden)
+
+    def _shared(self, rows: int, *, chunked: bool) -> Pair:
+        work = self.workload
+        assert work.shared_ffn is not None
+        gathered = rows * work.batch * work.tensor
+        inner = work.shared_ffn / work.tensor
+        up = (2 if work.gated else 1) * inner
+        total = self._product(gathered, work.hidden, up, chunked=chunked)
+        total += self._product(gathered, inner, work.hidden, chunked=chunked)
+        both = self._gather(rows * work.batch * work.hidden, work.tensor)
+        return total + self._pass_over(gathered * (up + inner)) + both + both
+
+    def _losses(self) -> Pair:
+        tokens = self.workload.rows * self.workload.batch
+        return self._pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
+
+    # What the operations cost
+
+    def _product(self, rows: float, k: float, n: float, *, chunked: bool) -> Pair:
+        return self._products(rows, k, n, 1, chunked=chunked)
+
+    def _products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
+        """``calls`` products that share the rows; backward, one for the input and one for the weight."""
+        time = self._gemm.time_us(rows, k, n, calls=calls)
+        sums = 0.0
+        if chunked and not self.workload.fused_gradients:
+            # The weight gradients of the chunks are added up in fp32.
+            sums = self._memory.time_us(calls * k * n * (8 + self.workload.element_bytes))
+        return Pair(time, 2 * time + sums)
+
+    def _attend(self, line: AttentionLine, gflops: float, merged: float) -> float:
+        merge_mb = 1e-6 * merged * self.workload.element_bytes
+        return line.alpha_us + gflops * line.beta_us_per_gflop + merge_mb * line.merge_us_per_mb
+
+    def _pass_over(self, elements: float) -> Pair:
+        """Elements read and written; backward reads the gradient beside the input."""
+        time = self._memory.time_us(elements * self.workload.element_bytes)
+        return Pair(time, 1.5 * time)
+
+    def _move(self, rows: float) -> Pair:
+        """Rows into another order."""
+        time = self._permute.time_us(2 * rows * self.workload.hidden * self.workload.element_bytes)
+        return Pair(time, time)
+
+    def _gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
+        """An all-gather forward and a reduce-scatter backward, or the other way round, of one rank's part."""
+        if ranks == 1:
+            return NOTHING
+        size = elements * self.workload.element_bytes * (ranks - 1)
+        across = self._crosses(ranks * (self.workload.tensor if wide else 1))
+        there = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+        back = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
+        return Pair(there, back)
+
+    def _crosses(self, ranks: int) -> bool:
+        return ranks > self.cluster.ranks_per_node
+
+    def _exchange(self, across: bool, *, stock: bool) -> Operation:
+        figures = (self.cluster.inter if across else self.cluster.intra) or {}
+        return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
+
+    def _copies(self, tokens: float) -> float:
+        """Rows that travel for that many tokens, were they spread evenly."""
+        return tokens * self.workload.topk
+
+    def _load(self, *, padded: bool) -> float:
+        """Rows of the busiest rank over the mean; padding fills every expert's capacity."""
+        capacity = self.workload.capacity
+        if capacity is None:
+            return self.workload.imbalance
+        return capacity if padded else min(capacity, self.workload.imbalance)
+
+    def _with_overhead(self, kind: StageKind, pair: Pair) -> Pair:
+        overhead = self.cluster.stage_overhead(kind)
+        return pair + Pair(overhead.forward_us, overhead.backward_us)

@@ -1,0 +1,87 @@
+"""The rows of a chunk, and how many pairs of a query and a key its attention computes. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import SequenceLayout, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one chunk.
+
+    Attributes:
+        hidden: Rows of the residual stream of one rank.
+        pairs: Pairs of a query and a key that it sees, over the query rows of the chunk, on the rank that has
+            most of them.
+        keys: Keys that any of them sees.
+        merged: Query rows that stand behind other chunks' keys.
+    """
+
+    hidden: int
+    pairs: int
+    keys: int
+    merged: int
+
+
+def even_chunks(rows: int, degree: int) -> tuple[int, ...]:
+    """Lengths of chunks that differ by at most one row, longer ones first, as ``schedule.chunk_sequence``."""
+    base, extra = divmod(rows, degree)
+    return tuple(base + (index < extra) for index in range(degree))
+
+
+def chunk_rows(workload: Workload, lengths: Sequence[int]) -> tuple[Rows, ...]:
+    """What the attention of each chunk sees.
+
+    Args:
+        workload: The block.
+        lengths: Rows of the residual stream of one rank in each chunk.
+    """
+    assert sum(lengths) == workload.rows and min(lengths) > 0, lengths
+    found = []
+    start = 0
+    for length in lengths:
+        found.append(_rows(workload, start, length))
+        start += length
+    return tuple(found)
+
+
+def _rows(workload: Workload, start: int, length: int) -> Rows:
+    # Of zigzag slices the front of a chunk weighs most on the last rank and its back on the first.
+    last = workload.context - 1
+    by_rank = []
+    for rank in {0, last}:
+        layout = SequenceLayout(
+            tensor_ranks=workload.tensor, context_ranks=workload.context, context_rank=rank
+        )
+        by_rank.append(
+            [
+                span
+                for shard in range(workload.tensor)
+                for span in layout.spans(
+                    shard * workload.rows + start, length, sequence_length=workload.sequence_length
+                )
+            ]
+        )
+    heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, workload.window) for span in spans))
+    return Rows(
+        hidden=length,
+        pairs=sum(_pairs(span, workload.window) for span in heaviest),
+        keys=max(span.global_end for span in heaviest),
+        merged=sum(span.length for span in heaviest if span.global_start),
+    )
+
+
+def _pairs(span: Span, window: int | None) -> int:
+    """Keys seen by the rows of a span: row ``i`` sees itself and, within a window, the keys before it."""
+
+    def up_to(end: int) -> int:
+        """Over the rows ``[0, end)``."""
+        if window is None or end <= window + 1:
+            return end * (end + 1) // 2
+        return (window + 1) * (window + 2) // 2 + (end - window - 1) * (window + 1)
+
+    return up_to(span.global_end) - up_to(span.global_start)
