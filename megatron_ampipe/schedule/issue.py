@@ -6,6 +6,8 @@ its data. Executors walk it; they decide nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
 from megatron_ampipe.schedule.types import COMPUTE, Kind, Program, Stage
 
 
@@ -22,28 +24,52 @@ def issue_order(
         host_waits: Whether issuing a ``dispatch`` makes the host wait for its ``counts`` (as on CUDA).
             It is then put behind the next compute stage, so that the device has work meanwhile.
     """
-    waiting = {order.lane: list(order.stages) for order in program.lanes}
-    order: list[tuple[str, Stage]] = []
-    issued: set[Stage] = set()
-    postponed: set[Stage] = set()
+    lanes = {order.lane: order.stages for order in program.lanes}
+    waits_before = {stage for stage in needs if stage.kind is Kind.DISPATCH} if host_waits else set()
+    order = merge_lanes(lanes, needs, waits_before=waits_before)
+    assert order is not None, "the program was not checked"
+    return order
+
+
+def merge_lanes[S: Hashable](
+    lanes: Mapping[str, Sequence[S]], needs: Mapping[S, Sequence[S]], *, waits_before: Collection[S]
+) -> tuple[tuple[str, S], ...] | None:
+    """What :func:`issue_order` does, on anything that stands for stages.
+
+    Args:
+        lanes: For each lane its stages, in order.
+        needs: For each stage those that must have been issued before.
+        waits_before: Stages before which the host waits.
+
+    Returns:
+        ``(lane, stage)`` in issue order; None if the lanes wait for each other.
+    """
+    place = dict.fromkeys(lanes, 0)
+    order: list[tuple[str, S]] = []
+    issued: set[S] = set()
+    postponed: set[S] = set()
+    remaining = sum(map(len, lanes.values()))
 
     def ready(lane: str) -> bool:
-        return bool(waiting[lane]) and issued.issuperset(needs[waiting[lane][0]])
+        stages = lanes[lane]
+        return place[lane] < len(stages) and issued.issuperset(needs[stages[place[lane]]])
 
     def issue(lane: str) -> None:
-        stage = waiting[lane].pop(0)
+        stage = lanes[lane][place[lane]]
+        place[lane] += 1
         issued.add(stage)
         order.append((lane, stage))
 
-    while any(waiting.values()):
-        lanes = [lane for lane in waiting if lane != COMPUTE and ready(lane)]
-        for lane in lanes:
-            head = waiting[lane][0]
-            if host_waits and head.kind is Kind.DISPATCH and head not in postponed and ready(COMPUTE):
+    while len(order) < remaining:
+        others = [lane for lane in lanes if lane != COMPUTE and ready(lane)]
+        for lane in others:
+            head = lanes[lane][place[lane]]
+            if head in waits_before and head not in postponed and ready(COMPUTE):
                 postponed.add(head)
                 issue(COMPUTE)
             issue(lane)
-        if not lanes:
-            assert ready(COMPUTE), "the program was not checked"
+        if not others:
+            if not ready(COMPUTE):
+                return None
             issue(COMPUTE)
     return tuple(order)

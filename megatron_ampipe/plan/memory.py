@@ -1,0 +1,69 @@
+"""How much memory the activations of one block take at their peak, by degree. An estimate, in bytes.
+
+Counts what is kept for the backward pass, which does not depend on the degree, and what is in flight while it
+runs, which does: two chunks' rows on their way, sums of gradients. Not counted: weights, optimizer, other
+layers, the allocator's rounding.
+"""
+
+from __future__ import annotations
+
+from megatron_ampipe.plan.workload import Workload
+
+SUM_BYTES = 4
+
+
+def peak_bytes(workload: Workload, *, forward_degree: int, backward_degree: int) -> float:
+    """Peak of one block's activations during its backward pass.
+
+    Args:
+        workload: The block.
+        forward_degree: Chunks of the forward pass; 1 is Megatron's own layer.
+        backward_degree: Chunks of the backward pass.
+    """
+    kept = _kept(workload) * workload.element_bytes
+    in_flight = _in_flight(workload) * workload.element_bytes / backward_degree * min(2, backward_degree)
+    sums = 0.0
+    if max(forward_degree, backward_degree) > 1:
+        # Gradients of keys and values, then of weights, added up over the chunks.
+        keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
+        sums += SUM_BYTES * keys
+        if not workload.fused_gradients:
+            sums += SUM_BYTES * _weights(workload)
+    return kept + in_flight + sums
+
+
+def _kept(workload: Workload) -> float:
+    """Numbers that the backward pass reads."""
+    tokens = workload.rows * workload.batch
+    gathered = tokens * workload.tensor
+    width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
+    keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
+    received = _received(workload)
+    inner = workload.ffn / workload.expert_tensor
+    experts = received * (workload.hidden + (3 if workload.gated else 2) * inner)
+    shared = 0.0
+    if workload.shared_ffn is not None:
+        shared = gathered * (3 if workload.gated else 2) * workload.shared_ffn / workload.tensor
+    # Input, residual, both norms' outputs; queries and attention's output; scores; combined rows.
+    rows = tokens * (4 * workload.hidden + workload.experts) + gathered * width
+    return rows + keys + experts + shared + tokens * workload.topk * workload.hidden
+
+
+def _in_flight(workload: Workload) -> float:
+    """Numbers of gradients that travel or wait to, were the whole block in one piece."""
+    inner = workload.ffn / workload.expert_tensor
+    return _received(workload) * (2 * workload.hidden + (2 if workload.gated else 1) * inner)
+
+
+def _received(workload: Workload) -> float:
+    load = workload.imbalance if workload.capacity is None else min(workload.capacity, workload.imbalance)
+    return workload.rows * workload.batch * workload.topk * load * workload.expert_tensor
+
+
+def _weights(workload: Workload) -> float:
+    inner = workload.ffn / workload.expert_tensor
+    experts = workload.local_experts * workload.hidden * inner * (3 if workload.gated else 2)
+    attention = sum(k * n for k, n in workload.projections) + (
+        workload.heads * workload.value_size * workload.hidden
+    )
+    return experts + attention / workload.tensor
