@@ -6,6 +6,7 @@ arguments against the table before any process group is made; ``layers`` receive
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ SCHEDULE_NAMES = ("ampipe", "moe-only", "sequential")
 CAPACITY_SCOPES = ("sequence", "chunk")
 """Over which tokens an expert's capacity counts."""
 
+_ROUNDING_OF_SHARES = 0.015
+"""How far the sum of shares may be from 1: 0.33,0.33,0.33 means thirds."""
+
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
@@ -29,6 +33,10 @@ class AMPipeConfig:
 
     degree: int = 1
     """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else."""
+    backward_degree: int | None = None
+    """Number of chunks of the backward pass; as ``degree`` if None. One of the two divides the other."""
+    shares: tuple[float, ...] | None = None
+    """Share of the sequence of each chunk, with a sum of 1; equal if None."""
     schedule: str = "ampipe"
     """Name of the order of the stages; one of :data:`SCHEDULE_NAMES`."""
     capacity_scope: str = "sequence"
@@ -38,13 +46,7 @@ class AMPipeConfig:
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
     def __post_init__(self) -> None:
-        if self.degree < 1:
-            raise BadInput(
-                "--ampipe-degree",
-                self.degree,
-                rule="must be a whole number of chunks, at least 1",
-                remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
-            )
+        check_pipeline(self.degree, self.backward_degree, self.shares)
         if self.schedule not in SCHEDULE_NAMES:
             raise BadInput(
                 "--ampipe-schedule",
@@ -59,6 +61,66 @@ class AMPipeConfig:
                 rule=f"is not one of {', '.join(CAPACITY_SCOPES)}",
                 remedy="Use --ampipe-capacity-scope sequence, which drops the tokens that a stock run drops.",
             )
+
+
+def check_pipeline(degree: int, backward_degree: int | None, shares: tuple[float, ...] | None) -> None:
+    """Hold the degrees and the shares of the chunks against each other.
+
+    Raises:
+        BadInput: one of them is wrong, or they do not go together.
+    """
+    if degree < 1:
+        raise BadInput(
+            "--ampipe-degree",
+            degree,
+            rule="must be a whole number of chunks, at least 1",
+            remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
+        )
+    backward = degree if backward_degree is None else backward_degree
+    if backward < 1 or max(degree, backward) % min(degree, backward):
+        raise BadInput(
+            "--ampipe-backward-degree",
+            backward,
+            rule=f"must divide the degree of the forward pass ({degree}), or be divided by it",
+            remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
+        )
+    if shares is not None and len(shares) != degree:
+        raise BadInput(
+            "--ampipe-degree",
+            degree,
+            rule=f"is not the number of chunks that --ampipe-chunks names ({len(shares)})",
+            remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(shares)}.",
+        )
+
+
+def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
+    """Read shares of a sequence, such as ``0.4,0.3,0.3``.
+
+    Args:
+        text: Numbers with commas between them.
+        flag: Where it stands, for the error.
+
+    Returns:
+        The shares, scaled to a sum of exactly 1.
+
+    Raises:
+        BadInput: it is no list of numbers above 0 with a sum of 1.
+    """
+    remedy = f"Use for example {flag} 0.4,0.3,0.3."
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise BadInput(
+            flag, text or "(empty)", rule="is not a list of numbers with commas between them", remedy=remedy
+        ) from None
+    if not all(0 < share < math.inf for share in shares):
+        raise BadInput(flag, text, rule="every share must be above 0", remedy=remedy)
+    total = sum(shares)
+    if abs(total - 1) > _ROUNDING_OF_SHARES:
+        raise BadInput(
+            flag, text, rule=f"the shares must have a sum of 1, and have {total:.6g}", remedy=remedy
+        )
+    return tuple(share / total for share in shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +158,13 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
             config.degree,
             rule=f"is more than the sequence has rows (--seq-length {arguments.seq_length})",
             remedy=f"Use --ampipe-degree {min(4, arguments.seq_length)}.",
+        )
+    if (config.backward_degree or 1) > arguments.seq_length:
+        raise BadInput(
+            "--ampipe-backward-degree",
+            config.backward_degree,
+            rule=f"is more than the sequence has rows (--seq-length {arguments.seq_length})",
+            remedy=f"Use --ampipe-backward-degree {config.degree}.",
         )
     for refusal in REFUSALS:
         value = refusal.applies(arguments)

@@ -22,7 +22,7 @@ from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Chunk, SequenceLayout, chunk_sequence
+from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout
 
 
 def attach(
@@ -59,7 +59,8 @@ def attach(
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
     )
-    chunks = chunk_sequence(args.seq_length, degree=config.degree, layout=layout)
+    pipeline = context.pipeline
+    chunks = pipeline.chunks(args.seq_length, layout)
     on_gpu = not host.installed()
     transformer = model_config.transformer
     kernel = kernel_name(
@@ -72,7 +73,7 @@ def attach(
         window=transformer.window_size is not None,
     )
     rows = [
-        ("degree", str(config.degree)),
+        ("degree", _degree(pipeline)),
         ("schedule", config.schedule),
         ("chunk boundaries", _boundaries(chunks)),
         ("attention", kernel),
@@ -81,6 +82,12 @@ def attach(
     ]
     print_startup_table(rows, adjustments)
     return context
+
+
+def _degree(pipeline: Pipeline) -> str:
+    if pipeline.of_backward == pipeline.degree:
+        return str(pipeline.degree)
+    return f"{pipeline.degree} forward, {pipeline.of_backward} backward"
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:

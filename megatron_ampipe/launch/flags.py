@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.config import CAPACITY_SCOPES, SCHEDULE_NAMES, TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.config import (
+    CAPACITY_SCOPES,
+    SCHEDULE_NAMES,
+    TRACED_ITERATIONS,
+    AMPipeConfig,
+    parse_shares,
+)
 from megatron_ampipe.errors import BadInput
 
 
@@ -18,10 +24,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--ampipe-degree",
         type=int,
-        default=1,
+        default=None,
         metavar="N",
         help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
         "layers (default: 1)",
+    )
+    group.add_argument(
+        "--ampipe-backward-degree",
+        type=int,
+        default=None,
+        metavar="N",
+        help="degree of the backward pass, where it shall be another one; it divides --ampipe-degree or is "
+        "divided by it (default: as --ampipe-degree)",
+    )
+    group.add_argument(
+        "--ampipe-chunks",
+        default=None,
+        metavar="SHARE,SHARE",
+        help="share of the sequence of every chunk, for example 0.4,0.3,0.3, in place of equal ones; implies "
+        "the degree",
     )
     group.add_argument(
         "--ampipe-schedule",
@@ -61,14 +82,24 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
             rule="replaces every flag, those of AMPipe included",
             remedy="Give Megatron's settings as flags.",
         )
+    shares = None
+    if args.ampipe_chunks is not None:
+        shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
+    degree = args.ampipe_degree
+    if degree is None:
+        degree = 1 if shares is None else len(shares)
     config = AMPipeConfig(
-        degree=args.ampipe_degree,
+        degree=degree,
+        backward_degree=args.ampipe_backward_degree,
+        shares=shares,
         schedule=args.ampipe_schedule or "ampipe",
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
     if config.degree == 1:
         for flag, value in (
+            ("--ampipe-backward-degree", args.ampipe_backward_degree),
+            ("--ampipe-chunks", args.ampipe_chunks),
             ("--ampipe-schedule", args.ampipe_schedule),
             ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
             ("--ampipe-trace-dir", args.ampipe_trace_dir),

@@ -61,7 +61,10 @@ def write_trace(context: AMPipeContext | None) -> None:
     if context is None or context.config.trace_dir is None:
         return
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    labels = {"degree": str(context.config.degree), "schedule": context.config.schedule}
+    pipeline = context.pipeline
+    labels = {"degree": str(pipeline.degree), "schedule": pipeline.schedule}
+    if pipeline.of_backward != pipeline.degree:
+        labels["backward degree"] = str(pipeline.of_backward)
     timeline = context.recorder.timeline(rank=rank, labels=labels)
     if timeline.spans:
         timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")

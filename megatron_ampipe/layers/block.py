@@ -26,10 +26,8 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
     Kind,
+    Pipeline,
     SequenceLayout,
-    build,
-    check,
-    chunk_sequence,
 )
 
 _RECOMPUTED = {
@@ -59,8 +57,9 @@ class PipelinedBlock:
         self.config = moe_layer.config
         self.capacity_per_chunk = context.config.capacity_scope == "chunk"
         self.recomputed_stages = self._take_over_recompute()
-        self._plans: dict[BlockFeatures, BlockPlan] = {}
-        self._chunks: dict[int, tuple[Chunk, ...]] = {}
+        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
+        self._plans: dict[tuple[Pipeline, BlockFeatures], BlockPlan] = {}
+        self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
         self._attend: ChunkAttention | None = None
         groups, sharded = moe_layer.pg_collection, self.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -168,14 +167,12 @@ class PipelinedBlock:
 
     def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
         """Chunks of a sequence of which this rank holds ``num_rows`` rows."""
-        if num_rows not in self._chunks:
-            layout = self._layout
-            self._chunks[num_rows] = chunk_sequence(
-                num_rows * layout.tensor_ranks * layout.context_ranks,
-                degree=self._context.config.degree,
-                layout=layout,
-            )
-        return self._chunks[num_rows]
+        pipeline, layout = self._context.pipeline, self._layout
+        key = (pipeline, num_rows)
+        if key not in self._chunks:
+            length = num_rows * layout.tensor_ranks * layout.context_ranks
+            self._chunks[key] = pipeline.chunks(length, layout)
+        return self._chunks[key]
 
     def _plan(self, executor: Executor) -> BlockPlan:
         moe = self.moe_layer.mlp
@@ -187,12 +184,12 @@ class PipelinedBlock:
             and not self.capacity_per_chunk,
             chunked_qkv=self._chunked_qkv,
         )
-        if features not in self._plans:
-            config = self._context.config
-            schedule = build(config.schedule, degree=config.degree, features=features)
-            check(schedule, features)
-            self._plans[features] = BlockPlan.of(schedule, features=features, executor=executor)
-        return self._plans[features]
+        pipeline = self._context.pipeline
+        key = (pipeline, features)
+        if key not in self._plans:
+            schedule = pipeline.schedule_of(features)
+            self._plans[key] = BlockPlan.of(schedule, features=features, executor=executor)
+        return self._plans[key]
 
     def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
         if self._attend is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Pipeline
 
 
 @dataclass(slots=True)
@@ -18,12 +19,23 @@ class AMPipeContext:
         recorder: Told of every stage.
         executor: What runs the stages; chosen by the first layer that runs if None.
         kernel: Name of the attention kernel; chosen by each layer if None.
+        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says.
     """
 
     config: AMPipeConfig
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
+    pipeline: Pipeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.pipeline = Pipeline(
+            degree=config.degree,
+            backward_degree=config.backward_degree,
+            shares=config.shares,
+            schedule=config.schedule,
+        )
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
         """The one executor of the process."""

@@ -114,7 +114,7 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
 
     def transport(self) -> Transport:
         """How the chunk's tokens travel."""
-        return AllGather(self.tp_ep_group)
+        return AllGather(self.routing_map.shape[0] // self.tp_ep_group.size(), self.tp_ep_group)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """As in the stock dispatcher, but able to run again when the experts are recomputed."""

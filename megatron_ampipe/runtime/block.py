@@ -7,16 +7,17 @@ which order, from the schedule; where, from the executor. Called by ``layers``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.collectives import Transfer, Transport, all_gather_rows
+from megatron_ampipe.runtime.collectives import Transfer, Transport, gather_together, travel_together
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.rows import add_rows, put_rows, take_rows
@@ -99,7 +100,7 @@ class BlockPlan:
         needs = {
             direction: dependencies(
                 features,
-                degree=schedule.degree,
+                degree=schedule.degree_of(direction),
                 whole_attention=schedule.whole_attention,
                 direction=direction,
             )
@@ -280,20 +281,17 @@ class BlockCall:
         self._values["shared", index] = output
 
     def _counts(self, stage: Stage) -> Transfer:
-        index = self._index(stage)
-        counts = self._stages.counts(index)
-        gathered = all_gather_rows(counts, group=self._stages.counts_group)
-        self._stages.set_counts(index, *gathered.outputs)
-        self._hold(counts, *gathered.outputs)
+        indices = self._indices(stage, Direction.FORWARD)
+        counts = [self._stages.counts(index) for index in indices]
+        gathered = gather_together(counts, group=self._stages.counts_group)
+        for index, of_ranks in zip(indices, gathered.outputs, strict=True):
+            self._stages.set_counts(index, of_ranks)
+        self._hold(*counts, *gathered.outputs)
         return gathered
 
     def _dispatch(self, stage: Stage) -> Transfer:
-        index = self._index(stage)
-        transfer = self._travel(
-            index, [self._values.pop(("tokens", index)), self._values.pop(("probs", index))]
-        )
-        self._values["received", index], self._values["received_probs", index] = transfer.outputs
-        return transfer
+        indices = self._indices(stage, Direction.FORWARD)
+        return self._travel(indices, self._values, ("tokens", "probs"), ("received", "received_probs"))
 
     def _expert(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -306,10 +304,8 @@ class BlockCall:
         self._values["expert", index] = output
 
     def _combine(self, stage: Stage) -> Transfer:
-        index = self._index(stage)
-        transfer = self._travel(index, [self._values.pop(("expert", index))], back=True)
-        (self._values["combined", index],) = transfer.outputs
-        return transfer
+        indices = self._indices(stage, Direction.FORWARD)
+        return self._travel(indices, self._values, ("expert",), ("combined",), back=True)
 
     def _merge(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -375,10 +371,8 @@ class BlockCall:
             self._gradients["shared", index] = shared[0]
 
     def _combine_backward(self, stage: Stage) -> Transfer:
-        index = self._index(stage)
-        transfer = self._travel(index, [self._take_gradient("combined", index)])
-        (self._gradients["expert", index],) = transfer.outputs
-        return transfer
+        indices = self._indices(stage, Direction.BACKWARD)
+        return self._travel(indices, self._gradients, ("combined",), ("expert",))
 
     def _expert_backward(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -387,11 +381,9 @@ class BlockCall:
         self._gradients["received_probs", index] = probs
 
     def _dispatch_backward(self, stage: Stage) -> Transfer:
-        index = self._index(stage)
-        gradients = [self._take_gradient("received", index), self._take_gradient("received_probs", index)]
-        transfer = self._travel(index, gradients, back=True)
-        self._gradients["tokens", index], self._gradients["probs", index] = transfer.outputs
-        return transfer
+        indices = self._indices(stage, Direction.BACKWARD)
+        names = ("received", "received_probs"), ("tokens", "probs")
+        return self._travel(indices, self._gradients, *names, back=True)
 
     def _losses_backward(self, stage: Stage) -> None:
         # The losses hang on the number that carries them: a zero gradient lets only theirs through.
@@ -467,24 +459,51 @@ class BlockCall:
 
     # Both directions
 
-    def _execute(
-        self, direction: Direction, handlers: dict[Kind, Callable[[Stage], Transfer | None]]
-    ) -> None:
+    def _execute(self, direction: Direction, handlers: Handlers) -> None:
+        def run(stage: Stage) -> Transfer | None:
+            handle = handlers[stage.kind]
+            if stage.is_communication:
+                return handle(stage)
+            # Where the other direction has the larger degree, a stage is of several chunks.
+            for of_chunk in self._plan.schedule.chunks_of(stage, direction):
+                handle(of_chunk)
+            return None
+
         self._recorder.enter(self._layer, direction)
         self._executor.execute(
-            self._plan.order[direction],
-            self._plan.needs[direction],
-            lambda stage: handlers[stage.kind](stage),
-            self._recorder,
+            self._plan.order[direction], self._plan.needs[direction], run, self._recorder
         )
         self._held.clear()
 
-    def _travel(self, index: int, tensors: Sequence[Tensor], *, back: bool = False) -> Transfer:
-        """Start to bring tensors of a chunk to the experts' ranks, or back from there."""
-        transport = self._stages.transport(index)
-        transfer = transport.back(tensors) if back else transport.there(tensors)
-        self._hold(*tensors, *transfer.outputs)
+    def _travel(
+        self,
+        indices: Sequence[int],
+        store: dict[tuple[str, int | None], Any],
+        leaving: Sequence[str],
+        arriving: Sequence[str],
+        *,
+        back: bool = False,
+    ) -> Transfer:
+        """Start to bring tensors of some chunks to the experts' ranks, or back from there.
+
+        Args:
+            indices: Of the chunks that share the collective.
+            store: Where the tensors are taken from, and those that arrive are put.
+            leaving: Their names.
+            arriving: Likewise.
+            back: From the experts' ranks.
+        """
+        transports = [self._stages.transport(index) for index in indices]
+        tensors = [[store.pop((name, index)) for name in leaving] for index in indices]
+        transfer = travel_together(transports, tensors, back=back)
+        places = [(name, index) for index in indices for name in arriving]
+        store.update(zip(places, transfer.outputs, strict=True))
+        self._hold(*itertools.chain(*tensors), *transfer.outputs)
         return transfer
+
+    def _indices(self, stage: Stage, direction: Direction) -> list[int]:
+        """The chunks that share a collective."""
+        return [self._index(of_chunk) for of_chunk in self._plan.schedule.chunks_of(stage, direction)]
 
     def _hold(self, *tensors: Tensor) -> None:
         if self._executor.holds_buffers:

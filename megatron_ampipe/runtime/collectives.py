@@ -6,9 +6,9 @@ waited for, on CUDA at once by the stream that started it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,19 @@ class Transfer:
     Attributes:
         outputs: What they receive; not to be read before :meth:`wait` has returned.
         works: What is not finished yet; empty on CUDA, where the stream keeps the order.
+        unpack: Fills the outputs from what was received, where that came in one piece.
     """
 
     outputs: tuple[Tensor, ...]
     works: tuple[dist.Work, ...] = ()
+    unpack: Callable[[], None] | None = None
 
     def wait(self) -> None:
         """Return when everything has been received and everything sent may be written to again."""
         for work in self.works:
             work.wait()
+        if self.unpack is not None:
+            self.unpack()
 
     @classmethod
     def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work]) -> Transfer:
@@ -53,6 +57,21 @@ class Transport(Protocol):
         """From the experts' ranks to the tokens' ranks."""
         ...
 
+    @property
+    def sent(self) -> Sequence[int]:
+        """Rows of each part of what goes there: by rank where ranks get different rows, else one part."""
+        ...
+
+    @property
+    def received(self) -> Sequence[int]:
+        """Rows of each part of what arrives there, by rank."""
+        ...
+
+    @classmethod
+    def joined(cls, transports: Sequence[Self]) -> Self:
+        """One for the tokens of several chunks at once."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
@@ -68,6 +87,23 @@ class AllToAll:
     receive: Sequence[int]
     group: dist.ProcessGroup
 
+    @property
+    def sent(self) -> Sequence[int]:
+        """See :class:`Transport`."""
+        return self.send
+
+    @property
+    def received(self) -> Sequence[int]:
+        """See :class:`Transport`."""
+        return self.receive
+
+    @classmethod
+    def joined(cls, transports: Sequence[AllToAll]) -> AllToAll:
+        """See :class:`Transport`."""
+        send = [sum(rows) for rows in zip(*(transport.send for transport in transports), strict=True)]
+        receive = [sum(rows) for rows in zip(*(transport.receive for transport in transports), strict=True)]
+        return cls(send, receive, transports[0].group)
+
     def there(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
         return exchange_rows(tensors, send=self.send, receive=self.receive, group=self.group)
@@ -79,9 +115,30 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Every token goes to every rank; what the ranks' experts made of it is summed on the way back."""
+    """Every token goes to every rank; what the ranks' experts made of it is summed on the way back.
 
+    Attributes:
+        num_rows: Tokens of each rank.
+        group: The ranks that take part.
+    """
+
+    num_rows: int
     group: dist.ProcessGroup
+
+    @property
+    def sent(self) -> Sequence[int]:
+        """See :class:`Transport`."""
+        return (self.num_rows,)
+
+    @property
+    def received(self) -> Sequence[int]:
+        """See :class:`Transport`."""
+        return (self.num_rows,) * self.group.size()
+
+    @classmethod
+    def joined(cls, transports: Sequence[AllGather]) -> AllGather:
+        """See :class:`Transport`."""
+        return cls(sum(transport.num_rows for transport in transports), transports[0].group)
 
     def there(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[T, ...]`` to ``[ranks * T, ...]``."""
@@ -103,6 +160,65 @@ class AllGather:
             )
             received.append(output)
         return Transfer.of(received, works)
+
+
+def travel_together(
+    transports: Sequence[Transport], tensors: Sequence[Sequence[Tensor]], *, back: bool
+) -> Transfer:
+    """Start to bring the tokens of several chunks to the experts' ranks, or back, as one collective.
+
+    Args:
+        transports: How the tokens of each chunk travel, all of one kind.
+        tensors: Those of each chunk.
+        back: From the experts' ranks, rather than to them.
+
+    Returns:
+        Its outputs are those of the first chunk, then those of the second, and so on.
+    """
+    if len(transports) == 1:
+        move = transports[0].back if back else transports[0].there
+        return move(tensors[0])
+    outgoing = [transport.received if back else transport.sent for transport in transports]
+    incoming = [transport.sent if back else transport.received for transport in transports]
+    joined = type(transports[0]).joined(transports)
+    moved = (joined.back if back else joined.there)(
+        [_interleaved(of_chunks, outgoing) for of_chunks in zip(*tensors, strict=True)]
+    )
+    return _separated(moved, incoming)
+
+
+def gather_together(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
+    """:func:`all_gather_rows` of several tensors as one collective; as many rows on every rank."""
+    if len(tensors) == 1:
+        return all_gather_rows(tensors[0], group=group)
+    gathered = all_gather_rows(torch.cat(list(tensors)), group=group)
+    return _separated(gathered, [[tensor.shape[0]] * group.size() for tensor in tensors])
+
+
+def _interleaved(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
+    """The first part of every tensor, then the second of every tensor, and so on."""
+    parts = [tensor.split(list(sizes)) for tensor, sizes in zip(tensors, rows, strict=True)]
+    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+
+
+def _separated(moved: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
+    """The tensors that :func:`_interleaved` would join, of each chunk in turn."""
+    sizes = [size for of_rank in zip(*rows, strict=True) for size in of_rank]
+    count = len(rows)
+    outputs = [
+        tensor.new_empty((sum(of_chunk), *tensor.shape[1:])) for of_chunk in rows for tensor in moved.outputs
+    ]
+
+    def unpack() -> None:
+        for number, tensor in enumerate(moved.outputs):
+            parts = tensor.split(sizes)
+            for index, output in enumerate(outputs[number :: len(moved.outputs)]):
+                torch.cat(parts[index::count], out=output)
+
+    if moved.works:
+        return Transfer(tuple(outputs), moved.works, unpack)
+    unpack()
+    return Transfer(tuple(outputs))
 
 
 def exchange_rows(

@@ -3,8 +3,9 @@
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence
-from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
+from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
 from megatron_ampipe.schedule.issue import issue_order
+from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.text import from_text, to_text
 from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
 
@@ -14,6 +15,7 @@ __all__ = [
     "Direction",
     "Kind",
     "LaneOrder",
+    "Pipeline",
     "Program",
     "Schedule",
     "SequenceLayout",
@@ -25,5 +27,6 @@ __all__ = [
     "dependencies",
     "from_text",
     "issue_order",
+    "restrict",
     "to_text",
 ]

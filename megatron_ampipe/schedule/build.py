@@ -7,6 +7,7 @@ whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
@@ -14,8 +15,14 @@ from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind, LaneOrder, Program, Schedule, Stage
 
 
-def build(name: str, *, degree: int, features: BlockFeatures) -> Schedule:
+def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: int | None = None) -> Schedule:
     """The schedule of that name for that many chunks.
+
+    Args:
+        name: One of :data:`~megatron_ampipe.config.SCHEDULE_NAMES`.
+        degree: Of the forward pass.
+        features: What the block contains.
+        backward_degree: Of the backward pass; as ``degree`` if None.
 
     Raises:
         BadInput: no schedule has that name.
@@ -27,7 +34,12 @@ def build(name: str, *, degree: int, features: BlockFeatures) -> Schedule:
             rule=f"is not one of {', '.join(_BUILDERS)}",
             remedy="Use --ampipe-schedule ampipe.",
         )
-    return _BUILDERS[name](degree, features)
+    schedule = _BUILDERS[name](degree, features)
+    if backward_degree in (None, degree):
+        return schedule
+    assert backward_degree is not None
+    backward = _BUILDERS[name](backward_degree, features).backward
+    return replace(schedule, backward=backward, backward_degree=backward_degree)
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:

@@ -17,11 +17,18 @@ def check(schedule: Schedule, features: BlockFeatures) -> None:
     Raises:
         BadInput: naming the direction and the first stage that is wrong.
     """
+    if schedule.num_chunks % min(schedule.degree, schedule.of_backward):
+        raise _refuse(
+            schedule,
+            Direction.BACKWARD,
+            f"has degree {schedule.of_backward}, which neither divides the forward degree {schedule.degree} "
+            "nor is divided by it",
+        )
     for direction in Direction:
         program = schedule.program(direction)
         needs = dependencies(
             features,
-            degree=schedule.degree,
+            degree=schedule.degree_of(direction),
             whole_attention=schedule.whole_attention,
             direction=direction,
         )

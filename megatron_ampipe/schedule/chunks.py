@@ -7,6 +7,8 @@ stream. Pure arithmetic; called by ``layers`` once per sequence length.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,9 +116,15 @@ class SequenceLayout:
 
 
 def chunk_sequence(
-    sequence_length: int, *, degree: int, layout: SequenceLayout | None = None
+    sequence_length: int,
+    *,
+    degree: int,
+    shares: Sequence[float] | None = None,
+    layout: SequenceLayout | None = None,
 ) -> tuple[Chunk, ...]:
-    """Cut a sequence into ``degree`` chunks whose lengths differ by at most one row, longer ones first.
+    """Cut a sequence into ``degree`` chunks.
+
+    Without shares their lengths differ by at most one row, longer ones first.
 
     A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
     scatters a chunk's rows evenly over those ranks and must hand each the rows it owns.
@@ -124,6 +132,7 @@ def chunk_sequence(
     Args:
         sequence_length: Rows of the whole sequence.
         degree: Number of chunks.
+        shares: Of the sequence, one for each chunk, with a sum of 1; ends of chunks go to the nearest row.
         layout: What this rank holds; the whole sequence if None.
 
     Raises:
@@ -146,11 +155,9 @@ def chunk_sequence(
             rule=f"must lie between 1 and the rows of the sequence that one rank holds ({num_rows})",
             remedy=f"Use --ampipe-degree {min(4, num_rows)}.",
         )
-    base, extra = divmod(num_rows, degree)
     chunks = []
     start = 0
-    for index in range(degree):
-        length = base + (index < extra)
+    for length in _lengths(num_rows, degree, shares):
         # Rows of the gathered queries: the shards of the tensor-parallel ranks, one after another.
         parts = [
             layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)
@@ -164,3 +171,22 @@ def chunk_sequence(
         chunks.append(Chunk(hidden=hidden, queries=tuple(span for part in parts for span in part)))
         start += length
     return tuple(chunks)
+
+
+def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None) -> list[int]:
+    """Rows of each chunk."""
+    if shares is None:
+        base, extra = divmod(num_rows, degree)
+        return [base + (index < extra) for index in range(degree)]
+    assert len(shares) == degree
+    ends = [math.floor(share * num_rows + 0.5) for share in itertools.accumulate(shares)]
+    lengths = [end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows])]
+    shortest = min(lengths)
+    if shortest < 1:
+        raise BadInput(
+            "--ampipe-chunks",
+            ",".join(f"{share:.6g}" for share in shares),
+            rule=f"chunk {lengths.index(shortest)} would have no row of the {num_rows} that one rank holds",
+            remedy=f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}.",
+        )
+    return lengths

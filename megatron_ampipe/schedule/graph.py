@@ -5,9 +5,9 @@ The one place that states it; the checker, the issue order and the executors all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule.types import Direction, Kind, Stage
+from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,29 @@ def dependencies(
             if stage in backward and earlier in backward and earlier.kind is not stage.kind:
                 backward[earlier].append(stage)
     return {stage: tuple(needed) for stage, needed in backward.items()}
+
+
+def restrict(schedule: Schedule, features: BlockFeatures) -> Schedule:
+    """A schedule without the stages that a block of these features does not have.
+
+    A pass without gradients has no losses: the order that was found for training serves it as well.
+    """
+
+    def program(direction: Direction) -> Program:
+        needs = dependencies(
+            features,
+            degree=schedule.degree_of(direction),
+            whole_attention=schedule.whole_attention,
+            direction=direction,
+        )
+        return Program(
+            tuple(
+                LaneOrder(order.lane, tuple(stage for stage in order.stages if stage in needs))
+                for order in schedule.program(direction).lanes
+            )
+        )
+
+    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
 
 
 def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> dict[Stage, list[Stage]]:

@@ -7,6 +7,8 @@
     forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
     backward compute: ...
     backward comm: ...
+
+Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from megatron_ampipe.schedule.types import (
 
 def to_text(schedule: Schedule) -> str:
     """The text form, ending in a newline."""
-    lines = [f"schedule {schedule.name} degree {schedule.degree}"]
+    header = f"schedule {schedule.name} degree {schedule.degree}"
+    if schedule.of_backward != schedule.degree:
+        header += f" backward {schedule.of_backward}"
+    lines = [header]
     for direction in Direction:
         for order in schedule.program(direction).lanes:
             lines.append(f"{direction} {order.lane}: {' '.join(map(str, order.stages))}".rstrip())
@@ -41,14 +46,16 @@ def from_text(text: str) -> Schedule:
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = lines[0][1].split() if lines else []
-    if len(header) != 4 or header[0::2] != ["schedule", "degree"] or not _is_positive(header[3]):
+    words = ["schedule", "degree", "backward"][: len(header) // 2]
+    if len(header) not in (4, 6) or header[0::2] != words or not all(map(_is_positive, header[3::2])):
         raise BadInput(
             "schedule line 1",
             lines[0][1] if lines else "(empty)",
-            rule="is not 'schedule NAME degree N' with N at least 1",
+            rule="is not 'schedule NAME degree N' or 'schedule NAME degree N backward M', both at least 1",
             remedy="Write for example 'schedule mine degree 4'.",
         )
     degree = int(header[3])
+    degrees = {Direction.FORWARD: degree, Direction.BACKWARD: int(header[-1])}
     programs: dict[Direction, list[LaneOrder]] = {direction: [] for direction in Direction}
     for number, line in lines[1:]:
         head, colon, tail = line.partition(":")
@@ -60,13 +67,15 @@ def from_text(text: str) -> Schedule:
                 rule="is not 'forward LANE: stages' or 'backward LANE: stages'",
                 remedy="Write for example 'forward compute: qkv attention.0'.",
             )
-        stages = tuple(_stage(word, number=number, degree=degree) for word in tail.split())
-        programs[Direction(words[0])].append(LaneOrder(words[1], stages))
+        direction = Direction(words[0])
+        stages = tuple(_stage(word, number=number, degree=degrees[direction]) for word in tail.split())
+        programs[direction].append(LaneOrder(words[1], stages))
     return Schedule(
         header[1],
         degree,
         Program(tuple(programs[Direction.FORWARD])),
         Program(tuple(programs[Direction.BACKWARD])),
+        None if degrees[Direction.BACKWARD] == degree else degrees[Direction.BACKWARD],
     )
 
 

@@ -71,7 +71,12 @@ def build_layers(case: Case) -> tuple[torch.nn.Module, torch.nn.Module]:
         normalization=config.normalization,
     )
     context = AMPipeContext(
-        AMPipeConfig(degree=case.degree, schedule=case.schedule),
+        AMPipeConfig(
+            degree=case.degree,
+            backward_degree=case.backward_degree,
+            shares=case.shares,
+            schedule=case.schedule,
+        ),
         executor=EXECUTORS[case.executor](),
         kernel=case.kernel,
     )

@@ -19,6 +19,8 @@ class Case:
     name: str
     world_size: int = 2
     degree: int = 4
+    backward_degree: int | None = None
+    shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
     executor: str = "thread"
     kernel: str = "exact"
@@ -294,6 +296,51 @@ PARALLEL = [
     Case("fp32-residual", model={"fp32_residual_connection": True}),
 ]
 
-PARITY += PARALLEL
+UNEQUAL = (0.45, 0.3, 0.15, 0.1)
+OTHER_CUTS = [
+    *(
+        Case(f"unequal-{name}", shares=UNEQUAL, world_size=world_size, **settings)
+        for name, world_size, settings in (
+            ("plain", 2, {"model": LARGE, "batch": 3}),
+            ("moe-only", 2, {"model": LARGE, "schedule": "moe-only"}),
+            ("odd-length", 2, {"model": LARGE, "sequence_length": 31}),
+            ("capacity", 2, {"model": TIGHT | AUX, "batch": 3}),
+            ("tp", 2, {"model": LARGE, "parallel": TP, "rope": True}),
+            ("cp", 2, {"model": LARGE, "parallel": CP, "rope": True}),
+            ("tp-cp", 4, {"model": LARGE, "parallel": TP_CP, "rope": True}),
+        )
+    ),
+    *(
+        Case(
+            f"backward-degree{backward}-of-{degree}-{schedule}",
+            degree=degree,
+            backward_degree=backward,
+            schedule=schedule,
+            model=LARGE | {"moe_shared_expert_intermediate_size": 48},
+            batch=3,
+        )
+        for degree, backward in ((4, 2), (4, 1), (2, 4), (1, 4), (3, 6))
+        for schedule in ("ampipe", "moe-only", "sequential")
+    ),
+    *(
+        Case(f"backward-degree{backward}-of-{degree}-{name}", degree=degree, backward_degree=backward, **rest)
+        for name, rest in (
+            ("capacity", {"model": TIGHT | AUX, "batch": 3}),
+            ("tp", {"model": LARGE, "parallel": TP, "rope": True}),
+            ("cp", {"model": LARGE, "parallel": CP, "rope": True}),
+            ("tp-experts-ep", {"model": LARGE, "parallel": TP_EXPERTS_EP, "world_size": 4}),
+            ("allgather", {"model": LARGE | {"moe_token_dispatcher_type": "allgather"}, "batch": 3}),
+            ("cuda-executor", {"model": LARGE, "executor": "cuda"}),
+            ("one-rank", {"model": LARGE, "world_size": 1}),
+        )
+        for degree, backward in ((4, 2), (2, 4))
+    ),
+    Case("backward-degree6-unequal", degree=3, backward_degree=6, shares=(0.5, 0.3, 0.2), model=LARGE),
+    Case(
+        "backward-degree2-unequal-tp", degree=4, backward_degree=2, shares=UNEQUAL, parallel=TP, model=LARGE
+    ),
+]
+
+PARITY += PARALLEL + OTHER_CUTS
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have one name"
