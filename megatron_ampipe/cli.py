@@ -22,6 +22,7 @@ TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
+    "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
 }
 
 _EPILOG = """\
@@ -29,6 +30,7 @@ examples:
   ampipe data --output data/stdlib          a dataset from Python's own source, to try things with
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
   ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree, and why
 
 'ampipe COMMAND --help' explains one command.
 

@@ -56,34 +56,39 @@ class CostModel:
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
 
-    def stages(self, lengths: Sequence[int], *, whole_attention: bool = False) -> dict[Stage, Pair]:
+    def stages(
+        self, lengths: Sequence[int], *, parts: int = 1, whole_attention: bool = False
+    ) -> dict[Stage, Pair]:
         """Every stage of the block cut into chunks of these lengths, with its overhead.
 
         Args:
             lengths: Rows of the residual stream of one rank in each chunk.
+            parts: So many adjacent chunks stand together, as in the direction with the smaller degree: they
+                are computed one behind the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
         """
-        rows = chunk_rows(self.workload, lengths)
-        whole = chunk_rows(self.workload, (self.workload.rows,))[0]
-        features = self.workload.features
+        work = self.workload
+        rows = chunk_rows(work, lengths)
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
-        if whole_attention or not features.chunked_qkv:
+        (whole,) = chunk_rows(work, (work.rows,))
+        if whole_attention or not work.features.chunked_qkv:
             found[Stage(Kind.QKV)] = self._with_overhead("qkv", self._qkv(whole, chunked=False))
         if whole_attention:
             found[Stage(Kind.ATTENTION)] = self._with_overhead("attention", self._core(whole, chunked=False))
-        if features.losses:
+        if work.losses:
             found[Stage(Kind.LOSSES)] = self._with_overhead("losses", self._losses())
-        for index, chunk in enumerate(rows):
-            if not whole_attention:
-                if features.chunked_qkv:
-                    found[Stage(Kind.QKV, index)] = self._with_overhead(
-                        "qkv", self._qkv(chunk, chunked=chunked)
-                    )
-                found[Stage(Kind.ATTENTION, index)] = self._with_overhead(
-                    "attention", self._core(chunk, chunked=chunked)
-                )
-            found |= self._of_chunk(index, chunk.hidden, chunked=chunked)
+        for index in range(0, len(lengths), parts):
+            group = rows[index : index + parts]
+            computed = [
+                self._computed(chunk, chunked=chunked, whole_attention=whole_attention) for chunk in group
+            ]
+            number = index // parts
+            for kind in computed[0]:
+                found[Stage(kind, number)] = functools.reduce(Pair.__add__, (one[kind] for one in computed))
+            travel = self._travel(sum(chunk.hidden for chunk in group), stock=False)
+            found[Stage(Kind.COUNTS, number)] = self._counts()
+            found[Stage(Kind.DISPATCH, number)] = found[Stage(Kind.COMBINE, number)] = travel
         return found
 
     def stock(self) -> Pair:
@@ -109,23 +114,20 @@ class CostModel:
         overhead = self.cluster.host.stock
         return total + Pair(overhead.forward_us, overhead.backward_us)
 
-    def _of_chunk(self, index: int, rows: int, *, chunked: bool) -> dict[Stage, Pair]:
+    def _computed(self, rows: Rows, *, chunked: bool, whole_attention: bool) -> dict[Kind, Pair]:
+        """The compute stages of one chunk."""
         load = self._load(padded=False)
-        travel = self._travel(rows, stock=False)
         found = {
-            Stage(Kind.ROUTE, index): self._with_overhead("route", self._route(rows, load=load)),
-            Stage(Kind.COUNTS, index): self._counts(),
-            Stage(Kind.DISPATCH, index): travel,
-            Stage(Kind.EXPERT, index): self._with_overhead(
-                "expert", self._expert(rows, load=load, chunked=chunked)
-            ),
-            Stage(Kind.COMBINE, index): travel,
-            Stage(Kind.MERGE, index): self._with_overhead("merge", self._merge(rows, load=load)),
+            Kind.ROUTE: self._with_overhead("route", self._route(rows.hidden, load=load)),
+            Kind.EXPERT: self._with_overhead("expert", self._expert(rows.hidden, load=load, chunked=chunked)),
+            Kind.MERGE: self._with_overhead("merge", self._merge(rows.hidden, load=load)),
         }
+        if not whole_attention:
+            found[Kind.ATTENTION] = self._with_overhead("attention", self._core(rows, chunked=chunked))
+            if self.workload.features.chunked_qkv:
+                found[Kind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
         if self.workload.shared_ffn is not None:
-            found[Stage(Kind.SHARED, index)] = self._with_overhead(
-                "shared", self._shared(rows, chunked=chunked)
-            )
+            found[Kind.SHARED] = self._with_overhead("shared", self._shared(rows.hidden, chunked=chunked))
         return found
 
     # What each stage does

@@ -56,7 +56,7 @@ def write_record(path: Path, record: object, *, head: str) -> None:
         record: A dataclass whose form :func:`read_record` knows.
         head: What the file is, a line of text that becomes a comment.
     """
-    text = yaml.safe_dump(_plain(record), sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(f"# {head}\n{text}", encoding="utf-8")
@@ -74,6 +74,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close := difflib.get_close_matches(word, choices, n=1, cutoff=0.5):
         return f"Did you mean {close[0]}?"
     return f"There are {', '.join(choices)}."
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
 
 
 class _Reader:

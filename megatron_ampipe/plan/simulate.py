@@ -13,8 +13,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.cost import NOTHING, Pair
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -25,35 +23,10 @@ from megatron_ampipe.schedule import (
     dependencies,
     issue_order,
 )
-from megatron_ampipe.timeline import StageSpan, Timeline
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
 """What may be left of a stage that is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What a simulation knows of the cluster.
-
-    Attributes:
-        compute_slowdown: Factor on a computation while something travels.
-        communication_slowdown: Factor on a collective while something computes.
-        issue: Microseconds in which the host issues one stage; zero where the host computes itself.
-    """
-
-    compute_slowdown: float = 1.0
-    communication_slowdown: float = 1.0
-    issue: Pair = NOTHING
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Machine:
-        """That of a cluster file."""
-        return cls(
-            compute_slowdown=cluster.overlap.compute_slowdown,
-            communication_slowdown=cluster.overlap.communication_slowdown,
-            issue=Pair(cluster.host.issue.forward_us, cluster.host.issue.backward_us),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +65,25 @@ def graph(
 
 
 @functools.lru_cache(maxsize=512)
-def compile_program(
-    program: Program, features: BlockFeatures, degree: int, whole_attention: bool, direction: Direction
-) -> Compiled:
-    """Number the stages of one direction of a checked schedule."""
-    needs = graph(features, degree, whole_attention, direction)
+def compile_named(schedule: Schedule, features: BlockFeatures, direction: Direction) -> Compiled:
+    """One direction of a schedule, ready to run. Remembered, because a search comes back to few schedules."""
+    needs = graph(features, schedule.degree_of(direction), schedule.whole_attention, direction)
+    return compile_program(schedule.program(direction), needs)
+
+
+def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) -> Compiled:
+    """Number the stages of a checked program."""
     stages = program.stages
     number = {stage: index for index, stage in enumerate(stages)}
     followers: list[list[int]] = [[] for _ in stages]
     for stage, earlier in needs.items():
         for needed in earlier:
             followers[number[needed]].append(number[stage])
-    issued = [number[stage] for _, stage in issue_order(program, needs, host_waits=True)]
+    issued = [number[stage] for _, stage in issue_order(program, dict(needs), host_waits=True)]
     lanes = tuple((lane.lane, tuple(number[stage] for stage in lane.stages)) for lane in program.lanes)
+    positions = [0] * len(stages)
+    for position, index in enumerate(issued):
+        positions[index] = position
     return Compiled(
         stages=stages,
         lanes=lanes,
@@ -113,7 +92,7 @@ def compile_program(
         communicates=tuple(stage.is_communication for stage in stages),
         reversed_lanes=tuple(order[::-1] for _, order in lanes),
         issued=tuple(issued),
-        positions=tuple(issued.index(index) for index in range(len(stages))),
+        positions=tuple(positions),
         host_needs=tuple(_waited_for(stage, number) for stage in stages),
     )
 
@@ -126,7 +105,12 @@ def _waited_for(stage: Stage, number: Mapping[Stage, int]) -> int:
 
 
 def run(
-    compiled: Compiled, durations: Sequence[float], machine: Machine, *, issue_us: float
+    compiled: Compiled,
+    durations: Sequence[float],
+    *,
+    issue_us: Sequence[float] | None = None,
+    compute_slowdown: float = 1.0,
+    communication_slowdown: float = 1.0,
 ) -> tuple[list[float], list[float]]:
     """When each stage begins and ends.
 
@@ -135,11 +119,13 @@ def run(
     Args:
         compiled: The program.
         durations: How long each stage takes alone.
-        machine: How lanes slow each other.
-        issue_us: The host's time for one stage.
+        issue_us: The host's time to issue each stage; None where the host computes itself.
+        compute_slowdown: Factor on a computation while something travels.
+        communication_slowdown: Factor on a collective while something computes.
 
     Returns:
-        Begin and end of every stage, in the unit of the durations.
+        Begin and end of every stage, in the unit of the durations; infinite for stages that lanes which wait
+        for each other never come to.
     """
     waiting = list(compiled.num_needs)
     followers, communicates = compiled.followers, compiled.communicates
@@ -148,26 +134,30 @@ def run(
     queues = [list(stages) for stages in compiled.reversed_lanes]
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes = range(len(queues))
-    slow_compute, slow_travel = machine.compute_slowdown, machine.communication_slowdown
-    slows = slow_compute > 1.0 or slow_travel > 1.0
+    slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
     # Stages before this position have been issued. Without a host that runs ahead, all of them.
-    num_issued, issued_at = (0, issue_us) if issue_us else (len(issued), 0.0)
+    num_issued, issued_at = len(issued), 0.0
+    if issue_us is not None:
+        num_issued, issued_at = 0, issue_us[issued[0]]
     now, remaining = 0.0, len(durations)
     while remaining:
         next_event = NOT_YET
         while num_issued < len(issued):
-            needed = host_needs[issued[num_issued]]
+            assert issue_us is not None
+            stage = issued[num_issued]
+            needed = host_needs[stage]
             if needed >= 0:
                 # The host stands still until it knows the count; the time to issue runs from there.
                 if end[needed] == NOT_YET:
                     break
-                issued_at = max(issued_at, end[needed] + issue_us)
+                issued_at = max(issued_at, end[needed] + issue_us[stage])
             if issued_at > now:
                 next_event = issued_at
                 break
             num_issued += 1
-            issued_at += issue_us
+            if num_issued < len(issued):
+                issued_at += issue_us[issued[num_issued]]
         computing = travelling = 0
         for lane in lanes:
             stage = current[lane]
@@ -186,16 +176,17 @@ def run(
             stage = current[lane]
             if stage >= 0:
                 done_at = now + left[lane] * (
-                    (slow_travel if communicates[stage] else slow_compute) if both else 1
+                    (communication_slowdown if communicates[stage] else compute_slowdown) if both else 1
                 )
                 if done_at < next_event:
                     next_event = done_at
-        assert next_event < NOT_YET, "a lane waits for itself; the schedule was not checked"
+        if next_event == NOT_YET:
+            break
         step, now = next_event - now, next_event
         for lane in lanes:
             stage = current[lane]
             if stage >= 0:
-                slow = (slow_travel if communicates[stage] else slow_compute) if both else 1.0
+                slow = (communication_slowdown if communicates[stage] else compute_slowdown) if both else 1.0
                 left[lane] -= step / slow
                 if left[lane] <= ROUNDING_US:
                     end[stage] = now
@@ -204,71 +195,3 @@ def run(
                     for follower in followers[stage]:
                         waiting[follower] -= 1
     return begin, end
-
-
-def compiled_direction(schedule: Schedule, features: BlockFeatures, direction: Direction) -> Compiled:
-    """One direction of a schedule, ready to run."""
-    return compile_program(
-        schedule.program(direction), features, schedule.degree, schedule.whole_attention, direction
-    )
-
-
-def direction_us(
-    schedule: Schedule,
-    costs: Mapping[Stage, Pair],
-    *,
-    features: BlockFeatures,
-    direction: Direction,
-    machine: Machine,
-) -> float:
-    """How long one direction takes."""
-    compiled = compiled_direction(schedule, features, direction)
-    durations = [costs[stage].of(direction) for stage in compiled.stages]
-    return max(run(compiled, durations, machine, issue_us=machine.issue.of(direction))[1])
-
-
-def simulate(
-    schedule: Schedule,
-    costs: Mapping[Stage, Pair],
-    *,
-    features: BlockFeatures,
-    machine: Machine,
-    backward_schedule: Schedule | None = None,
-    backward_costs: Mapping[Stage, Pair] | None = None,
-    labels: Mapping[str, str] | None = None,
-) -> Timeline:
-    """The timeline of a forward and a backward pass, one behind the other.
-
-    Args:
-        schedule: What runs; checked.
-        costs: Every stage's time alone.
-        features: What the block contains.
-        machine: How lanes slow each other.
-        backward_schedule: Gives the backward pass, where that has another degree.
-        backward_costs: The times of that pass's stages.
-        labels: What the drawing shall say.
-    """
-    spans: list[StageSpan] = []
-    offset = 0.0
-    for direction in Direction:
-        if direction is Direction.BACKWARD and backward_schedule is not None:
-            schedule, costs = backward_schedule, backward_costs or costs
-        compiled = compiled_direction(schedule, features, direction)
-        durations = [costs[stage].of(direction) for stage in compiled.stages]
-        begin, end = run(compiled, durations, machine, issue_us=machine.issue.of(direction))
-        for lane, stages in compiled.lanes:
-            spans += [
-                StageSpan(
-                    lane=lane,
-                    stage=str(compiled.stages[stage]),
-                    direction=direction.value,
-                    layer=1,
-                    iteration=0,
-                    begin_us=offset + begin[stage],
-                    end_us=offset + end[stage],
-                )
-                for stage in stages
-            ]
-        offset += max(end)
-    ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
-    return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))

@@ -1,0 +1,227 @@
+"""A plan: how to run the blocks of a model, and why. The value, and the file ``--ampipe-plan`` names.
+
+Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. A reader checks the form;
+whether the plan fits a block, ``schedule.check`` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cost import Pair
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.records import read_record, refuse, write_record
+from megatron_ampipe.plan.search import DEGREES, Candidate, choose_degree, full_plan
+from megatron_ampipe.schedule import Schedule, build, from_text, to_text
+from megatron_ampipe.yaml_lines import load
+
+HELPS = 1.01
+"""A predicted speedup below this is no reason to cut anything: a prediction is not that sharp."""
+SHARE_TOLERANCE = 1e-3
+"""How far the sum of a file's shares may be from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to run every block of a model.
+
+    Attributes:
+        schedule: Degrees of both directions and the order of the stages.
+        shares: Share of the sequence of each chunk, with a sum of 1; there are as many chunks as the larger
+            degree says.
+        stock_ms: Predicted time of Megatron's own block, forward and backward.
+        predicted_ms: Predicted time by this plan.
+        hidden_share: Share of the communication that computation covers, 0 to 1.
+        memory_gib: Estimated peak of one block's activations.
+        reason: Why this plan, in one sentence.
+    """
+
+    schedule: Schedule
+    shares: tuple[float, ...]
+    stock_ms: float
+    predicted_ms: float
+    hidden_share: float
+    memory_gib: float
+    reason: str
+
+    @property
+    def forward_degree(self) -> int:
+        """Of the forward pass; 1 is Megatron's own layer."""
+        return self.schedule.degree
+
+    @property
+    def backward_degree(self) -> int:
+        """Of the backward pass."""
+        return self.schedule.of_backward
+
+    @property
+    def predicted_speedup(self) -> float:
+        """Over Megatron's own layer."""
+        return self.stock_ms / self.predicted_ms
+
+    @property
+    def helps(self) -> bool:
+        """Whether it cuts anything at all."""
+        return max(self.forward_degree, self.backward_degree) > 1
+
+    def write(self, path: Path, *, head: str) -> None:
+        """Write the file; it appears under its name only when it is whole.
+
+        Args:
+            path: Of the file.
+            head: A comment for the first line, such as the command that made it.
+        """
+        record = _PlanFile(
+            format=FORMAT,
+            forward_degree=self.forward_degree,
+            backward_degree=self.backward_degree,
+            shares=self.shares,
+            stock_ms=self.stock_ms,
+            predicted_ms=self.predicted_ms,
+            hidden_share=self.hidden_share,
+            memory_gib=self.memory_gib,
+            reason=self.reason,
+            schedule=to_text(self.schedule),
+        )
+        write_record(path, record, head=head)
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """Read what :meth:`write` wrote, or somebody by hand.
+
+        Raises:
+            BadInput: naming file, line and key of what is wrong.
+        """
+        top = load(path, what="plan", remedy="Give a file that ampipe plan --output wrote.")
+        found, lines = read_record(path, _PlanFile, top)
+        try:
+            schedule = from_text(found.schedule)
+        except BadInput as error:
+            refuse(path, lines["schedule"], f"{error.name} {error.value}", error.rule, error.remedy)
+        for key, inside in (("forward_degree", schedule.degree), ("backward_degree", schedule.of_backward)):
+            if getattr(found, key) != inside:
+                shown = f"{key} {getattr(found, key)}"
+                refuse(path, lines[key], shown, f"the schedule has {inside}", f"Write {inside}.")
+        chunks = schedule.num_chunks
+        if len(found.shares) != chunks:
+            rule = f"has {len(found.shares)} shares for {chunks} chunks"
+            refuse(path, lines["shares"], "shares", rule, "Give one share for each chunk.")
+        total = sum(found.shares)
+        if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
+            rule = f"must be above 0 with a sum of 1, and have a sum of {total:g}"
+            refuse(path, lines["shares"], "shares", rule, "Write for example [0.5, 0.5].")
+        return cls(
+            schedule=schedule,
+            shares=tuple(share / total for share in found.shares),
+            stock_ms=found.stock_ms,
+            predicted_ms=found.predicted_ms,
+            hidden_share=found.hidden_share,
+            memory_gib=found.memory_gib,
+            reason=found.reason,
+        )
+
+
+FORMAT: Literal["ampipe-plan-1"] = "ampipe-plan-1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlanFile:
+    """The form of the file; see :class:`Plan`."""
+
+    format: Literal["ampipe-plan-1"]
+    forward_degree: int
+    backward_degree: int
+    shares: tuple[float, ...]
+    schedule: str
+    stock_ms: float
+    predicted_ms: float
+    hidden_share: float
+    memory_gib: float
+    reason: str
+
+
+def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True) -> Plan:
+    """Plan the blocks of a workload on a cluster.
+
+    Args:
+        predictor: Of the workload on the cluster.
+        degrees: What is tried.
+        full: Whether chunks of unequal length and other orders are searched too; without, a few
+            milliseconds.
+
+    Returns:
+        The plan; one of degree 1 where nothing is predicted to help.
+    """
+    stock = predictor.stock()
+    workload = predictor.workload
+    best: Candidate | None = None
+    if workload.rows > 1 and workload.expert > 1:
+        best = (full_plan if full else choose_degree)(predictor, degrees)
+    if best is None or _speedup(stock, best) < HELPS:
+        schedule = build("sequential", degree=1, features=workload.features)
+        whole = Plan(
+            schedule=schedule,
+            shares=(1.0,),
+            stock_ms=_ms(stock),
+            predicted_ms=_ms(stock),
+            hidden_share=0.0,
+            memory_gib=peak_bytes(workload, forward_degree=1, backward_degree=1) / 2**30,
+            reason="",
+        )
+        return replace(whole, reason=_why_not(predictor, best))
+    return plan_of(predictor, best)
+
+
+def plan_of(predictor: Predictor, found: Candidate) -> Plan:
+    """A candidate with what it is predicted to save, and why it was chosen."""
+    forward, backward = found.schedule.degree, found.schedule.of_backward
+    timeline = predictor.timeline(found.schedule, found.lengths)
+    plan = Plan(
+        schedule=found.schedule,
+        shares=tuple(length / predictor.workload.rows for length in found.lengths),
+        stock_ms=_ms(predictor.stock()),
+        predicted_ms=_ms(found.time),
+        hidden_share=timeline.hidden_share,
+        memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
+        reason="",
+    )
+    return replace(plan, reason=_why(plan, timeline.communication_us / 1e3))
+
+
+def _why(plan: Plan, communication_ms: float) -> str:
+    degree = f"{plan.forward_degree} chunks"
+    if plan.backward_degree != plan.forward_degree:
+        degree = f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
+    return (
+        f"With {degree}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication lie under "
+        f"computation, which is predicted to make a block {plan.predicted_speedup:.2f} times as fast; fewer "
+        "chunks hide less, and more cost more than they hide."
+    )
+
+
+def _why_not(predictor: Predictor, best: Candidate | None) -> str:
+    if predictor.workload.expert == 1:
+        return (
+            "AMPipe will not help: one rank holds all experts, so no tokens travel and nothing can be hidden."
+        )
+    if best is None:
+        return "AMPipe will not help: a sequence of one row cannot be cut."
+    stock = predictor.stock()
+    share = predictor.communication_us() / (stock.forward + stock.backward)
+    return (
+        f"AMPipe will not help: communication is {share:.0%} of the block, and cutting the block up costs "
+        f"about as much as that hides, or more (the best found, degree {best.schedule.num_chunks}, is "
+        f"predicted to be {_speedup(stock, best):.2f} times as fast)."
+    )
+
+
+def _speedup(stock: Pair, found: Candidate) -> float:
+    return (stock.forward + stock.backward) / found.total_us
+
+
+def _ms(time: Pair) -> float:
+    return (time.forward + time.backward) / 1e3

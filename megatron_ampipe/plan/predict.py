@@ -1,0 +1,143 @@
+"""Predicts one block on one cluster: how long a schedule takes, what it hides, and its timeline.
+
+Puts :mod:`.cost` and :mod:`.simulate` together. Times are microseconds of one forward or backward pass of one
+block of one micro-batch, on the busiest rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.cost import CostModel, Pair
+from megatron_ampipe.plan.simulate import Compiled, compile_named, run
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import Direction, Schedule, Stage
+from megatron_ampipe.timeline import StageSpan, Timeline
+
+
+class Predictor:
+    """Predictions for one workload on one cluster.
+
+    Args:
+        workload: The block.
+        cluster: What its operations cost.
+
+    Raises:
+        BadInput: the cluster has no figure for something that the block does.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self._model = CostModel(workload, cluster)
+        self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+        self._slowdowns = {
+            "compute_slowdown": cluster.overlap.compute_slowdown,
+            "communication_slowdown": cluster.overlap.communication_slowdown,
+        }
+
+    def _costs(self, lengths: tuple[int, ...], parts: int, whole_attention: bool) -> dict[Stage, Pair]:
+        return self._model.stages(lengths, parts=parts, whole_attention=whole_attention)
+
+    def stock(self) -> Pair:
+        """Megatron's own layer."""
+        return self._recomputed(self._model.stock())
+
+    def communication_us(self) -> float:
+        """All collectives of a forward and a backward pass in one piece, one behind the other."""
+        whole = self.costs((self.workload.rows,), 1, False)
+        return sum(cost.forward + cost.backward for stage, cost in whole.items() if stage.is_communication)
+
+    def pass_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
+        """A forward and a backward pass by a schedule.
+
+        Args:
+            schedule: What runs; checked.
+            lengths: Rows of one rank in each of the schedule's chunks.
+        """
+        forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
+        return self._recomputed(Pair(forward, backward))
+
+    def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
+        """One direction alone, without what a recompute adds."""
+        compiled, durations, issue = self.inputs(schedule, lengths, direction)
+        return max(run(compiled, durations, issue_us=issue, **self._slowdowns)[1]) + self._block(direction)
+
+    def inputs(
+        self, schedule: Schedule, lengths: Sequence[int], direction: Direction
+    ) -> tuple[Compiled, list[float], list[float] | None]:
+        """What :func:`~.simulate.run` takes: the program, its durations, and the host's times."""
+        compiled = compile_named(schedule, self.workload.features, direction)
+        parts = len(lengths) // schedule.degree_of(direction)
+        costs = self.costs(tuple(lengths), parts, schedule.whole_attention)
+        return (
+            compiled,
+            durations_of(compiled.stages, costs, direction),
+            self.issue(compiled, direction, parts),
+        )
+
+    def issue(self, compiled: Compiled, direction: Direction, parts: int) -> list[float] | None:
+        """The host's time to issue each stage; None where the host computes itself."""
+        figure = self.cluster.host.issue
+        once = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+        if not once:
+            return None
+        # A stage of several chunks is issued chunk by chunk, a collective at once.
+        return [
+            once if stage.is_communication or stage.chunk is None else once * parts
+            for stage in compiled.stages
+        ]
+
+    @property
+    def slowdowns(self) -> Mapping[str, float]:
+        """How lanes slow each other, as keyword arguments of :func:`~.simulate.run`."""
+        return self._slowdowns
+
+    def timeline(
+        self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
+    ) -> Timeline:
+        """When every stage runs, forward and then backward.
+
+        Args:
+            schedule: What runs; checked.
+            lengths: Rows of one rank in each of the schedule's chunks.
+            labels: What a drawing shall say.
+        """
+        spans: list[StageSpan] = []
+        offset = 0.0
+        for direction in Direction:
+            compiled, durations, issue = self.inputs(schedule, lengths, direction)
+            begin, end = run(compiled, durations, issue_us=issue, **self._slowdowns)
+            for lane, stages in compiled.lanes:
+                spans += [
+                    StageSpan(
+                        lane=lane,
+                        stage=str(compiled.stages[stage]),
+                        direction=direction.value,
+                        layer=1,
+                        iteration=0,
+                        begin_us=offset + begin[stage],
+                        end_us=offset + end[stage],
+                    )
+                    for stage in stages
+                ]
+            offset += max(end)
+        ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
+        return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
+
+    def _block(self, direction: Direction) -> float:
+        figure = self.cluster.host.block
+        return figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+
+    def _recomputed(self, pair: Pair) -> Pair:
+        if not self.workload.recomputes:
+            return pair
+        return Pair(pair.forward, pair.forward + pair.backward)
+
+
+def durations_of(stages: Sequence[Stage], costs: Mapping[Stage, Pair], direction: Direction) -> list[float]:
+    """How long each stage takes alone in one direction."""
+    if direction is Direction.FORWARD:
+        return [costs[stage].forward for stage in stages]
+    return [costs[stage].backward for stage in stages]

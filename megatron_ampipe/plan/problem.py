@@ -1,0 +1,207 @@
+"""One direction's stages, their durations and dependencies, as the problem of ordering them in their lanes.
+
+Stages are numbers here. Says how long an order takes (:meth:`OrderProblem.time`, by the same simulation as
+everywhere) and what a greedy rule makes of a priority (:func:`list_schedule`). Used by :mod:`.order` and
+:mod:`.exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, graph, run
+from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.issue import merge_lanes
+from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind
+
+Lanes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The order of the computation, and that of the communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderProblem:
+    """What is to be ordered.
+
+    Attributes:
+        stages: All stages; numbers are positions in here. Each stands behind what it needs.
+        durations: How long each takes alone.
+        needs: For each stage those that must be done before.
+        followers: For each stage those that wait for it.
+        travels: Whether a stage is a collective.
+        ancestors: For each stage all that must be done before, directly or not, as bits.
+        host_needs: For each stage the one that a host waits for before issuing it, or -1.
+        issue_us: The host's time to issue each stage; None where the host computes itself.
+        compute_slowdown: Factor on a computation while something travels.
+        communication_slowdown: Factor on a collective while something computes.
+    """
+
+    stages: tuple[Stage, ...]
+    durations: tuple[float, ...]
+    needs: tuple[tuple[int, ...], ...]
+    followers: tuple[tuple[int, ...], ...]
+    travels: tuple[bool, ...]
+    ancestors: tuple[int, ...]
+    host_needs: tuple[int, ...]
+    issue_us: tuple[float, ...] | None = None
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+
+    @classmethod
+    def of(
+        cls, predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...], direction: Direction
+    ) -> OrderProblem:
+        """That of one direction of a schedule on a cluster."""
+        compiled, durations, issue = predictor.inputs(schedule, lengths, direction)
+        degree = schedule.degree_of(direction)
+        needs = graph(predictor.workload.features, degree, schedule.whole_attention, direction)
+        times = dict(zip(compiled.stages, durations, strict=True))
+        issues = None if issue is None else dict(zip(compiled.stages, issue, strict=True))
+        return cls.from_graph(needs, times, issue_us=issues, **predictor.slowdowns)
+
+    @classmethod
+    def from_graph(
+        cls,
+        graph: Mapping[Stage, Sequence[Stage]],
+        times: Mapping[Stage, float],
+        *,
+        issue_us: Mapping[Stage, float] | None = None,
+        compute_slowdown: float = 1.0,
+        communication_slowdown: float = 1.0,
+    ) -> OrderProblem:
+        """That of any dependencies and times."""
+        stages = _topological(graph)
+        number = {stage: index for index, stage in enumerate(stages)}
+        needs = [tuple(number[needed] for needed in graph[stage]) for stage in stages]
+        ancestors = [0] * len(stages)
+        followers: list[list[int]] = [[] for _ in stages]
+        for index, earlier in enumerate(needs):
+            for needed in earlier:
+                ancestors[index] |= ancestors[needed] | 1 << needed
+                followers[needed].append(index)
+        return cls(
+            stages=tuple(stages),
+            durations=tuple(times[stage] for stage in stages),
+            needs=tuple(needs),
+            followers=tuple(map(tuple, followers)),
+            travels=tuple(stage.is_communication for stage in stages),
+            ancestors=tuple(ancestors),
+            host_needs=tuple(
+                number.get(Stage(Kind.COUNTS, stage.chunk), -1) if stage.kind is Kind.DISPATCH else -1
+                for stage in stages
+            ),
+            issue_us=None if issue_us is None else tuple(issue_us[stage] for stage in stages),
+            compute_slowdown=compute_slowdown,
+            communication_slowdown=communication_slowdown,
+        )
+
+    def lanes_of(self, program: Program) -> Lanes:
+        """The order of a program, whatever lanes it has."""
+        number = {stage: index for index, stage in enumerate(self.stages)}
+        order = [number[stage] for stage in program.stages]
+        compute = tuple(stage for stage in order if not self.travels[stage])
+        return compute, tuple(stage for stage in order if self.travels[stage])
+
+    def program(self, lanes: Lanes) -> Program:
+        """An order as a program."""
+        compute, comm = (tuple(self.stages[stage] for stage in lane) for lane in lanes)
+        return Program((LaneOrder(COMPUTE, compute), LaneOrder(COMM, comm)))
+
+    def time(self, lanes: Lanes) -> float:
+        """How long an order takes; infinite if its lanes wait for each other."""
+        issued: tuple[int, ...] = ()
+        positions = (-1,) * len(self.stages)
+        if self.issue_us is not None:
+            merged = merge_lanes(
+                {COMPUTE: lanes[0], COMM: lanes[1]},
+                dict(enumerate(self.needs)),
+                waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
+            )
+            if merged is None:
+                return NOT_YET
+            issued = tuple(stage for _, stage in merged)
+            placed = [0] * len(issued)
+            for position, stage in enumerate(issued):
+                placed[stage] = position
+            positions = tuple(placed)
+        compiled = Compiled(
+            stages=self.stages,
+            lanes=((COMPUTE, lanes[0]), (COMM, lanes[1])),
+            num_needs=tuple(map(len, self.needs)),
+            followers=self.followers,
+            communicates=self.travels,
+            reversed_lanes=(lanes[0][::-1], lanes[1][::-1]),
+            issued=issued,
+            positions=positions,
+            host_needs=self.host_needs,
+        )
+        _, end = run(
+            compiled,
+            self.durations,
+            issue_us=self.issue_us,
+            compute_slowdown=self.compute_slowdown,
+            communication_slowdown=self.communication_slowdown,
+        )
+        return max(end)
+
+    def tails(self) -> list[float]:
+        """For each stage the longest way from its begin to the end of the pass."""
+        found = [0.0] * len(self.stages)
+        for stage in reversed(range(len(self.stages))):
+            found[stage] = self.durations[stage] + max(
+                (found[later] for later in self.followers[stage]), default=0.0
+            )
+        return found
+
+    def keeps_order(self, order: Sequence[int], source: int, target: int) -> bool:
+        """Whether a stage that was moved from ``source`` to ``target`` has passed nothing it is tied to."""
+        stage = order[target]
+        if target < source:
+            return not any(self.ancestors[stage] >> passed & 1 for passed in order[target + 1 : source + 1])
+        return not any(self.ancestors[passed] >> stage & 1 for passed in order[source:target])
+
+
+def list_schedule(problem: OrderProblem, priority: Sequence[float]) -> Lanes:
+    """The order that comes out when a free lane always takes the ready stage of the highest priority."""
+    waiting = [len(needed) for needed in problem.needs]
+    ready: tuple[list[int], list[int]] = ([], [])
+    for stage, count in enumerate(waiting):
+        if not count:
+            ready[problem.travels[stage]].append(stage)
+    orders: tuple[list[int], list[int]] = ([], [])
+    free = [0.0, 0.0]
+    running: list[tuple[float, int]] = []
+    now = 0.0
+    while True:
+        for lane in (0, 1):
+            if ready[lane] and free[lane] <= now:
+                stage = max(ready[lane], key=lambda one: (priority[one], -one))
+                ready[lane].remove(stage)
+                orders[lane].append(stage)
+                free[lane] = now + problem.durations[stage]
+                running.append((free[lane], stage))
+        if not running:
+            break
+        running.sort()
+        now, stage = running.pop(0)
+        for follower in problem.followers[stage]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready[problem.travels[follower]].append(follower)
+    return tuple(orders[0]), tuple(orders[1])
+
+
+def _topological(graph: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
+    """Every stage behind what it needs."""
+    found: dict[Stage, None] = {}
+
+    def visit(stage: Stage) -> None:
+        if stage not in found:
+            for needed in graph[stage]:
+                visit(needed)
+            found[stage] = None
+
+    for stage in graph:
+        visit(stage)
+    return list(found)

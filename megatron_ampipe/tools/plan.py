@@ -1,0 +1,282 @@
+"""``ampipe plan``: predicts a model's blocks on a cluster, and chooses how to run them.
+
+Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` finds; decides nothing itself. Called by
+:mod:`megatron_ampipe.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rows import even_chunks
+from megatron_ampipe.plan.search import DEGREES, NAMED
+from megatron_ampipe.plan.workload import find_model, read_model, workload_of
+from megatron_ampipe.schedule import build
+
+_EPILOG = """\
+examples:
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100
+      which degree, how much it is predicted to save, and why
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100 --ranks 10000 --set expert-model-parallel-size=16
+      another layout than the model file names
+  ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
+      on figures of your own machines; the plan as a file, and a picture of the predicted timeline
+
+A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
+also found by name in configs/models and configs/clusters.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ampipe plan``."""
+    parser.description = (
+        "Predict a model's blocks on a cluster, and choose degree, chunks and order of stages."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "--model", required=True, metavar="FILE", help="model file, or the name of one of ours"
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help="cluster file, or the name of one of ours"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="a flag of Megatron's over what the model file says, for example seq-length=8192; repeatable",
+    )
+    parser.add_argument(
+        "--ranks", type=_positive, metavar="N", help="ranks of the whole run (default: those of one node)"
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=_at_least_one,
+        default=1.0,
+        metavar="X",
+        help="tokens of the busiest rank over the mean (default: 1, experts evenly used)",
+    )
+    parser.add_argument(
+        "--degrees",
+        type=_degrees,
+        default=DEGREES,
+        metavar="N,N",
+        help=f"numbers of chunks to try (default: {','.join(map(str, DEGREES))})",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="NAME", help="draw the predicted timeline as NAME.svg and NAME.png"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and show it.
+
+    Raises:
+        BadInput: a file or a setting is wrong.
+        EnvironmentMissing: matplotlib is absent, and a picture was asked for.
+        RunFailed: an output cannot be written.
+    """
+    cluster = read_cluster(find_cluster(arguments.cluster))
+    overrides = dict(_setting(text) for text in arguments.set)
+    model = read_model(find_model(arguments.model), overrides=overrides)
+    workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
+    predictor = Predictor(workload, cluster)
+    plan = make_plan(predictor, degrees=arguments.degrees)
+    answer = _answer(predictor, plan, arguments, assumed)
+    try:
+        if arguments.json not in (None, "-"):
+            _write(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
+        if arguments.output is not None:
+            plan.write(
+                arguments.output, head=f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
+            )
+        if arguments.picture is not None:
+            _draw(predictor, plan, arguments.picture)
+    except OSError as error:
+        raise RunFailed(
+            f"{error.filename} cannot be written ({error.strerror}). Choose another place."
+        ) from error
+    if arguments.json == "-":
+        json.dump(answer, sys.stdout, indent=1)
+        print()
+    else:
+        _show(answer, plan, Console())
+    return 0
+
+
+def _answer(
+    predictor: Predictor, plan: Plan, arguments: argparse.Namespace, assumed: tuple[str, ...]
+) -> dict[str, Any]:
+    """Everything that is shown, as plain data."""
+    return {
+        "model": arguments.model,
+        "cluster": arguments.cluster,
+        "assumed": list(assumed),
+        "stock_ms": plan.stock_ms,
+        "degrees": _rows(predictor, arguments.degrees),
+        "forward_degree": plan.forward_degree,
+        "backward_degree": plan.backward_degree,
+        "shares": list(plan.shares),
+        "schedule": plan.schedule.name,
+        "predicted_ms": plan.predicted_ms,
+        "predicted_speedup": plan.predicted_speedup,
+        "hidden_share": plan.hidden_share,
+        "memory_gib": plan.memory_gib,
+        "device_memory_gib": predictor.cluster.device_memory_gib,
+        "helps": plan.helps,
+        "reason": plan.reason,
+    }
+
+
+def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The named schedules at each degree, chunks equal."""
+    workload = predictor.workload
+    stock = predictor.stock()
+    total = stock.forward + stock.backward
+    rows = [
+        _row(
+            1,
+            "stock",
+            stock.forward,
+            stock.backward,
+            total,
+            0.0,
+            peak_bytes(workload, forward_degree=1, backward_degree=1),
+        )
+    ]
+    for degree in degrees:
+        if degree > workload.rows:
+            continue
+        for name in NAMED:
+            schedule = build(name, degree=degree, features=workload.features)
+            lengths = even_chunks(workload.rows, degree)
+            time = predictor.pass_us(schedule, lengths)
+            hidden = predictor.timeline(schedule, lengths).hidden_share
+            memory = peak_bytes(workload, forward_degree=degree, backward_degree=degree)
+            rows.append(_row(degree, name, time.forward, time.backward, total, hidden, memory))
+    return rows
+
+
+def _row(
+    degree: int, schedule: str, forward: float, backward: float, stock: float, hidden: float, memory: float
+) -> dict[str, Any]:
+    return {
+        "degree": degree,
+        "schedule": schedule,
+        "forward_ms": forward / 1e3,
+        "backward_ms": backward / 1e3,
+        "predicted_ms": (forward + backward) / 1e3,
+        "speedup": stock / (forward + backward),
+        "hidden_share": hidden,
+        "memory_gib": memory / 2**30,
+    }
+
+
+def _show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
+    table = Table(title="one block, one micro-batch, predicted")
+    for name in ("degree", "schedule", "forward", "backward", "both ms", "speedup", "hidden", "GiB"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    fastest = max(answer["degrees"], key=lambda row: row["speedup"])
+    for row in answer["degrees"]:
+        table.add_row(
+            str(row["degree"]),
+            row["schedule"],
+            f"{row['forward_ms']:.3f}",
+            f"{row['backward_ms']:.3f}",
+            f"{row['predicted_ms']:.3f}",
+            f"{row['speedup']:.2f}",
+            f"{row['hidden_share']:.0%}" if row["degree"] > 1 else "",
+            f"{row['memory_gib']:.2f}",
+            style="bold" if row is fastest else None,
+        )
+    console.print(table)
+    for sentence in answer["assumed"]:
+        console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
+    if plan.helps:
+        shares = " ".join(f"{share:.3g}" for share in plan.shares)
+        console.print(
+            f"choice: degree {plan.forward_degree} forward, {plan.backward_degree} backward, schedule "
+            f"{plan.schedule.name}, shares {shares}: {plan.predicted_ms:.3f} ms, "
+            f"{plan.predicted_speedup:.2f} times as fast",
+            soft_wrap=True,
+        )
+    else:
+        console.print("choice: degree 1, Megatron's own layers", soft_wrap=True)
+    console.print(plan.reason, soft_wrap=True)
+
+
+def _draw(predictor: Predictor, plan: Plan, name: Path) -> None:
+    # Imported only here: without a picture, matplotlib need not be there.
+    from megatron_ampipe.tools import timeline_picture
+
+    rows = predictor.workload.rows
+    lengths = _lengths(plan.shares, rows)
+    timeline = predictor.timeline(plan.schedule, lengths, labels={"predicted": plan.schedule.name})
+    name.parent.mkdir(parents=True, exist_ok=True)
+    targets = (name.with_name(name.name + ".svg"), name.with_name(name.name + ".png"))
+    title = f"predicted, degree {plan.forward_degree} forward, {plan.backward_degree} backward"
+    timeline_picture.draw([timeline], targets=targets, title=title, split=True)
+
+
+def _lengths(shares: tuple[float, ...], rows: int) -> tuple[int, ...]:
+    return tuple(round(share * rows) for share in shares)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key or not value:
+        raise BadInput(
+            "--set", text, rule="is not FLAG=VALUE", remedy="Write for example --set seq-length=8192."
+        )
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise BadInput("--set", text, rule="has a value that is no YAML", remedy="Quote it.") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _at_least_one(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return value
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and 2 <= int(word) <= 64 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees from 2 to 64, such as 2,4,8")
+    return tuple(sorted({int(word) for word in words}))
