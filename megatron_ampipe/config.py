@@ -10,12 +10,15 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 from megatron_ampipe.errors import BadInput
 
 SCHEDULE_NAMES = ("ampipe", "moe-only", "sequential")
 """The named orders of stages; :mod:`megatron_ampipe.schedule.build` builds each."""
+
+AUTO: Final = "auto"
+"""The value of ``--ampipe-degree`` that leaves the choice to us."""
 
 CAPACITY_SCOPES = ("sequence", "chunk")
 """Over which tokens an expert's capacity counts."""
@@ -31,8 +34,9 @@ TRACED_ITERATIONS = 3
 class AMPipeConfig:
     """How every MoE block of the model is pipelined."""
 
-    degree: int = 1
-    """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else."""
+    degree: int | Literal["auto"] = 1
+    """Number of chunks the sequence is cut into. 1 builds Megatron's own layers and nothing else; ``auto``
+    leaves the choice to a plan or to the first iterations."""
     backward_degree: int | None = None
     """Number of chunks of the backward pass; as ``degree`` if None. One of the two divides the other."""
     shares: tuple[float, ...] | None = None
@@ -46,7 +50,18 @@ class AMPipeConfig:
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
     def __post_init__(self) -> None:
-        check_pipeline(self.degree, self.backward_degree, self.shares)
+        if self.degree != AUTO:
+            check_pipeline(self.degree, self.backward_degree, self.shares)
+        elif self.backward_degree is not None or self.shares is not None:
+            flag, value = "--ampipe-backward-degree", str(self.backward_degree)
+            if self.shares is not None:
+                flag, value = "--ampipe-chunks", ",".join(f"{share:.6g}" for share in self.shares)
+            raise BadInput(
+                flag,
+                value,
+                rule="is what --ampipe-degree auto chooses",
+                remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
+            )
         if self.schedule not in SCHEDULE_NAMES:
             raise BadInput(
                 "--ampipe-schedule",
@@ -152,7 +167,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     """
     if config.degree == 1:
         return
-    if config.degree > arguments.seq_length:
+    if config.degree != AUTO and config.degree > arguments.seq_length:
         raise BadInput(
             "--ampipe-degree",
             config.degree,

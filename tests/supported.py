@@ -66,6 +66,8 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
         lambda case: case.name.startswith("degree"),
     ),
     ("a sequence that the degree does not divide", lambda case: "length" in case.name or "odd" in case.name),
+    ("chunks of unequal length", lambda case: case.shares is not None),
+    ("another degree in the backward pass", lambda case: case.backward_degree is not None),
     ("micro-batch of 3", lambda case: case.batch == 3),
     ("expert parallelism over 1, 2 and 4 ranks", lambda case: case.name.startswith("ep")),
     ("tensor and sequence parallelism, experts whole", _parallel("tensor_model", "expert_model")),

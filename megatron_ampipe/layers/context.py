@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.config import AUTO, AMPipeConfig
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline
@@ -19,7 +19,8 @@ class AMPipeContext:
         recorder: Told of every stage.
         executor: What runs the stages; chosen by the first layer that runs if None.
         kernel: Name of the attention kernel; chosen by each layer if None.
-        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says.
+        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says, or
+            one chunk where it leaves the choice to us.
     """
 
     config: AMPipeConfig
@@ -31,7 +32,7 @@ class AMPipeContext:
     def __post_init__(self) -> None:
         config = self.config
         self.pipeline = Pipeline(
-            degree=config.degree,
+            degree=1 if config.degree == AUTO else config.degree,
             backward_degree=config.backward_degree,
             shares=config.shares,
             schedule=config.schedule,

@@ -121,6 +121,7 @@ def chunk_sequence(
     degree: int,
     shares: Sequence[float] | None = None,
     layout: SequenceLayout | None = None,
+    flag: str = "--ampipe-chunks",
 ) -> tuple[Chunk, ...]:
     """Cut a sequence into ``degree`` chunks.
 
@@ -134,6 +135,7 @@ def chunk_sequence(
         degree: Number of chunks.
         shares: Of the sequence, one for each chunk, with a sum of 1; ends of chunks go to the nearest row.
         layout: What this rank holds; the whole sequence if None.
+        flag: Where the shares stood, for the error.
 
     Raises:
         BadInput: when some chunk would be empty, or the ranks cannot hold equal parts.
@@ -157,7 +159,7 @@ def chunk_sequence(
         )
     chunks = []
     start = 0
-    for length in _lengths(num_rows, degree, shares):
+    for length in _lengths(num_rows, degree, shares, flag):
         # Rows of the gathered queries: the shards of the tensor-parallel ranks, one after another.
         parts = [
             layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)
@@ -173,7 +175,7 @@ def chunk_sequence(
     return tuple(chunks)
 
 
-def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None) -> list[int]:
+def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: str) -> list[int]:
     """Rows of each chunk."""
     if shares is None:
         base, extra = divmod(num_rows, degree)
@@ -184,7 +186,7 @@ def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None) -> list
     shortest = min(lengths)
     if shortest < 1:
         raise BadInput(
-            "--ampipe-chunks",
+            flag,
             ",".join(f"{share:.6g}" for share in shares),
             rule=f"chunk {lengths.index(shortest)} would have no row of the {num_rows} that one rank holds",
             remedy=f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}.",

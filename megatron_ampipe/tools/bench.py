@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import SCHEDULE_NAMES
+from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.schedule import chunk_sequence
 from megatron_ampipe.tools.benchmark import machine, network, ranks, result
 from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Job
+from megatron_ampipe.tools.benchmark.job import Cut, Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
 
 _EPILOG = """\
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     grid = "blocks to measure: a YAML file or a name in configs/bench"
     link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
+    degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
+    shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
     schedules = f"of {', '.join(SCHEDULE_NAMES)}"
     timeout = "give up after so many seconds without a sign of life"
     pretend = (
@@ -58,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--link", metavar="L", default="none", help=link + chosen)
-    add("--degrees", metavar="N,N", default="1,2,4,8", help="numbers of chunks" + chosen)
+    add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
+    add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
     add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
     add("--ranks", metavar="N", type=_at_least(1), default=2, help="expert-parallel ranks" + chosen)
     add("--repeats", metavar="N", type=_at_least(1), default=10, help="timed passes of each layer" + chosen)
@@ -134,7 +138,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "ranks": job.num_ranks,
         "device": job.device,
         "cores": list(job.cores),
-        "degrees": list(job.degrees),
+        "cuts": list(map(str, job.cuts)),
         "schedules": list(job.schedules),
         "repeats": job.repeats,
         "warmup": job.warmup,
@@ -160,7 +164,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
     job = Job(
         cases=grid.cases,
         schedules=_schedules(arguments.schedules),
-        degrees=_degrees(arguments.degrees),
+        cuts=_cuts(arguments.degrees, arguments.chunks),
         link=link.text,
         num_ranks=arguments.ranks,
         pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < arguments.ranks),
@@ -197,13 +201,18 @@ def _check_cases(job: Job, grid: Grid) -> None:
                 rule=f"does not divide the {case.experts} experts of case {case.name} in {grid.path}",
                 remedy="Use --ranks 2, or change the grid.",
             )
-        if max(job.degrees) > case.sequence_length:
-            raise BadInput(
-                "--degrees",
-                max(job.degrees),
-                rule=f"is above the {case.sequence_length} rows of case {case.name} in {grid.path}",
-                remedy="Use --degrees 1,2,4.",
-            )
+        for cut in job.cuts:
+            degree = max(cut.degree, cut.backward_degree or 1)
+            if degree > case.sequence_length:
+                raise BadInput(
+                    "--degrees",
+                    degree,
+                    rule=f"is above the {case.sequence_length} rows of case {case.name} in {grid.path}",
+                    remedy="Use --degrees 1,2,4.",
+                )
+            if cut.shares is not None:
+                shares = cut.shares
+                chunk_sequence(case.sequence_length, degree=degree, shares=shares, flag="--chunks")
 
 
 def _cores(num_ranks: int) -> tuple[int, ...]:
@@ -214,16 +223,30 @@ def _cores(num_ranks: int) -> tuple[int, ...]:
     return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
 
 
-def _degrees(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isascii() and word.isdecimal() and int(word) > 0 for word in words):
+def _cuts(degrees: str, chunks: list[str]) -> tuple[Cut, ...]:
+    found = [_cut(word, degrees) for word in degrees.split(",")]
+    for text in chunks:
+        shares = parse_shares(text, flag="--chunks")
+        found.append(Cut(len(shares), shares=shares))
+    return tuple(dict.fromkeys(found))
+
+
+def _cut(word: str, text: str) -> Cut:
+    """One word of ``--degrees``: ``4``, or ``4:2``."""
+    parts = word.split(":")
+    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise BadInput(
             "--degrees",
             text or "(empty)",
             rule="is not a list of whole numbers of at least 1",
-            remedy="Use --degrees 1,2,4,8.",
+            remedy="Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2.",
         )
-    return tuple(dict.fromkeys(map(int, words)))
+    forward, backward = int(parts[0]), int(parts[-1])
+    if max(forward, backward) % min(forward, backward):
+        raise BadInput(
+            "--degrees", word, rule="one of the two must divide the other", remedy="Use for example 4:2."
+        )
+    return Cut(forward, None if forward == backward else backward)
 
 
 def _schedules(text: str) -> tuple[str, ...]:

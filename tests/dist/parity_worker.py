@@ -11,6 +11,7 @@ from tests.dist.worker import report, start, use_groups
 
 def main() -> None:
     rank, _ = start()
+    from megatron_ampipe.runtime.recorder import Recorder
     from tests.dist.blocks import build_layers, differences, run
 
     results: dict[str, object] = {}
@@ -21,13 +22,18 @@ def main() -> None:
             use_groups(**case.parallel)
             groups = case.parallel
         try:
-            stock, ours = build_layers(case)
+            recorder = Recorder(num_iterations=1 if case.executor == "thread" else 0)
+            recorder.start_iteration(1)
+            stock, ours = build_layers(case, recorder)
             expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
             results[name] = {
                 "differences": differences(expected, found),
                 "largest": {key: value.abs().max().item() for key, value in expected.items()},
                 "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
                 "class": type(ours).__name__,
+                "stages": [
+                    (span.direction, span.stage) for span in recorder.timeline(rank=rank, labels={}).spans
+                ],
             }
         except Exception:
             results[name] = {"error": traceback.format_exc()}

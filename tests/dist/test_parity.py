@@ -35,7 +35,8 @@ def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
         result = results[case.name]
         assert "error" not in result, f"rank {rank}:\n{result['error']}"
         assert result["same state_dict"]
-        assert result["class"] == ("TransformerLayer" if case.degree == 1 else "AMPipeTransformerLayer")
+        stock = case.degree == 1 and case.backward_degree is None
+        assert result["class"] == ("TransformerLayer" if stock else "AMPipeTransformerLayer")
         wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
         assert not wrong, f"rank {rank} differs from stock: {wrong}"
 
@@ -45,3 +46,17 @@ def test_losses_alone_reach_the_router(case: Case, reports: dict[int, list[Any]]
     """A comparison of zeros would pass: with only the losses flowing, the router's gradient is not zero."""
     for results in reports[case.world_size]:
         assert results[case.name]["largest"]["gradient of mlp.router.weight"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PARITY if case.backward_degree], ids=lambda case: case.name
+)
+def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: dict[int, list[Any]]) -> None:
+    if case.executor != "thread":
+        pytest.skip("recorded on threads alone")
+    degrees = {"forward": case.degree, "backward": case.backward_degree}
+    for results in reports[case.world_size]:
+        ran = [tuple(stage) for stage in results[case.name]["stages"]]
+        for direction, degree in degrees.items():
+            for kind in ("dispatch", "combine", "expert"):
+                assert sum(d == direction and name.startswith(f"{kind}.") for d, name in ran) == degree

@@ -27,6 +27,31 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-degree", "65"],
         "--ampipe-degree 65: is more than the sequence has rows (--seq-length 64). Use --ampipe-degree 4.",
     ),
+    "backward-degree-3-of-4": (
+        [*ACCEPTED, "--ampipe-backward-degree", "3"],
+        "--ampipe-backward-degree 3: must divide the degree of the forward pass (4), or be divided by it. "
+        "Use --ampipe-backward-degree 8, 1 or 4.",
+    ),
+    "backward-degree-above-sequence": (
+        [*ACCEPTED, "--ampipe-backward-degree", "128"],
+        "--ampipe-backward-degree 128: is more than the sequence has rows (--seq-length 64).",
+    ),
+    "backward-degree-at-degree-1": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-backward-degree", "2"],
+        "--ampipe-backward-degree 2: has no effect at --ampipe-degree 1",
+    ),
+    "chunks-of-another-degree": (
+        [*ACCEPTED, "--ampipe-chunks", "0.4,0.3,0.3"],
+        "--ampipe-degree 4: is not the number of chunks that --ampipe-chunks names (3). Leave it out",
+    ),
+    "chunks-of-no-row": (
+        [*ACCEPTED, "--ampipe-chunks", "0.5,0.001,0.3,0.199"],
+        "--ampipe-chunks 0.5,0.001,0.3,0.199: chunk 1 would have no row of the 64 that one rank holds.",
+    ),
+    "chunks-no-numbers": (
+        [*ACCEPTED, "--ampipe-chunks", "a,b"],
+        "--ampipe-chunks a,b: is not a list of numbers",
+    ),
     "schedule-unknown": ([*ACCEPTED, "--ampipe-schedule", "best"], "Use one of: "),
     "schedule-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-schedule", "ampipe"],

@@ -15,7 +15,7 @@ from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, buil
 from megatron_ampipe.tools.benchmark import network, plot, ranks, result
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import CONFIGS, Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.job import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 
 CASE = Case(
@@ -114,6 +114,11 @@ def test_a_slow_network_needs_iproute2(
         (["--link", "fast"], "--link fast"),
         (["--degrees", "0"], "--degrees 0"),
         (["--degrees", "1,,2"], "--degrees 1,,2"),
+        (["--degrees", "4:2:1"], "--degrees 4:2:1"),
+        (["--degrees", "4:3"], "--degrees 4:3"),
+        (["--chunks", "0.5,x"], "--chunks 0.5,x"),
+        (["--chunks", "0.5,0.6"], "--chunks 0.5,0.6"),
+        (["--chunks", "0.99999,0.00001"], "--chunks 0.99999,1e-05"),
         (["--degrees", "4096"], "--degrees 4096"),
         (["--schedules", "best"], "--schedules best"),
         (["--ranks", "3"], "--ranks 3"),
@@ -256,7 +261,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     job = Job(
         cases=(CASE,),
         schedules=("ampipe", "moe-only"),
-        degrees=(1, 4),
+        cuts=(Cut(1), Cut(4), Cut(4, 2), Cut(2, shares=(0.75, 0.25))),
         link="200mbit",
         num_ranks=2,
         pretended=False,
@@ -273,8 +278,12 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         "stock",
         "ampipe degree 1",
         "ampipe degree 4",
+        "ampipe degree 4:2",
+        "ampipe chunks 0.75,0.25",
         "moe-only degree 1",
         "moe-only degree 4",
+        "moe-only degree 4:2",
+        "moe-only chunks 0.75,0.25",
     ]
 
 
@@ -397,12 +406,12 @@ def test_percentiles_are_linear_between_values() -> None:
 def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
     if not variant.chunked:
         return None
-    whole = build(variant.schedule, degree=variant.degree, features=BlockFeatures()).whole_attention
+    whole = build(variant.schedule, degree=variant.cut.degree, features=BlockFeatures()).whole_attention
     return {
         direction.value: {
             str(stage): list(map(str, needed))
             for stage, needed in dependencies(
-                BlockFeatures(), degree=variant.degree, whole_attention=whole, direction=direction
+                BlockFeatures(), degree=variant.cut.degree, whole_attention=whole, direction=direction
             ).items()
         }
         for direction in Direction
@@ -426,7 +435,12 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
     }
 
 
-VARIANTS = [Variant("stock", 1), Variant("ampipe", 1), Variant("ampipe", 2), Variant("sequential", 2)]
+VARIANTS = [
+    Variant("stock", Cut(1)),
+    Variant("ampipe", Cut(1)),
+    Variant("ampipe", Cut(2)),
+    Variant("sequential", Cut(2)),
+]
 
 
 def document() -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Where sequences are cut."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ampipe.config import parse_shares
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Chunk, Span, chunk_sequence
+from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, Span, chunk_sequence
 
 
 @given(st.integers(1, 300), st.data())
@@ -40,3 +43,68 @@ def test_a_degree_that_leaves_a_chunk_empty_is_refused(degree: int) -> None:
 def test_joining_keeps_a_gap() -> None:
     parts = (Chunk((Span(0, 2, 0),), (Span(0, 2, 0),)), Chunk((Span(2, 2, 6),), (Span(2, 2, 6),)))
     assert Chunk.joined(parts).hidden == (Span(0, 2, 0), Span(2, 2, 6))
+
+
+@given(st.integers(1, 300), st.data())
+def test_shares_go_to_the_nearest_row(length: int, data: st.DataObject) -> None:
+    parts = data.draw(
+        st.lists(st.integers(1, length), min_size=1, max_size=8).filter(lambda p: sum(p) <= length)
+    )
+    rows = [*parts, length - sum(parts)] if sum(parts) < length else parts
+    shares = [part / length for part in rows]
+    chunks = chunk_sequence(length, degree=len(rows), shares=shares)
+    assert [chunk.hidden[0].length for chunk in chunks] == rows
+    assert Chunk.joined(chunks).hidden == (Span(0, length, 0),)
+
+
+def test_shares_hold_of_the_rows_of_every_rank() -> None:
+    layout = SequenceLayout(tensor_ranks=2, tensor_rank=1)
+    first, second = chunk_sequence(40, degree=2, shares=(0.7, 0.3), layout=layout)
+    assert first.hidden == (Span(0, 14, 20),)
+    assert second.queries == (Span(14, 6, 14), Span(34, 6, 34))
+
+
+def test_a_share_without_a_row_is_refused_with_one_that_has() -> None:
+    with pytest.raises(BadInput, match=r"chunk 1 would have no row of the 10 .* at least 0\.1") as refused:
+        chunk_sequence(10, degree=3, shares=(0.5, 0.01, 0.49))
+    assert refused.value.name == "--ampipe-chunks"
+    assert len(chunk_sequence(10, degree=3, shares=(0.5, 0.1, 0.4))) == 3
+
+
+def test_a_backward_degree_cuts_every_share_further() -> None:
+    pipeline = Pipeline(degree=2, backward_degree=4, shares=(0.75, 0.25))
+    assert [chunk.hidden[0].length for chunk in pipeline.chunks(16)] == [6, 6, 2, 2]
+    assert [chunk.hidden[0].length for chunk in Pipeline(degree=4, backward_degree=2).chunks(16)] == [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"degree": 4, "backward_degree": 3}, "--ampipe-backward-degree 3: must divide"),
+        ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must divide"),
+        ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of chunks .*\(2\)"),
+        ({"degree": 0}, "--ampipe-degree 0: must be a whole number"),
+    ],
+)
+def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(BadInput, match=rule):
+        Pipeline(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("0.5,half", "is not a list of numbers"),
+        ("", "is not a list of numbers"),
+        ("0.5,0.6", "must have a sum of 1, and have 1.1"),
+        ("1.2,-0.2", "every share must be above 0"),
+        ("nan,1", "every share must be above 0"),
+    ],
+)
+def test_bad_shares_are_refused(text: str, rule: str) -> None:
+    with pytest.raises(BadInput, match=rule):
+        parse_shares(text, flag="--ampipe-chunks")
+
+
+def test_shares_are_scaled_to_a_sum_of_one() -> None:
+    assert parse_shares("0.33,0.33,0.33", flag="--chunks") == pytest.approx((1 / 3, 1 / 3, 1 / 3))

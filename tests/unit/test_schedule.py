@@ -19,6 +19,7 @@ from megatron_ampipe.schedule import (
     dependencies,
     from_text,
     issue_order,
+    restrict,
     to_text,
 )
 
@@ -164,3 +165,49 @@ def test_text_that_is_no_schedule_is_refused_by_line(text: str, message: str) ->
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(BadInput, match="ampipe, moe-only, sequential"):
         build("fast", degree=2, features=BlockFeatures())
+
+
+pairs_of_degrees = st.tuples(st.integers(1, 6), st.integers(1, 4)).flatmap(
+    lambda pair: st.sampled_from([(pair[0] * pair[1], pair[0]), (pair[0], pair[0] * pair[1])])
+)
+
+
+@given(names, pairs_of_degrees, features)
+def test_each_direction_has_its_own_degree(
+    name: str, degrees_: tuple[int, int], block: BlockFeatures
+) -> None:
+    forward, backward = degrees_
+    schedule = build(name, degree=forward, backward_degree=backward, features=block)
+    check(schedule, block)
+    assert from_text(to_text(schedule)) == schedule
+    for direction, degree in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
+        stages = schedule.program(direction).stages
+        assert schedule.program(direction) == build(name, degree=degree, features=block).program(direction)
+        dispatches = [stage for stage in stages if stage.kind is Kind.DISPATCH]
+        assert len(dispatches) == degree
+        of_chunks = [part.chunk for stage in dispatches for part in schedule.chunks_of(stage, direction)]
+        assert sorted(of_chunks) == list(range(max(degrees_)))
+        rising = [of_chunks, of_chunks[::-1]][direction is Direction.BACKWARD]
+        assert rising == sorted(rising)
+
+
+def test_degrees_that_do_not_divide_each_other_are_refused() -> None:
+    schedule = build("ampipe", degree=4, features=BlockFeatures())
+    other = build("ampipe", degree=3, features=BlockFeatures())
+    mixed = Schedule("mine", 4, schedule.forward, other.backward, 3)
+    with pytest.raises(BadInput, match="has degree 3, which neither divides the forward degree 4"):
+        check(mixed, BlockFeatures())
+
+
+@pytest.mark.parametrize("header", ["schedule mine degree 4 backward", "schedule mine degree 4 backward 0"])
+def test_a_bad_backward_degree_in_text_is_refused(header: str) -> None:
+    with pytest.raises(BadInput, match="schedule line 1"):
+        from_text(header)
+
+
+def test_an_order_of_training_serves_a_pass_without_losses() -> None:
+    training = BlockFeatures(losses=True, shared=True)
+    evaluation = BlockFeatures(shared=True)
+    restricted = restrict(build("ampipe", degree=3, features=training), evaluation)
+    check(restricted, evaluation)
+    assert restricted == build("ampipe", degree=3, features=evaluation)

@@ -88,7 +88,13 @@ class BlockFactory:
 
     @staticmethod
     def _settings(variant: Variant) -> AMPipeConfig:
-        return AMPipeConfig(degree=variant.degree, schedule=variant.schedule)
+        cut = variant.cut
+        return AMPipeConfig(
+            degree=cut.degree,
+            backward_degree=cut.backward_degree,
+            shares=cut.shares,
+            schedule=variant.schedule,
+        )
 
     def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:
         layer = self._build(spec)

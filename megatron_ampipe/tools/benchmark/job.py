@@ -17,24 +17,47 @@ STOCK = "stock"
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the sequence is cut.
+
+    Attributes:
+        degree: Number of chunks of the forward pass.
+        backward_degree: Of the backward pass; as ``degree`` if None.
+        shares: Of the sequence, of each chunk; equal if None.
+    """
+
+    degree: int
+    backward_degree: int | None = None
+    shares: tuple[float, ...] | None = None
+
+    def __str__(self) -> str:
+        """As it stands after ``--degrees`` or ``--chunks``."""
+        if self.shares is not None:
+            return ",".join(f"{share:.4g}" for share in self.shares)
+        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One of the layers that are compared.
 
     Attributes:
         schedule: Name of a schedule, or :data:`STOCK`.
-        degree: Number of chunks. At 1 a schedule is Megatron's own layer again.
+        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
     """
 
     schedule: str
-    degree: int
+    cut: Cut
 
     @property
     def chunked(self) -> bool:
         """Whether it is a pipeline rather than Megatron's own layer."""
-        return self.degree > 1
+        return max(self.cut.degree, self.cut.backward_degree or 1) > 1
 
     def __str__(self) -> str:
-        return STOCK if self.schedule == STOCK else f"{self.schedule} degree {self.degree}"
+        if self.schedule == STOCK:
+            return STOCK
+        return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +67,7 @@ class Job:
     Attributes:
         cases: The blocks, one after another.
         schedules: Names of schedules.
-        degrees: Numbers of chunks.
+        cuts: Into which chunks.
         link: As the user wrote it.
         num_ranks: Ranks over which the experts are spread.
         pretended: One process stands for all ranks; see :mod:`.emulation`.
@@ -59,7 +82,7 @@ class Job:
 
     cases: tuple[Case, ...]
     schedules: tuple[str, ...]
-    degrees: tuple[int, ...]
+    cuts: tuple[Cut, ...]
     link: str
     num_ranks: int
     pretended: bool
@@ -73,9 +96,9 @@ class Job:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What is compared: stock first, then every schedule at every degree."""
-        rows = (Variant(schedule, degree) for schedule in self.schedules for degree in self.degrees)
-        return (Variant(STOCK, 1), *rows)
+        """What is compared: stock first, then every schedule with every cut."""
+        rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
+        return (Variant(STOCK, Cut(1)), *rows)
 
     @property
     def num_processes(self) -> int:
@@ -91,6 +114,9 @@ class Job:
         """Read what :meth:`to_json` wrote."""
         found = json.loads(line)
         found["cases"] = tuple(Case(**case) for case in found["cases"])
-        for key in ("schedules", "degrees", "cores"):
+        found["cuts"] = tuple(
+            Cut(**{**cut, "shares": tuple(cut["shares"]) if cut["shares"] else None}) for cut in found["cuts"]
+        )
+        for key in ("schedules", "cores"):
             found[key] = tuple(found[key])
         return cls(**found)

@@ -89,7 +89,7 @@ def _by_degree(axes: Axes, document: Mapping[str, Any]) -> None:
     for schedule in _schedules(document):
         degrees = _degrees(document, schedule)
         speedups = [
-            [row["speedup"] for case in document["cases"] for row in case["rows"]
+            [row["speedup"] for case in document["cases"] for row in _plain(case)
              if (row["schedule"], row["degree"]) == (schedule, degree)]
             for degree in degrees
         ]  # fmt: skip
@@ -157,14 +157,19 @@ def _bars(
     axes.margins(x=0.02)
 
 
+def _plain(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of equal chunks and one degree, as in the paper; the table shows the others."""
+    return [row for row in case["rows"] if not row.get("shares") and not row.get("backward_degree")]
+
+
 def _schedules(document: Mapping[str, Any]) -> list[str]:
     """Those measured at more than degree 1, in the order of the result."""
-    rows = (row for case in document["cases"] for row in case["rows"] if row["degree"] > 1)
+    rows = (row for case in document["cases"] for row in _plain(case) if row["degree"] > 1)
     return list(dict.fromkeys(row["schedule"] for row in rows))
 
 
 def _degrees(document: Mapping[str, Any], schedule: str) -> list[int]:
-    rows = (row for case in document["cases"] for row in case["rows"])
+    rows = (row for case in document["cases"] for row in _plain(case))
     return sorted({row["degree"] for row in rows if row["schedule"] == schedule})
 
 
@@ -176,7 +181,7 @@ def _shown_degree(document: Mapping[str, Any]) -> int | None:
 
 def _row(case: Mapping[str, Any], schedule: str, degree: int | None) -> Mapping[str, Any] | None:
     """The row at a degree; the fastest of the chunked ones for None."""
-    rows = [row for row in case["rows"] if row["schedule"] == schedule and row["degree"] > 1]
+    rows = [row for row in _plain(case) if row["schedule"] == schedule and row["degree"] > 1]
     if degree is not None:
         rows = [row for row in rows if row["degree"] == degree]
     return min(rows, key=lambda row: row["ms"], default=None)

@@ -115,7 +115,10 @@ def _row(
     median_ms = statistics.median(samples)
     row: dict[str, Any] = {
         "schedule": variant.schedule,
-        "degree": variant.degree,
+        "degree": variant.cut.degree,
+        "backward_degree": variant.cut.backward_degree,
+        "shares": variant.cut.shares,
+        "cut": str(variant.cut),
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),

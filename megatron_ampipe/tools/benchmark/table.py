@@ -37,7 +37,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
             table.add_row(
                 "",
                 row["schedule"],
-                str(row["degree"]),
+                # An older result has degrees alone.
+                row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",
                 f"{row['speedup']:.3f}",
                 f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
