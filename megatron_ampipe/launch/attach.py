@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training import training
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_ampipe import compat
-from megatron_ampipe.config import TRACED_ITERATIONS, refuse_unsupported
+from megatron_ampipe.config import AUTO, TRACED_ITERATIONS, refuse_unsupported
 from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch.auto import AutoDegree, print_on_first_rank
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
+from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout
+from megatron_ampipe.schedule import Chunk, SequenceLayout
 
 
 def attach(
@@ -59,8 +62,6 @@ def attach(
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
     )
-    pipeline = context.pipeline
-    chunks = pipeline.chunks(args.seq_length, layout)
     on_gpu = not host.installed()
     transformer = model_config.transformer
     kernel = kernel_name(
@@ -72,10 +73,9 @@ def attach(
         dropout=transformer.attention_dropout > 0,
         window=transformer.window_size is not None,
     )
+    chosen = _choose_degree(args, context) if config.degree == AUTO else _chosen_rows(context, args, layout)
     rows = [
-        ("degree", _degree(pipeline)),
-        ("schedule", config.schedule),
-        ("chunk boundaries", _boundaries(chunks)),
+        *chosen,
         ("attention", kernel),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -84,10 +84,31 @@ def attach(
     return context
 
 
-def _degree(pipeline: Pipeline) -> str:
-    if pipeline.of_backward == pipeline.degree:
-        return str(pipeline.degree)
-    return f"{pipeline.degree} forward, {pipeline.of_backward} backward"
+def _choose_degree(args: argparse.Namespace, context: AMPipeContext) -> list[tuple[str, str]]:
+    """Have the degree chosen between iterations; the rows of the start-up table."""
+    auto = AutoDegree(context, planner=None, say=print_on_first_rank)
+    training.train_step = auto.around(training.train_step)
+    rows = args.seq_length // (args.tensor_model_parallel_size * args.context_parallel_size)
+    tried = ", ".join(map(str, candidates(rows)))
+    return [
+        ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
+        ("schedule", context.config.schedule),
+    ]
+
+
+def _chosen_rows(
+    context: AMPipeContext, args: argparse.Namespace, layout: SequenceLayout
+) -> list[tuple[str, str]]:
+    """What the context's pipeline is, for the start-up table."""
+    pipeline = context.pipeline
+    degree = str(pipeline.degree)
+    if pipeline.of_backward != pipeline.degree:
+        degree += f" forward, {pipeline.of_backward} backward"
+    return [
+        ("degree", degree),
+        ("schedule", pipeline.order.name if pipeline.order else pipeline.schedule),
+        ("chunk boundaries", _boundaries(pipeline.chunks(args.seq_length, layout))),
+    ]
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:

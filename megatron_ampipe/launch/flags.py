@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_ampipe.config import (
+    AUTO,
     CAPACITY_SCOPES,
     SCHEDULE_NAMES,
     TRACED_ITERATIONS,
@@ -23,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--ampipe-degree",
-        type=int,
+        type=_degree,
         default=None,
         metavar="N",
         help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
-        "layers (default: 1)",
+        "layers, auto tries several in the first iterations and stays with the fastest (default: 1)",
     )
     group.add_argument(
         "--ampipe-backward-degree",
@@ -67,6 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
     return parser
+
+
+def _degree(text: str) -> int | str:
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
 
 
 def config_from_args(args: argparse.Namespace) -> AMPipeConfig:

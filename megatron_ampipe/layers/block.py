@@ -82,6 +82,7 @@ class PipelinedBlock:
     def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
         on_gpu = hidden.is_cuda
+        self._context.recorder.passes.saw(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=on_gpu)
         stages = MegatronStages(
             self,

@@ -470,9 +470,10 @@ class BlockCall:
             return None
 
         self._recorder.enter(self._layer, direction)
-        self._executor.execute(
-            self._plan.order[direction], self._plan.needs[direction], run, self._recorder
-        )
+        with self._recorder.passes.timed(direction):
+            self._executor.execute(
+                self._plan.order[direction], self._plan.needs[direction], run, self._recorder
+            )
         self._held.clear()
 
     def _travel(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ampipe.runtime.pass_timer import PassTimer
 from megatron_ampipe.schedule.types import Direction, Stage
 from megatron_ampipe.timeline import StageSpan, Timeline
 
@@ -44,6 +45,8 @@ class Recorder:
         self._recording = False
         self._layer = 0
         self._direction = Direction.FORWARD
+        self.passes = PassTimer()
+        """Times of whole passes, which others ask for."""
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def start_iteration(self, iteration: int) -> None:

@@ -1,0 +1,149 @@
+"""``--ampipe-degree auto``: which pipeline the blocks run with, decided between iterations.
+
+With a cluster file the decision is a plan; without one, :mod:`.trials` during the first iterations. Whatever
+a rank measures is reduced over all ranks before anything is decided from it, and a plan is compared over the
+ranks before it is used: every rank must issue the same collectives. Called by :mod:`.attach`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.launch.trials import Choice, Trials, candidates
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.schedule import Direction, Pipeline, to_text
+
+Shape = tuple[int, int]
+"""Rows of the residual stream that a rank holds, and batch."""
+
+Planner = Callable[[Shape], Choice]
+"""Chooses from figures that are known beforehand; the same on every rank."""
+
+TrainStep = Callable[..., Any]
+
+
+class AutoDegree:
+    """Chooses a pipeline for each shape of input that training meets, once.
+
+    Args:
+        context: Whose pipeline is set.
+        planner: Chooses without measuring; without one, the first iterations are measured.
+        say: Tells the user a line; called on every rank.
+    """
+
+    def __init__(
+        self, context: AMPipeContext, *, planner: Planner | None, say: Callable[[str], None]
+    ) -> None:
+        self._context, self._planner, self._say = context, planner, say
+        self._choices: dict[Shape, Choice] = {}
+        self._shape: Shape | None = None
+        self._trials: Trials | None = None
+        self._agreed = planner is None
+
+    def start(self, shape: Shape) -> Choice | None:
+        """Plan for the shape that the flags announce, before process groups exist; None without a planner."""
+        if self._planner is None:
+            return None
+        choice = self._planner(shape)
+        self._shape, self._choices[shape] = shape, choice
+        self._context.pipeline = choice.pipeline
+        return choice
+
+    def around(self, train_step: TrainStep) -> TrainStep:
+        """Megatron's training step, followed by a decision. All ranks run it equally often."""
+
+        @functools.wraps(train_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._agreed:
+                require_agreement(self._context.pipeline)
+                self._agreed = True
+            passes = self._context.recorder.passes
+            passes.restart()
+            passes.measuring = self._trials is not None
+            try:
+                result = train_step(*args, **kwargs)
+            finally:
+                passes.measuring = False
+            self._decide()
+            return result
+
+        return step
+
+    def _decide(self) -> None:
+        passes = self._context.recorder.passes
+        times_us = [passes.sum_us(direction) for direction in Direction]
+        *times_us, rows, batch = _largest_over_ranks([*times_us, *passes.shape])
+        shape = (int(rows), int(batch))
+        if 0 in shape:
+            # No rank ran a block, as when Megatron skips an iteration.
+            return
+        if shape != self._shape:
+            self._meet(shape)
+        elif self._trials is not None:
+            self._trials.tell(*times_us)
+        if self._trials is not None:
+            self._context.pipeline = self._trials.pipeline
+            if self._trials.choice is not None:
+                self._settle(self._trials.choice)
+
+    def _meet(self, shape: Shape) -> None:
+        """Another shape than in the iteration before; its times say nothing about this one."""
+        self._shape, self._trials = shape, None
+        if shape in self._choices:
+            self._settle(self._choices[shape])
+        elif self._planner is not None:
+            choice = self._planner(shape)
+            require_agreement(choice.pipeline)
+            self._settle(choice)
+        else:
+            degrees = candidates(shape[0])
+            self._trials = Trials(degrees, schedule=self._context.config.schedule)
+            tried = ", ".join(map(str, degrees))
+            self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, an iteration each")
+
+    def _settle(self, choice: Choice) -> None:
+        assert self._shape is not None
+        self._trials = None
+        self._context.pipeline = choice.pipeline
+        if self._choices.get(self._shape) is not choice:
+            self._choices[self._shape] = choice
+            rows, batch = self._shape
+            self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
+
+
+def require_agreement(pipeline: Pipeline) -> None:
+    """Hold a pipeline that every rank chose by itself against the first rank's.
+
+    Raises:
+        RunFailed: on every rank, if some rank chose otherwise.
+    """
+    order = "" if pipeline.order is None else to_text(pipeline.order)
+    decisions: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(decisions, (str(pipeline), order))
+    for rank, found in enumerate(decisions):
+        if found != decisions[0]:
+            raise RunFailed(
+                f"rank {rank} runs '{found[0]}' and rank 0 '{decisions[0][0]}': they read different files. "
+                "Put one file where every rank sees it, and name it by its full path."
+            )
+
+
+def print_on_first_rank(line: str) -> None:
+    """A line of the log."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"AMPipe: {line}", flush=True)
+
+
+def _largest_over_ranks(numbers: list[float]) -> list[float]:
+    """The maximum of each number over all ranks, the same on all of them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reduced = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return [float(number) for number in reduced.tolist()]

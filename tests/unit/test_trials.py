@@ -1,0 +1,97 @@
+"""Which degrees the trials settle on, and that they depend on nothing but what they are told."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ampipe.launch.trials import HOPELESS, ROUNDS, Trials, candidates
+from megatron_ampipe.schedule import Pipeline
+
+Cost = Callable[[Pipeline], tuple[float, float]]
+
+
+def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
+    """Run iterations until the trials are over; what they ran with."""
+    trials, ran = Trials(degrees, schedule="ampipe"), []
+    while trials.choice is None:
+        ran.append(trials.pipeline)
+        trials.tell(*cost(trials.pipeline))
+        assert len(ran) < 100, "never settles"
+    return trials, ran
+
+
+def of_table(forward: dict[int, float], backward: dict[int, float], *, mixing: float = 0.0) -> Cost:
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        extra = mixing if pipeline.of_backward != pipeline.degree else 0.0
+        return forward[pipeline.degree] + extra, backward[pipeline.of_backward] + extra
+
+    return cost
+
+
+def chosen(trials: Trials) -> tuple[int, int]:
+    assert trials.choice is not None
+    pipeline = trials.choice.pipeline
+    assert trials.pipeline == pipeline
+    return pipeline.degree, pipeline.of_backward
+
+
+def test_the_fastest_degree_stays() -> None:
+    trials, ran = settle([1, 2, 4], of_table({1: 9.0, 2: 6.0, 4: 7.0}, {1: 19.0, 2: 11.0, 4: 12.0}))
+    assert chosen(trials) == (2, 2)
+    assert len(ran) == 3 + 3 * ROUNDS
+    assert trials.choice is not None
+    assert "against 0.0 ms with degree 1" in trials.choice.reason
+    trials.tell(1.0, 1.0)
+    assert chosen(trials) == (2, 2)
+
+
+def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
+    costs = ({1: 9.0, 2: 6.0, 4: 8.0}, {1: 19.0, 2: 14.0, 4: 11.0})
+    assert chosen(settle([1, 2, 4], of_table(*costs))[0]) == (2, 4)
+    # A pair that costs more than its halves promise is found out by its own trial.
+    assert chosen(settle([1, 2, 4], of_table(*costs, mixing=3.0))[0]) == (4, 4)
+
+
+def test_a_difference_of_less_than_a_percent_buys_no_higher_degree() -> None:
+    costs = {1: 100.0, 2: 99.5, 4: 99.2, 8: 120.0}
+    assert chosen(settle([1, 2, 4, 8], of_table(costs, costs))[0]) == (1, 1)
+
+
+def test_hopeless_degrees_are_not_tried_again() -> None:
+    costs = {1: 10.0, 2: 11.0, 4: 10.0 * HOPELESS + 1}
+    _, ran = settle([1, 2, 4], of_table(costs, costs))
+    tried = [pipeline.degree for pipeline in ran]
+    assert tried.count(4) == 2
+    assert tried.count(2) == 1 + ROUNDS
+
+
+def test_a_first_slow_iteration_does_not_count() -> None:
+    seen: set[Pipeline] = set()
+
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        first = pipeline not in seen
+        seen.add(pipeline)
+        return (1000.0, 1000.0) if first and pipeline.degree == 2 else (10.0 / pipeline.degree, 1.0)
+
+    assert chosen(settle([1, 2], cost)[0])[0] == 2
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=60, max_size=60), st.integers(1, 4))
+def test_who_is_told_the_same_decides_the_same(times: list[float], count: int) -> None:
+    degrees = (1, 2, 4, 8)[:count]
+
+    def told() -> tuple[list[Pipeline], tuple[int, int]]:
+        numbers = iter(times * 4)
+        trials, ran = settle(degrees, lambda _: (next(numbers), next(numbers)))
+        return ran, chosen(trials)
+
+    assert told() == told()
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(1, (1,)), (31, (1, 2)), (64, (1, 2, 4, 8)), (4096, (1, 2, 4, 8, 16))]
+)
+def test_no_degree_is_tried_whose_chunks_would_be_tiny(rows: int, expected: tuple[int, ...]) -> None:
+    assert candidates(rows) == expected
