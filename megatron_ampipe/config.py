@@ -39,8 +39,12 @@ class AMPipeConfig:
     leaves the choice to a plan or to the first iterations."""
     backward_degree: int | None = None
     """Number of chunks of the backward pass; as ``degree`` if None. One of the two divides the other."""
-    shares: tuple[float, ...] | None = None
+    chunks: tuple[float, ...] | None = None
     """Share of the sequence of each chunk, with a sum of 1; equal if None."""
+    cluster: str | None = None
+    """Cluster file from which ``auto`` plans; None to try degrees in the first iterations."""
+    plan: str | None = None
+    """Plan file that the degrees, chunks and order of stages were read from."""
     schedule: str = "ampipe"
     """Name of the order of the stages; one of :data:`SCHEDULE_NAMES`."""
     capacity_scope: str = "sequence"
@@ -51,16 +55,23 @@ class AMPipeConfig:
 
     def __post_init__(self) -> None:
         if self.degree != AUTO:
-            check_pipeline(self.degree, self.backward_degree, self.shares)
-        elif self.backward_degree is not None or self.shares is not None:
+            check_pipeline(self.degree, self.backward_degree, self.chunks)
+        elif self.backward_degree is not None or self.chunks is not None:
             flag, value = "--ampipe-backward-degree", str(self.backward_degree)
-            if self.shares is not None:
-                flag, value = "--ampipe-chunks", ",".join(f"{share:.6g}" for share in self.shares)
+            if self.chunks is not None:
+                flag, value = "--ampipe-chunks", ",".join(f"{share:.6g}" for share in self.chunks)
             raise BadInput(
                 flag,
                 value,
                 rule="is what --ampipe-degree auto chooses",
                 remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
+            )
+        if self.cluster is not None and self.degree != AUTO:
+            raise BadInput(
+                "--ampipe-cluster",
+                self.cluster,
+                rule=f"has no effect at --ampipe-degree {self.degree}, which is not chosen by us",
+                remedy="Use --ampipe-degree auto, or leave it out.",
             )
         if self.schedule not in SCHEDULE_NAMES:
             raise BadInput(
@@ -76,6 +87,11 @@ class AMPipeConfig:
                 rule=f"is not one of {', '.join(CAPACITY_SCOPES)}",
                 remedy="Use --ampipe-capacity-scope sequence, which drops the tokens that a stock run drops.",
             )
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether MoE layers are built as ours; Megatron's own otherwise."""
+        return self.degree == AUTO or max(self.degree, self.backward_degree or 1) > 1
 
 
 def check_pipeline(degree: int, backward_degree: int | None, shares: tuple[float, ...] | None) -> None:
@@ -165,7 +181,7 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     Raises:
         BadInput: for the first row that applies, or a degree that the sequence cannot be cut into.
     """
-    if config.degree == 1:
+    if not config.pipelined:
         return
     if config.degree != AUTO and config.degree > arguments.seq_length:
         raise BadInput(

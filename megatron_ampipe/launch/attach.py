@@ -17,7 +17,8 @@ from megatron.training.models.gpt import default_layer_spec
 from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS, refuse_unsupported
 from megatron_ampipe.launch import flags, host
-from megatron_ampipe.launch.auto import AutoDegree, print_on_first_rank
+from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
+from megatron_ampipe.launch.planned import planner_of, read_pipeline
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import candidates
@@ -47,8 +48,11 @@ def attach(
     """
     compat.require_peers()
     config = flags.config_from_args(args)
-    if config.degree == 1:
-        print_startup_table([("degree", "1: Megatron's own layers")], adjustments)
+    if not config.pipelined:
+        rows = [("degree", "1: Megatron's own layers")]
+        if config.plan is not None:
+            rows.append(("why", read_pipeline(args, config.plan).reason))
+        print_startup_table(rows, adjustments)
         return None
     refuse_unsupported(config, args)
     if config.trace_dir is not None:
@@ -73,9 +77,8 @@ def attach(
         dropout=transformer.attention_dropout > 0,
         window=transformer.window_size is not None,
     )
-    chosen = _choose_degree(args, context) if config.degree == AUTO else _chosen_rows(context, args, layout)
     rows = [
-        *chosen,
+        *_choose(args, context, layout),
         ("attention", kernel),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -84,30 +87,36 @@ def attach(
     return context
 
 
-def _choose_degree(args: argparse.Namespace, context: AMPipeContext) -> list[tuple[str, str]]:
-    """Have the degree chosen between iterations; the rows of the start-up table."""
-    auto = AutoDegree(context, planner=None, say=print_on_first_rank)
-    training.train_step = auto.around(training.train_step)
-    rows = args.seq_length // (args.tensor_model_parallel_size * args.context_parallel_size)
-    tried = ", ".join(map(str, candidates(rows)))
-    return [
-        ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
-        ("schedule", context.config.schedule),
-    ]
-
-
-def _chosen_rows(
-    context: AMPipeContext, args: argparse.Namespace, layout: SequenceLayout
+def _choose(
+    args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout
 ) -> list[tuple[str, str]]:
-    """What the context's pipeline is, for the start-up table."""
+    """Settle how blocks are run, or who will; the rows about it in the start-up table."""
+    config, choice = context.config, None
+    if config.plan is not None:
+        choice = read_pipeline(args, config.plan)
+        context.pipeline = choice.pipeline
+        training.train_step = agreed_upon(context, training.train_step)
+    elif config.degree == AUTO:
+        planner = None if config.cluster is None else planner_of(args, config.cluster)
+        auto = AutoDegree(context, planner=planner, say=print_on_first_rank)
+        rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
+        choice = auto.start((rows, args.micro_batch_size))
+        training.train_step = auto.around(training.train_step)
+        if choice is None:
+            tried = ", ".join(map(str, candidates(rows)))
+            return [
+                ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
+                ("schedule", config.schedule),
+            ]
     pipeline = context.pipeline
     degree = str(pipeline.degree)
     if pipeline.of_backward != pipeline.degree:
         degree += f" forward, {pipeline.of_backward} backward"
     return [
         ("degree", degree),
-        ("schedule", pipeline.order.name if pipeline.order else pipeline.schedule),
+        ("schedule", pipeline.name),
         ("chunk boundaries", _boundaries(pipeline.chunks(args.seq_length, layout))),
+        *([("why", choice.reason)] if choice is not None else []),
     ]
 
 

@@ -118,6 +118,21 @@ class AutoDegree:
             self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
 
 
+def agreed_upon(context: AMPipeContext, train_step: TrainStep) -> TrainStep:
+    """Megatron's training step; before the first one, the pipeline that every rank read is compared."""
+    agreed = False
+
+    @functools.wraps(train_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal agreed
+        if not agreed:
+            require_agreement(context.pipeline)
+            agreed = True
+        return train_step(*args, **kwargs)
+
+    return step
+
+
 def require_agreement(pipeline: Pipeline) -> None:
     """Hold a pipeline that every rank chose by itself against the first rank's.
 

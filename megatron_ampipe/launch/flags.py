@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megatron_ampipe.config import (
     AUTO,
@@ -13,6 +14,7 @@ from megatron_ampipe.config import (
     parse_shares,
 )
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -44,6 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SHARE,SHARE",
         help="share of the sequence of every chunk, for example 0.4,0.3,0.3, in place of equal ones; implies "
         "the degree",
+    )
+    group.add_argument(
+        "--ampipe-cluster",
+        default=None,
+        metavar="FILE",
+        help="cluster file that 'ampipe profile' wrote, or the name of one of ours: --ampipe-degree auto "
+        "then plans at the start and tries nothing",
+    )
+    group.add_argument(
+        "--ampipe-plan",
+        default=None,
+        metavar="FILE",
+        help="plan that 'ampipe plan --output' wrote: degrees, chunks and order of the stages",
     )
     group.add_argument(
         "--ampipe-schedule",
@@ -95,13 +110,24 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     shares = None
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
+    if args.ampipe_plan is not None:
+        _refuse_beside_a_plan(args)
+        return _of_plan(args)
+    if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
+        raise BadInput(
+            "--ampipe-schedule",
+            args.ampipe_schedule,
+            rule="is what a plan from --ampipe-cluster chooses",
+            remedy="Leave one of the two out.",
+        )
     degree = args.ampipe_degree
     if degree is None:
         degree = 1 if shares is None else len(shares)
     config = AMPipeConfig(
         degree=degree,
         backward_degree=args.ampipe_backward_degree,
-        shares=shares,
+        chunks=shares,
+        cluster=args.ampipe_cluster,
         schedule=args.ampipe_schedule or "ampipe",
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
@@ -122,3 +148,29 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
                     remedy=f"Add --ampipe-degree 4, or leave {flag} out.",
                 )
     return config
+
+
+def _of_plan(args: argparse.Namespace) -> AMPipeConfig:
+    """The settings of a plan file; its order of stages is read again where layers are attached."""
+    plan = Plan.read(Path(args.ampipe_plan))
+    forward, backward = plan.forward_degree, plan.backward_degree
+    return AMPipeConfig(
+        degree=forward,
+        backward_degree=None if backward == forward else backward,
+        plan=args.ampipe_plan,
+        capacity_scope=args.ampipe_capacity_scope or "sequence",
+        trace_dir=args.ampipe_trace_dir,
+    )
+
+
+def _refuse_beside_a_plan(args: argparse.Namespace) -> None:
+    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule"):
+        value = getattr(args, f"ampipe_{name}")
+        flag = f"--ampipe-{name.replace('_', '-')}"
+        if value is not None:
+            raise BadInput(
+                flag,
+                value,
+                rule=f"is what the plan {args.ampipe_plan} says",
+                remedy=f"Leave {flag} or --ampipe-plan out.",
+            )

@@ -62,7 +62,7 @@ def write_trace(context: AMPipeContext | None) -> None:
         return
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     pipeline = context.pipeline
-    labels = {"degree": str(pipeline.degree), "schedule": pipeline.schedule}
+    labels = {"degree": str(pipeline.degree), "schedule": pipeline.name}
     if pipeline.of_backward != pipeline.degree:
         labels["backward degree"] = str(pipeline.of_backward)
     timeline = context.recorder.timeline(rank=rank, labels=labels)

@@ -34,7 +34,7 @@ class AMPipeContext:
         self.pipeline = Pipeline(
             degree=1 if config.degree == AUTO else config.degree,
             backward_degree=config.backward_degree,
-            shares=config.shares,
+            shares=config.chunks,
             schedule=config.schedule,
         )
 

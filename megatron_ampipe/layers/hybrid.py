@@ -72,7 +72,7 @@ class AMPipeHybridStack(HybridStack):
 
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
     """The same hybrid stack with its attention-MoE pairs pipelined; ``spec`` itself at degree 1."""
-    if context.config.degree == 1:
+    if not context.config.pipelined:
         return spec
     submodules: HybridStackSubmodules = spec.submodules
     replaced = {

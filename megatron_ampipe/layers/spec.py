@@ -30,7 +30,7 @@ def pipelined(
     Raises:
         BadInput: an MoE layer is of a class that AMPipe does not know.
     """
-    if context.config.degree == 1:
+    if not context.config.pipelined:
         return spec
     if isinstance(spec, ModuleSpec):
         return _pipelined_layer(spec, context)

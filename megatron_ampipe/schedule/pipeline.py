@@ -6,7 +6,7 @@ between two iterations. Carried to the blocks by ``layers.context``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ampipe.config import check_pipeline
 from megatron_ampipe.schedule.build import build
@@ -27,7 +27,8 @@ class Pipeline:
     Attributes:
         degree: Of the forward pass.
         backward_degree: Of the backward pass; one of the two divides the other. As ``degree`` if None.
-        shares: Of the sequence, one for each chunk of the forward pass, with a sum of 1; equal if None.
+        shares: Of the sequence, with a sum of 1: one for each chunk, or for each part of the forward pass,
+            whose chunks are then equal. All equal if None.
         schedule: Name of the order of the stages.
         order: A searched order in place of the named one; has these degrees.
 
@@ -40,16 +41,26 @@ class Pipeline:
     shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
     order: Schedule | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_pipeline(self.degree, self.backward_degree, self.shares)
+        shares = self.shares
+        if shares is not None and len(shares) == self.num_chunks:
+            shares = None
+        check_pipeline(self.degree, self.backward_degree, shares)
         if self.order is not None:
             assert (self.order.degree, self.order.of_backward) == (self.degree, self.of_backward)
+        values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        # Blocks look up by it in every pass, and an order has hundreds of stages.
+        return self._hash
 
     @property
     def of_backward(self) -> int:
         """The degree of the backward pass."""
-        return self.backward_degree or self.degree
+        return self.degree if self.backward_degree is None else self.backward_degree
 
     @property
     def num_chunks(self) -> int:
@@ -67,7 +78,7 @@ class Pipeline:
             BadInput: some chunk would be empty, or the ranks cannot hold equal parts.
         """
         shares = self.shares
-        if shares is not None:
+        if shares is not None and len(shares) < self.num_chunks:
             parts = self.num_chunks // self.degree
             shares = tuple(share / parts for share in shares for _ in range(parts))
         return chunk_sequence(sequence_length, degree=self.num_chunks, shares=shares, layout=layout)
@@ -83,9 +94,14 @@ class Pipeline:
         check(schedule, features)
         return schedule
 
+    @property
+    def name(self) -> str:
+        """Of the order of the stages."""
+        return self.order.name if self.order is not None else self.schedule
+
     def __str__(self) -> str:
         degree = f"degree {self.degree}"
         if self.of_backward != self.degree:
             degree += f" forward, {self.of_backward} backward"
         shares = "" if self.shares is None else f", shares {' '.join(f'{s:.4g}' for s in self.shares)}"
-        return f"{degree}{shares}, schedule {self.order.name if self.order else self.schedule}"
+        return f"{degree}{shares}, schedule {self.name}"

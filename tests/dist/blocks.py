@@ -18,7 +18,6 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Pipeline
 from tests.dist.cases import Case
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
@@ -72,18 +71,17 @@ def build_layers(case: Case, recorder: Recorder | None = None) -> tuple[torch.nn
         config.multi_latent_attention,
         normalization=config.normalization,
     )
-    cut = {"backward_degree": case.backward_degree, "shares": case.shares}
-    # Degree 1 means stock, and a pass in one chunk is what is asked for where the other pass has more.
-    one_chunk = case.degree == 1 and case.backward_degree is not None
     context = AMPipeContext(
-        AMPipeConfig(degree="auto")
-        if one_chunk
-        else AMPipeConfig(degree=case.degree, schedule=case.schedule, **cut),
+        AMPipeConfig(
+            degree=case.degree,
+            backward_degree=case.backward_degree,
+            chunks=case.shares,
+            schedule=case.schedule,
+        ),
         recorder=recorder or Recorder(),
         executor=EXECUTORS[case.executor](),
         kernel=case.kernel,
     )
-    context.pipeline = Pipeline(degree=case.degree, schedule=case.schedule, **cut)
     torch.manual_seed(11)
     stock = build_module(spec, config=config, layer_number=1)
     ours = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)

@@ -52,6 +52,30 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-chunks", "a,b"],
         "--ampipe-chunks a,b: is not a list of numbers",
     ),
+    "cluster-at-degree-4": (
+        [*ACCEPTED, "--ampipe-cluster", "dgx-h100"],
+        "--ampipe-cluster dgx-h100: has no effect at --ampipe-degree 4",
+    ),
+    "chunks-with-auto": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-chunks", "0.5,0.5"],
+        "--ampipe-chunks 0.5,0.5: is what --ampipe-degree auto chooses. Leave --ampipe-chunks out",
+    ),
+    "backward-degree-with-auto": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-backward-degree", "2"],
+        "--ampipe-backward-degree 2: is what --ampipe-degree auto chooses.",
+    ),
+    "cluster-unknown": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "nowhere"],
+        "--ampipe-cluster nowhere: is neither a file nor a cluster of ours",
+    ),
+    "schedule-with-cluster": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "dgx-h100", "--ampipe-schedule", "ampipe"],
+        "--ampipe-schedule ampipe: is what a plan from --ampipe-cluster chooses",
+    ),
+    "plan-with-degree": (
+        [*ACCEPTED, "--ampipe-plan", "plan.yaml"],
+        "--ampipe-degree 4: is what the plan plan.yaml says. Leave --ampipe-degree or --ampipe-plan out.",
+    ),
     "schedule-unknown": ([*ACCEPTED, "--ampipe-schedule", "best"], "Use one of: "),
     "schedule-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-schedule", "ampipe"],

@@ -92,7 +92,7 @@ class BlockFactory:
         return AMPipeConfig(
             degree=cut.degree,
             backward_degree=cut.backward_degree,
-            shares=cut.shares,
+            chunks=cut.shares,
             schedule=variant.schedule,
         )
 
