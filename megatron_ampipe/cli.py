@@ -21,6 +21,7 @@ INTERRUPTED = 130
 TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
+    "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.schedule import chunk_sequence
 from megatron_ampipe.tools.benchmark import machine, network, ranks, result
+from megatron_ampipe.tools.benchmark.arguments import at_least, cores_of
 from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Cut, Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
@@ -64,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
     add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
     add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
-    add("--ranks", metavar="N", type=_at_least(1), default=2, help="expert-parallel ranks" + chosen)
-    add("--repeats", metavar="N", type=_at_least(1), default=10, help="timed passes of each layer" + chosen)
-    add("--warmup", metavar="N", type=_at_least(0), default=2, help="passes before those" + chosen)
-    add("--seed", metavar="N", type=_at_least(0), default=1, help="of weights and inputs" + chosen)
-    add("--timeout", metavar="S", type=_at_least(1), default=300, help=timeout + chosen)
+    add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
+    add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
+    add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
+    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights and inputs" + chosen)
+    add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
     add("--pretend-peers", action="store_true", help=pretend)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
@@ -174,7 +174,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else _cores(arguments.ranks),
+        cores=() if num_gpus else cores_of(arguments.ranks),
     )
     if job.pretended and not link.emulated:
         raise BadInput(
@@ -215,14 +215,6 @@ def _check_cases(job: Job, grid: Grid) -> None:
                 chunk_sequence(case.sequence_length, degree=degree, shares=shares, flag="--chunks")
 
 
-def _cores(num_ranks: int) -> tuple[int, ...]:
-    """A core for each rank where there are enough, else none is pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    usable = sorted(os.sched_getaffinity(0))
-    return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
-
-
 def _cuts(degrees: str, chunks: list[str]) -> tuple[Cut, ...]:
     found = [_cut(word, degrees) for word in degrees.split(",")]
     for text in chunks:
@@ -260,19 +252,6 @@ def _schedules(text: str) -> tuple[str, ...]:
             remedy="Use --schedules moe-only,ampipe.",
         )
     return tuple(dict.fromkeys(words))
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
-
-    return whole_number
 
 
 def _emulated(document: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.benchmark.grid import Case
@@ -71,9 +72,22 @@ class BlockFactory:
             for parameter in self.stock.mlp.experts.parameters():
                 parameter.normal_(std=self._config.init_method_std)
 
-    def build(self, variant: Variant) -> torch.nn.Module:
-        """The variant as a user would get it, on the stock layer's parameters."""
-        context = AMPipeContext(self._settings(variant), kernel=self.kernel)
+    def build(
+        self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
+    ) -> torch.nn.Module:
+        """The variant as a user would get it, on the stock layer's parameters.
+
+        Args:
+            variant: Which.
+            recorder: Told of every stage, if anyone shall be.
+            executor: In place of the one that a user gets.
+        """
+        context = AMPipeContext(
+            self._settings(variant),
+            recorder=recorder or Recorder(),
+            executor=executor,
+            kernel=self.kernel,
+        )
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(
@@ -81,10 +95,7 @@ class BlockFactory:
     ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
         """The same layer, its stages run alone and recorded."""
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer()
-        context = AMPipeContext(
-            self._settings(variant), recorder=recorder, executor=timer, kernel=self.kernel
-        )
-        return self._on_stock_parameters(pipelined(self._spec, context)), recorder, timer
+        return self.build(variant, recorder=recorder, executor=timer), recorder, timer
 
     @staticmethod
     def _settings(variant: Variant) -> AMPipeConfig:

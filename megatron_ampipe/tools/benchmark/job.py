@@ -78,6 +78,7 @@ class Job:
         timeout_s: After so long a collective is given up.
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
+        profiles: Operations are measured around each case, for ``ampipe profile``; no layers are compared.
     """
 
     cases: tuple[Case, ...]
@@ -93,6 +94,7 @@ class Job:
     timeout_s: float
     rendezvous: str
     cores: tuple[int, ...]
+    profiles: bool = False
 
     @property
     def variants(self) -> tuple[Variant, ...]:

@@ -1,7 +1,8 @@
-"""What each rank of ``ampipe bench`` runs: ``python -m megatron_ampipe.tools.benchmark.worker``.
+"""What each rank of ``ampipe bench`` and ``ampipe profile`` runs.
 
-Reads its orders from standard input, answers on standard output (see :mod:`.job`), and writes everything
-else to standard error. It dies with the process that started it. Started by :mod:`.ranks`.
+``python -m megatron_ampipe.tools.benchmark.worker`` reads its orders from standard input, answers on standard
+output (see :mod:`.job`), and writes everything else to standard error. It dies with the process that started
+it. Started by :mod:`.ranks`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
         os.sched_setaffinity(0, {job.cores[rank]})
     _start_torch(job, rank=rank)
     from megatron_ampipe.tools.benchmark.passes import measure
+    from megatron_ampipe.tools.profiling.measure import measure as profile
 
     _answer(answers, event="ready", hardware=_hardware(job))
 
@@ -66,7 +68,20 @@ def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
         time.sleep(_PAUSE_S)
 
     for index, case in enumerate(job.cases):
-        _answer(answers, event="case", index=index, **measure(case, job, rank=rank, progress=progress))
+        if job.profiles:
+            found = profile(
+                case,
+                rank=rank,
+                num_ranks=job.num_ranks,
+                ranks_per_node=job.num_ranks,
+                repeats=job.repeats,
+                on_cuda=job.device == "cuda",
+                seed=job.seed,
+                progress=progress,
+            )
+        else:
+            found = measure(case, job, rank=rank, progress=progress)
+        _answer(answers, event="case", index=index, **found)
 
 
 def _start_torch(job: Job, *, rank: int) -> None:

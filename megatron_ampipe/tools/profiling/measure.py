@@ -1,0 +1,69 @@
+"""Everything that ``ampipe profile`` measures, on one rank, in the order in which all ranks measure it.
+
+Called by ``benchmark.worker`` on the ranks that the command started, and by the command under torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ampipe.tools.benchmark.blocks import BlockFactory
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.profiling.compute import ComputeSamples
+from megatron_ampipe.tools.profiling.samples import Sample
+from megatron_ampipe.tools.profiling.stages import DEGREES, block_times
+from megatron_ampipe.tools.profiling.timing import Stopwatch
+from megatron_ampipe.tools.profiling.traffic import TrafficSamples, node_groups
+
+STEPS = 6 + 1 + 2 * len(DEGREES)
+"""How often ``progress`` is called without a GPU; once more with one."""
+
+
+def measure(
+    case: Case,
+    *,
+    rank: int,
+    num_ranks: int,
+    ranks_per_node: int,
+    repeats: int,
+    on_cuda: bool,
+    seed: int,
+    progress: Callable[[], None],
+) -> dict[str, Any]:
+    """Measure around one block.
+
+    Args:
+        case: Whose sizes are measured.
+        rank: Of this process.
+        num_ranks: Over which experts are spread.
+        ranks_per_node: Of them on one machine.
+        repeats: Timed calls of each operation.
+        on_cuda: Whether there is a GPU.
+        seed: Of weights.
+        progress: Called after each step.
+
+    Returns:
+        ``samples``, ``slowdowns``, ``block`` (:func:`.stages.block_times`) and ``kernel``.
+    """
+    watch = Stopwatch(repeats=repeats, on_cuda=on_cuda)
+    factory = BlockFactory(case, rank=rank, num_ranks=num_ranks, on_cuda=on_cuda, seed=seed)
+    compute = ComputeSamples(case, kernel=factory.kernel, watch=watch)
+    traffic = TrafficSamples(case, watch=watch)
+    groups = node_groups(ranks_per_node)
+    samples: list[Sample] = []
+    for family in (compute.products, compute.attention, compute.memory, compute.permutation):
+        watch.meet()
+        samples += family()
+        progress()
+    samples += traffic.collectives(groups)
+    progress()
+    slowdowns = traffic.slowdowns(next(iter(groups.values())))
+    progress()
+    return {
+        "samples": [asdict(sample) for sample in samples],
+        "slowdowns": slowdowns,
+        "block": block_times(case, factory, watch=watch, progress=progress),
+        "kernel": factory.kernel,
+    }

@@ -1,0 +1,187 @@
+"""Samples of collectives, by the functions that training calls; how they and computation slow each other.
+
+Sizes are what one rank sends to the others of its group. Groups are the ranks of a node, and ranks of
+different nodes. Called by :mod:`.measure`; every rank measures the same things in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
+from megatron_ampipe.tools.benchmark.blocks import DTYPES
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.profiling.compute import CUTS
+from megatron_ampipe.tools.profiling.samples import Sample
+from megatron_ampipe.tools.profiling.timing import Stopwatch
+
+OVERLAP_US = 300e3
+"""How long computation and communication run side by side, about."""
+_MINIMUM_ROUNDS = 3
+
+
+class TrafficSamples:
+    """Measures the collectives of a block.
+
+    Args:
+        case: The block.
+        watch: Times.
+    """
+
+    def __init__(self, case: Case, *, watch: Stopwatch) -> None:
+        self._case, self._watch = case, watch
+        self._device = "cuda" if watch.on_cuda else "cpu"
+        self._dtype = DTYPES[case.dtype]
+
+    def collectives(self, groups: dict[str, dist.ProcessGroup]) -> Iterator[Sample]:
+        """Every collective over every group.
+
+        Args:
+            groups: ``intra`` and, where there are several nodes, ``inter``.
+        """
+        for name, group in groups.items():
+            for rows in self._rows(group.size()):
+                yield from self._exchanges(name, group, rows)
+            for rows in (1, *self._rows(group.size())):
+                yield from self._gathers(name, group, rows)
+
+    def _exchanges(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Sample]:
+        """All-to-alls of tokens and their probabilities, as many to each rank."""
+        ranks = group.size()
+        tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
+        splits = [rows // ranks] * ranks
+        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - 1) / ranks
+
+        def stock() -> None:
+            for tensor in tensors:
+                dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
+
+        yield self._of_bytes(
+            f"{name}.all_to_all",
+            sent,
+            lambda: exchange_rows(tensors, send=splits, receive=splits, group=group),
+        )
+        if not self._watch.on_cuda:
+            # With NCCL, both call the same.
+            yield self._of_bytes(f"{name}.stock_all_to_all", sent, stock)
+
+    def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Sample]:
+        part = self._random(rows)
+        whole = self._random(rows * group.size())
+        sent = part.nbytes * (group.size() - 1)
+        yield self._of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group))
+        yield self._of_bytes(
+            f"{name}.reduce_scatter",
+            sent,
+            lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
+        )
+
+    def slowdowns(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """How much longer computation and an all-to-all take while the other runs.
+
+        Returns:
+            ``compute`` and ``communication``, 1 for not at all.
+        """
+        ranks = group.size()
+        rows = self._rows(ranks)[-2]
+        tokens = self._random(rows)
+        splits = [rows // ranks] * ranks
+        weight = torch.randn(self._case.hidden, self._case.ffn, device=self._device, dtype=self._dtype)
+
+        def exchange() -> object:
+            return exchange_rows([tokens], send=splits, receive=splits, group=group)
+
+        def compute() -> Tensor:
+            return tokens @ weight
+
+        exchange_us = self._watch.median_us(exchange, together=True)
+        compute_us = self._watch.median_us(compute)
+        # Every rank must exchange equally often, whatever its clock says.
+        slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        rounds = max(_MINIMUM_ROUNDS, int(OVERLAP_US / float(slowest)))
+        self._watch.meet()
+        side = self._side_by_side_on_streams if self._watch.on_cuda else self._side_by_side_on_threads
+        computing_us, communicating_us = side(exchange, compute, rounds, exchange_us / compute_us)
+        return {
+            "compute": max(1.0, computing_us / compute_us),
+            "communication": max(1.0, communicating_us / exchange_us),
+        }
+
+    def _side_by_side_on_threads(
+        self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
+    ) -> tuple[float, float]:
+        """Microseconds of one computation and of one exchange."""
+        took_us = 0.0
+
+        def communicate() -> None:
+            nonlocal took_us
+            begin = time.perf_counter()
+            for _ in range(rounds):
+                exchange()
+            took_us = self._watch.since(begin)
+
+        thread = threading.Thread(target=communicate)
+        begin, calls = time.perf_counter(), 0
+        thread.start()
+        while thread.is_alive():
+            compute()
+            calls += 1
+        computing_us = self._watch.since(begin) / calls
+        thread.join()
+        return computing_us, took_us / rounds
+
+    def _side_by_side_on_streams(
+        self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
+    ) -> tuple[float, float]:
+        """Likewise on the device; as many computations as take about as long as the exchanges."""
+        calls = max(1, int(rounds * ratio))
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            marks[0].record()
+            for _ in range(rounds):
+                exchange()
+            marks[1].record()
+        marks[2].record()
+        for _ in range(calls):
+            compute()
+        marks[3].record()
+        torch.cuda.synchronize()
+        return (
+            float(marks[2].elapsed_time(marks[3])) * 1e3 / calls,
+            float(marks[0].elapsed_time(marks[1])) * 1e3 / rounds,
+        )
+
+    def _rows(self, ranks: int) -> list[int]:
+        """Rows that travel for the block's tokens and their parts; each rank gets as many."""
+        tokens = self._case.sequence_length * self._case.batch * self._case.topk
+        return sorted({max(1, tokens // cut // ranks) * ranks for cut in CUTS})
+
+    def _random(self, rows: int) -> Tensor:
+        return torch.randn(rows, self._case.hidden, device=self._device, dtype=self._dtype)
+
+    def _of_bytes(self, family: str, size: float, operation: Callable[[], object]) -> Sample:
+        columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
+        return Sample(family, columns, self._watch.median_us(operation, together=True))
+
+
+def node_groups(ranks_per_node: int) -> dict[str, dist.ProcessGroup]:
+    """The groups to measure on this rank: all ranks of its node, and its counterparts on the other nodes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
+    groups = {}
+    if ranks_per_node > 1:
+        groups["intra"] = dist.new_subgroups_by_enumeration(nodes)[0]
+    if len(nodes) > 1:
+        counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
+        groups["inter"] = dist.new_subgroups_by_enumeration(counterparts)[0]
+    assert all(dist.get_rank(group) >= 0 for group in groups.values()), rank
+    return groups

@@ -1,0 +1,31 @@
+"""The block of a benchmark's case, as the planner wants it: for ``ampipe profile`` and ``ampipe bench``."""
+
+from __future__ import annotations
+
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.tools.benchmark.grid import Case
+
+
+def workload_of_case(case: Case, *, num_ranks: int) -> Workload:
+    """What ``benchmark.blocks`` builds of a case: local layers, no router losses, gradients summed by us."""
+    head_size = case.head_size or case.hidden // case.heads
+    key_value_width = 2 * (case.query_groups or case.heads) * head_size
+    return Workload(
+        sequence_length=case.sequence_length,
+        batch=case.batch,
+        hidden=case.hidden,
+        heads=case.heads,
+        head_size=head_size,
+        value_size=head_size,
+        projections=((case.hidden, case.heads * head_size + key_value_width),),
+        key_value_width=key_value_width,
+        experts=case.experts,
+        topk=case.topk,
+        ffn=case.ffn,
+        gated=case.activation == "swiglu",
+        shared_ffn=case.shared_ffn,
+        capacity=case.capacity,
+        dtype=case.dtype,
+        fused_gradients=False,
+        expert=num_ranks,
+    )
