@@ -17,8 +17,9 @@ from typing import Any
 
 from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import chunk_sequence
-from megatron_ampipe.tools.benchmark import machine, network, ranks, result
+from megatron_ampipe.tools.benchmark import machine, network, prediction, ranks, result
 from megatron_ampipe.tools.benchmark.arguments import at_least, cores_of
 from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Cut, Job
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run one rank; what the others would send is zeros. Only with an emulated link, and chosen by itself "
         "where there are fewer GPUs than ranks"
     )
+    predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--link", metavar="L", default="none", help=link + chosen)
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pretend-peers", action="store_true", help=pretend)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
+    add("--predict", metavar="FILE", help=predict)
     add("--from", metavar="FILE", type=Path, dest="source", help="show and draw this result; measure nothing")
 
 
@@ -91,10 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
             rule="its directory does not exist",
             remedy="Make it, or choose another.",
         )
+    if arguments.json is not None:
+        result.check_target(arguments.json)
+    cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
     if arguments.source is not None:
         document = result.read(arguments.source)
     else:
         document = _measure(arguments)
+    if cluster is not None:
+        prediction.predict(document, cluster)
+    if arguments.json is not None:
+        result.write(document, arguments.json)
     from rich.console import Console
 
     from megatron_ampipe.tools.benchmark import plot, table
@@ -102,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A table in a file or a pipe is read later, by someone with more room.
     console = Console(width=None if sys.stdout.isatty() else 120)
     table.show(document, console)
-    if arguments.source is None and arguments.json is not None:
+    if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
     if arguments.plot is not None:
         written, left_out = plot.draw(document, arguments.plot)
@@ -115,8 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check everything, run the ranks, and write the JSON."""
-    if arguments.json is not None:
-        result.check_target(arguments.json)
     link = parse_link(arguments.link)
     grid = read_grid(find_grid(arguments.grid))
     job = _job(arguments, link, grid)
@@ -126,7 +134,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     begin = datetime.now(UTC)
     with _progress(job) as advance:
         findings = ranks.measure(job, timeout_s=arguments.timeout, on_event=advance)
-    document = {
+    return {
         "format": result.FORMAT,
         "command": shlex.join(["ampipe", *sys.argv[1:]]),
         "begin": begin.isoformat(timespec="seconds"),
@@ -154,9 +162,6 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for case, reports in zip(job.cases, findings.cases, strict=True)
         ],
     }
-    if arguments.json is not None:
-        result.write(document, arguments.json)
-    return document
 
 
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:

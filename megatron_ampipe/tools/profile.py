@@ -24,8 +24,10 @@ from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
 
-STEPS = 13
-"""About how many steps a rank reports."""
+NUM_PARTS = 3
+"""Steps of a measurement before the rounds of a real block: computation, collectives, both side by side."""
+WARMUP = 2
+"""Rounds of a real block that do not count."""
 
 _EPILOG = """\
 examples:
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check_target(arguments.output)
     case = _case(arguments)
-    with _progress() as advance:
+    with _progress(steps=NUM_PARTS + WARMUP + arguments.repeats) as advance:
         if under_torchrun():
             _refuse_own_ranks(arguments)
             reports, ranks_per_node = measure_here(
@@ -208,7 +210,7 @@ def _figures(figures: Mapping[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress(*, steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on the terminal, nothing elsewhere; yields what is to be told each event of the first rank."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -217,7 +219,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     quiet = not console.is_terminal or int(os.environ.get("RANK", "0")) != 0
     with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=quiet) as bar:
-        task = bar.add_task("", total=STEPS)
+        task = bar.add_task("", total=steps)
 
         def on_event(event: str) -> None:
             if event == "progress":

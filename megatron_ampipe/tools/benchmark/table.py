@@ -27,7 +27,9 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     table = Table(title=heading(document), caption=_CAPTION, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
-    for column in ("degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"):
+    predicted = "prediction" in document
+    columns = ["degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
+    for column in columns + ["predicted", "off by"] * predicted:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
@@ -44,7 +46,15 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
                 "" if bound_ms is None else f"{bound_ms:.2f}",
                 "" if share is None else f"{share:.1%}",
+                *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
         table.add_section()
     console.print(table)
+    if predicted:
+        found = document["prediction"]
+        console.print(
+            f"predictions are off by {found['median_error']:.1%} in the median and "
+            f"{found['worst_error']:.1%} at most; the row with the least predicted time is within 3 % of the fastest in "
+            f"{found['close_choices']} of {found['cases']} cases (at most {found['worst_loss']:.1%} slower)"
+        )

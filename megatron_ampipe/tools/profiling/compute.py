@@ -1,4 +1,4 @@
-"""Samples of what one rank computes: matrix products, core attention, passes over memory, permutation.
+"""What one rank computes, to be timed: matrix products, core attention, passes over memory, permutation.
 
 The sizes are those of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same
 time, as they compute in training. Called by :mod:`.measure`.
@@ -6,7 +6,7 @@ time, as they compute in training. Called by :mod:`.measure`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,121 +15,115 @@ from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.benchmark.blocks import DTYPES
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.profiling.samples import Sample
-from megatron_ampipe.tools.profiling.timing import Stopwatch
+from megatron_ampipe.tools.profiling.timing import Probe
 
 CUTS = (1, 2, 4, 8, 16)
 """Into how many parts the rows of a block are cut, to get smaller sizes."""
 
 
-class ComputeSamples:
-    """Measures the computation of a block on this rank.
+class Computation:
+    """The computation of a block on this rank.
 
     Args:
         case: The block.
         kernel: Name of the attention kernel.
-        watch: Times.
+        on_cuda: Where it runs.
     """
 
-    def __init__(self, case: Case, *, kernel: str, watch: Stopwatch) -> None:
-        self._case, self._watch = case, watch
+    def __init__(self, case: Case, *, kernel: str, on_cuda: bool) -> None:
+        self._case = case
         self._kernel = KERNELS[kernel]
-        self._where = {"device": "cuda" if watch.on_cuda else "cpu", "dtype": DTYPES[case.dtype]}
-        self._element_bytes = DTYPES[case.dtype].itemsize
+        self._device, self._dtype = "cuda" if on_cuda else "cpu", DTYPES[case.dtype]
         self._head_size = case.head_size or case.hidden // case.heads
+        self._groups = case.query_groups or case.heads
 
-    def products(self) -> Iterator[Sample]:
-        """Each matrix product of the block; of its backward pass the mean of its two products."""
-        case = self._case
-        groups = case.query_groups or case.heads
-        up = case.ffn * (2 if case.activation == "swiglu" else 1)
+    def probes(self) -> Iterator[Probe]:
+        """Everything to be timed."""
+        width = (self._case.heads + 2 * self._groups) * self._head_size
+        up = self._case.ffn * (2 if self._case.activation == "swiglu" else 1)
         shapes = {
-            (case.hidden, (case.heads + 2 * groups) * self._head_size),
-            (case.heads * self._head_size, case.hidden),
-            (case.hidden, up),
-            (case.ffn, case.hidden),
+            (self._case.hidden, width),
+            (self._case.heads * self._head_size, self._case.hidden),
+            (self._case.hidden, up),
+            (self._case.ffn, self._case.hidden),
         }
-        for k, n in sorted(shapes):
-            weight = self._random(n, k)
-            for rows in self._rows():
-                inputs, gradient = self._random(rows, k), self._random(rows, n)
-                forward = self._watch.median_us(lambda x=inputs, w=weight: x @ w.t())
-                backward = self._watch.median_us(lambda x=inputs, w=weight, g=gradient: (g @ w, g.t() @ x))
-                columns = {
-                    "alpha_us": 1.0,
-                    "beta_us_per_gflop": 2e-9 * rows * k * n,
-                    "weights_us_per_million": 1e-6 * k * n,
-                }
-                yield Sample("gemm", columns, forward)
-                yield Sample("gemm", columns, backward / 2)
-
-    def attention(self) -> Iterator[Sample]:
-        """Chunks at the front, in the middle and at the end of the sequence."""
-        case, length = self._case, self._case.sequence_length
-        groups = case.query_groups or case.heads
-        scale = self._head_size**-0.5
+        for rows in self._rows():
+            for k, n in sorted(shapes):
+                yield from self._product(rows, k, n)
+            yield self._pass_over_memory(rows)
+            yield self._permutation(rows)
+        length = self._case.sequence_length
         for cut in CUTS:
             rows = length // cut
+            # At the front, in the middle and at the end of the sequence.
             for start in sorted({0, (cut // 2) * rows, (cut - 1) * rows}):
-                end = start + rows
-                query = self._random(rows, case.batch, case.heads, self._head_size).requires_grad_()
-                key, value = (
-                    self._random(end, case.batch, groups, self._head_size).requires_grad_() for _ in range(2)
-                )
-                spans = (Span(0, rows, start),)
+                if rows:
+                    yield from self._attention(start, start + rows)
 
-                def attend(
-                    q: Tensor = query, k: Tensor = key, v: Tensor = value, s: object = spans
-                ) -> Tensor:
-                    return self._kernel(q, k, v, spans=s, scale=scale)
+    def _product(self, rows: int, k: int, n: int) -> Iterator[Probe]:
+        """Forward, and the two of the backward pass."""
+        inputs, weight, gradient = self._random(rows, k), self._random(n, k), self._random(rows, n)
+        columns = {
+            "alpha_us": 1.0,
+            "beta_us_per_gflop": 2e-9 * rows * k * n,
+            "weights_us_per_million": 1e-6 * k * n,
+        }
+        yield Probe("gemm", columns, lambda: inputs @ weight.t())
+        yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
 
-                pairs = end * (end + 1) // 2 - start * (start + 1) // 2
-                gflops = 4e-9 * pairs * case.batch * case.heads * self._head_size
-                merged = (
-                    rows * case.batch * case.heads * self._head_size * self._element_bytes if start else 0
-                )
-                output = attend()
-                gradient = torch.randn_like(output)
-                for direction, work, operation in (
-                    ("forward", gflops, attend),
-                    (
-                        "backward",
-                        2.5 * gflops,
-                        lambda o=output, q=query, k=key, v=value, g=gradient: torch.autograd.grad(
-                            o, (q, k, v), g, retain_graph=True
-                        ),
-                    ),
-                ):
-                    columns = {
-                        "alpha_us": 1.0,
-                        "beta_us_per_gflop": work,
-                        "merge_us_per_mb": 1e-6 * merged,
-                    }
-                    yield Sample(f"attention.{direction}", columns, self._watch.median_us(operation))
+    def _attention(self, start: int, end: int) -> Iterator[Probe]:
+        """Rows ``[start, end)`` against all keys up to them, forward and backward."""
+        batch, heads, size = self._case.batch, self._case.heads, self._head_size
+        query = self._random(end - start, batch, heads, size).requires_grad_()
+        key, value = (self._random(end, batch, self._groups, size).requires_grad_() for _ in range(2))
+        spans = (Span(0, end - start, start),)
 
-    def memory(self) -> Iterator[Sample]:
+        def attend() -> Tensor:
+            return self._kernel(query, key, value, spans=spans, scale=size**-0.5)
+
+        output = attend()
+        gradient = torch.randn_like(output)
+        pairs = end * (end + 1) // 2 - start * (start + 1) // 2
+        gflops = 4e-9 * pairs * batch * heads * size
+        columns = {
+            "alpha_us": 1.0,
+            "beta_us_per_gflop": gflops,
+            "merge_us_per_mb": 1e-6 * output.nbytes if start else 0.0,
+        }
+        yield Probe("attention.forward", columns, attend)
+        yield Probe(
+            "attention.backward",
+            # Five products instead of two.
+            {**columns, "beta_us_per_gflop": 2.5 * gflops},
+            lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True),
+        )
+
+    def _pass_over_memory(self, rows: int) -> Probe:
         """Adding two tensors into a third, as a residual is added."""
-        for rows in self._rows():
-            left, right = (self._random(rows, self._case.hidden) for _ in range(2))
-            time = self._watch.median_us(lambda x=left, y=right: x + y)
-            yield self._of_bytes("memory", 3 * left.nbytes, time)
+        left, right = (self._random(rows, self._case.hidden) for _ in range(2))
+        return _of_bytes("memory", 3 * left.nbytes, lambda: left + right)
 
-    def permutation(self) -> Iterator[Sample]:
-        """Rows into another order and back, the mean of the two."""
-        for rows in self._rows():
-            tokens = self._random(rows * self._case.topk, self._case.hidden)
-            order = torch.randperm(len(tokens)).to(tokens.device)
-            there = self._watch.median_us(lambda x=tokens, o=order: x.index_select(0, o))
-            back = self._watch.median_us(lambda x=tokens, o=order: torch.zeros_like(x).index_add_(0, o, x))
-            yield self._of_bytes("permute", 2 * tokens.nbytes, (there + back) / 2)
+    def _permutation(self, rows: int) -> Probe:
+        """Rows into another order and back."""
+        tokens = self._random(rows * self._case.topk, self._case.hidden)
+        order = torch.randperm(len(tokens)).to(tokens.device)
+        return _of_bytes(
+            "permute",
+            2 * tokens.nbytes,
+            lambda: (
+                tokens.index_select(0, order),
+                torch.zeros_like(tokens).index_add_(0, order, tokens),
+            ),
+            count=2,
+        )
 
     def _rows(self) -> list[int]:
         tokens = self._case.sequence_length * self._case.batch
         return sorted({tokens // cut for cut in CUTS if tokens >= cut})
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, **self._where)  # type: ignore[arg-type]
+        return torch.randn(shape, device=self._device, dtype=self._dtype)
 
-    @staticmethod
-    def _of_bytes(family: str, size: int, us: float) -> Sample:
-        return Sample(family, {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}, us)
+
+def _of_bytes(family: str, size: int, operation: Callable[[], object], *, count: int = 1) -> Probe:
+    return Probe(family, {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}, operation, count=count)

@@ -11,14 +11,10 @@ from typing import Any
 
 from megatron_ampipe.tools.benchmark.blocks import BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.profiling.compute import ComputeSamples
-from megatron_ampipe.tools.profiling.samples import Sample
-from megatron_ampipe.tools.profiling.stages import DEGREES, block_times
+from megatron_ampipe.tools.profiling.compute import Computation
+from megatron_ampipe.tools.profiling.stages import block_times
 from megatron_ampipe.tools.profiling.timing import Stopwatch
-from megatron_ampipe.tools.profiling.traffic import TrafficSamples, node_groups
-
-STEPS = 6 + 1 + 2 * len(DEGREES)
-"""How often ``progress`` is called without a GPU; once more with one."""
+from megatron_ampipe.tools.profiling.traffic import Traffic, node_groups
 
 
 def measure(
@@ -49,21 +45,20 @@ def measure(
     """
     watch = Stopwatch(repeats=repeats, on_cuda=on_cuda)
     factory = BlockFactory(case, rank=rank, num_ranks=num_ranks, on_cuda=on_cuda, seed=seed)
-    compute = ComputeSamples(case, kernel=factory.kernel, watch=watch)
-    traffic = TrafficSamples(case, watch=watch)
+    compute = Computation(case, kernel=factory.kernel, on_cuda=on_cuda)
+    traffic = Traffic(case, watch=watch)
     groups = node_groups(ranks_per_node)
-    samples: list[Sample] = []
-    for family in (compute.products, compute.attention, compute.memory, compute.permutation):
-        watch.meet()
-        samples += family()
-        progress()
-    samples += traffic.collectives(groups)
+    watch.meet()
+    samples = watch.samples(list(compute.probes()))
+    progress()
+    samples += watch.samples(list(traffic.probes(groups)))
     progress()
     slowdowns = traffic.slowdowns(next(iter(groups.values())))
     progress()
+    block = block_times(case, factory, watch=watch, progress=progress)
     return {
         "samples": [asdict(sample) for sample in samples],
         "slowdowns": slowdowns,
-        "block": block_times(case, factory, watch=watch, progress=progress),
+        "block": block,
         "kernel": factory.kernel,
     }

@@ -1,15 +1,41 @@
-"""Times one operation on this rank. Called by the modules that measure."""
+"""Times operations on this rank. Called by the modules that measure.
+
+All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
+them, where their medians do not see it, and not all rounds of a few.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_ampipe.tools.profiling.samples import Sample
+
 WARMUP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """An operation of one size that shall be timed.
+
+    Attributes:
+        family: As in :class:`~.samples.Sample`.
+        columns: Likewise.
+        operation: What is timed.
+        count: How many such operations it is; the time is divided by that.
+        together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
+    """
+
+    family: str
+    columns: Mapping[str, float]
+    operation: Callable[[], object]
+    count: int = 1
+    together: bool = False
 
 
 class Stopwatch:
@@ -23,16 +49,19 @@ class Stopwatch:
     def __init__(self, *, repeats: int, on_cuda: bool) -> None:
         self.repeats, self.on_cuda = repeats, on_cuda
 
-    def median_us(self, operation: Callable[[], object], *, together: bool = False) -> float:
-        """Microseconds of one call.
-
-        Args:
-            operation: What is timed.
-            together: It is a collective: ranks meet before each call, so that no wait for a late one counts.
-        """
+    def samples(self, probes: Sequence[Probe]) -> list[Sample]:
+        """The median time of each operation, all of them timed in turns."""
         for _ in range(WARMUP):
-            operation()
-        return statistics.median(self._once(operation, together=together) for _ in range(self.repeats))
+            for probe in probes:
+                probe.operation()
+        times_us: list[list[float]] = [[] for _ in probes]
+        for _ in range(self.repeats):
+            for times, probe in zip(times_us, probes, strict=True):
+                times.append(self._once(probe) / probe.count)
+        return [
+            Sample(probe.family, probe.columns, statistics.median(times))
+            for times, probe in zip(times_us, probes, strict=True)
+        ]
 
     def since(self, begin: float) -> float:
         """Microseconds since a moment of ``time.perf_counter``, all issued work included."""
@@ -48,16 +77,16 @@ class Stopwatch:
         if self.on_cuda:
             torch.cuda.synchronize()
 
-    def _once(self, operation: Callable[[], object], *, together: bool) -> float:
-        if together:
+    def _once(self, probe: Probe) -> float:
+        if probe.together:
             self.meet()
         if not self.on_cuda:
             begin = time.perf_counter()
-            operation()
+            probe.operation()
             return self.since(begin)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        operation()
+        probe.operation()
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) * 1e3

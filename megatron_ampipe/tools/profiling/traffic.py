@@ -1,4 +1,4 @@
-"""Samples of collectives, by the functions that training calls; how they and computation slow each other.
+"""Collectives to be timed, by the functions that training calls; how they and computation slow each other.
 
 Sizes are what one rank sends to the others of its group. Groups are the ranks of a node, and ranks of
 different nodes. Called by :mod:`.measure`; every rank measures the same things in the same order.
@@ -18,16 +18,15 @@ from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
 from megatron_ampipe.tools.benchmark.blocks import DTYPES
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.profiling.compute import CUTS
-from megatron_ampipe.tools.profiling.samples import Sample
-from megatron_ampipe.tools.profiling.timing import Stopwatch
+from megatron_ampipe.tools.profiling.timing import Probe, Stopwatch
 
 OVERLAP_US = 300e3
 """How long computation and communication run side by side, about."""
 _MINIMUM_ROUNDS = 3
 
 
-class TrafficSamples:
-    """Measures the collectives of a block.
+class Traffic:
+    """The collectives of a block.
 
     Args:
         case: The block.
@@ -39,8 +38,8 @@ class TrafficSamples:
         self._device = "cuda" if watch.on_cuda else "cpu"
         self._dtype = DTYPES[case.dtype]
 
-    def collectives(self, groups: dict[str, dist.ProcessGroup]) -> Iterator[Sample]:
-        """Every collective over every group.
+    def probes(self, groups: dict[str, dist.ProcessGroup]) -> Iterator[Probe]:
+        """Every collective over every group, to be timed.
 
         Args:
             groups: ``intra`` and, where there are several nodes, ``inter``.
@@ -51,7 +50,7 @@ class TrafficSamples:
             for rows in (1, *self._rows(group.size())):
                 yield from self._gathers(name, group, rows)
 
-    def _exchanges(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Sample]:
+    def _exchanges(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
         """All-to-alls of tokens and their probabilities, as many to each rank."""
         ranks = group.size()
         tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
@@ -62,21 +61,21 @@ class TrafficSamples:
             for tensor in tensors:
                 dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
 
-        yield self._of_bytes(
+        yield _of_bytes(
             f"{name}.all_to_all",
             sent,
             lambda: exchange_rows(tensors, send=splits, receive=splits, group=group),
         )
         if not self._watch.on_cuda:
             # With NCCL, both call the same.
-            yield self._of_bytes(f"{name}.stock_all_to_all", sent, stock)
+            yield _of_bytes(f"{name}.stock_all_to_all", sent, stock)
 
-    def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Sample]:
+    def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
         part = self._random(rows)
         whole = self._random(rows * group.size())
         sent = part.nbytes * (group.size() - 1)
-        yield self._of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group))
-        yield self._of_bytes(
+        yield _of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group))
+        yield _of_bytes(
             f"{name}.reduce_scatter",
             sent,
             lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole, group=group),
@@ -100,8 +99,8 @@ class TrafficSamples:
         def compute() -> Tensor:
             return tokens @ weight
 
-        exchange_us = self._watch.median_us(exchange, together=True)
-        compute_us = self._watch.median_us(compute)
+        alone = self._watch.samples([Probe("", {}, exchange, together=True), Probe("", {}, compute)])
+        exchange_us, compute_us = (sample.us for sample in alone)
         # Every rank must exchange equally often, whatever its clock says.
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -168,9 +167,10 @@ class TrafficSamples:
     def _random(self, rows: int) -> Tensor:
         return torch.randn(rows, self._case.hidden, device=self._device, dtype=self._dtype)
 
-    def _of_bytes(self, family: str, size: float, operation: Callable[[], object]) -> Sample:
-        columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
-        return Sample(family, columns, self._watch.median_us(operation, together=True))
+
+def _of_bytes(family: str, size: float, operation: Callable[[], object]) -> Probe:
+    columns = {"alpha_us": 1.0, "beta_us_per_mb": 1e-6 * size}
+    return Probe(family, columns, operation, together=True)
 
 
 def node_groups(ranks_per_node: int) -> dict[str, dist.ProcessGroup]:

@@ -1,0 +1,92 @@
+"""What the planner predicts for every row of a result, beside what was measured. Pure.
+
+Also which row the planner would have chosen, and what that costs against the fastest one: so a result says
+how good predictions, and choices made from them, are. Called by ``ampipe bench --predict``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.profiling.workload import workload_of_case
+
+CLOSE = 0.03
+"""A choice that is slower than the best by no more than this is as good."""
+
+
+def predict(document: dict[str, Any], cluster: Cluster) -> None:
+    """Add predictions to a result.
+
+    Every row gets ``predicted_ms`` and ``error`` (predicted / measured - 1), every case ``choice``: the row
+    with the least predicted time, and ``loss``, by how much it is slower than the fastest row; the document
+    ``prediction``, a summary over all.
+
+    Args:
+        document: What ``ampipe bench --json`` holds; changed.
+        cluster: Measured on the same machine and link.
+
+    Raises:
+        BadInput: the cluster has no figure for something that a block does.
+    """
+    for case in document["cases"]:
+        predictor = Predictor(_workload(case, document["ranks"]), cluster)
+        stock = predictor.stock()
+        case["predicted_stock_ms"] = round((stock.forward + stock.backward) / 1e3, 4)
+        for row in case["rows"]:
+            row["predicted_ms"] = round(_predicted_ms(row, predictor), 4)
+            row["error"] = round(row["predicted_ms"] / row["ms"] - 1, 4)
+        chosen = min(case["rows"], key=lambda row: row["predicted_ms"])
+        fastest = min(row["ms"] for row in case["rows"])
+        case["choice"] = {
+            "schedule": chosen["schedule"],
+            "cut": chosen["cut"],
+            "loss": round(chosen["ms"] / fastest - 1, 4),
+        }
+    document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
+
+
+def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    errors = [abs(row["error"]) for case in cases for row in case["rows"]]
+    losses = [case["choice"]["loss"] for case in cases]
+    return {
+        "median_error": round(statistics.median(errors), 4),
+        "worst_error": round(max(errors), 4),
+        "close_choices": sum(loss <= CLOSE for loss in losses),
+        "cases": len(losses),
+        "worst_loss": max(losses),
+    }
+
+
+def _predicted_ms(row: Mapping[str, Any], predictor: Predictor) -> float:
+    if max(row["degree"], row["backward_degree"] or 1) == 1:
+        time = predictor.stock()
+    else:
+        pipeline = Pipeline(
+            degree=row["degree"],
+            backward_degree=row["backward_degree"],
+            shares=tuple(row["shares"]) if row["shares"] else None,
+            schedule=row["schedule"],
+        )
+        workload = predictor.workload
+        lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(workload.sequence_length)]
+        time = predictor.pass_us(pipeline.schedule_of(workload.features), lengths)
+    return (time.forward + time.backward) / 1e3
+
+
+def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:
+    if "cut" not in case["rows"][0]:
+        raise BadInput(
+            "--from",
+            case["name"],
+            rule="is a result of an older version, which does not say where chunks end",
+            remedy="Measure again with ampipe bench.",
+        )
+    return workload_of_case(Case(**case["block"]), num_ranks=num_ranks)
