@@ -55,6 +55,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         found = document["prediction"]
         console.print(
             f"predictions are off by {found['median_error']:.1%} in the median and "
-            f"{found['worst_error']:.1%} at most; the row with the least predicted time is within 3 % of the fastest in "
-            f"{found['close_choices']} of {found['cases']} cases (at most {found['worst_loss']:.1%} slower)"
+            f"{found['worst_error']:.1%} at most; the row with the least predicted time is within 3 % of the "
+            f"fastest in {found['close_choices']} of {found['cases']} cases (at most "
+            f"{found['worst_loss']:.1%} slower)"
         )

@@ -35,6 +35,7 @@ class Traffic:
 
     def __init__(self, case: Case, *, watch: Stopwatch) -> None:
         self._case, self._watch = case, watch
+        self._on_cuda = watch.on_cuda
         self._device = "cuda" if watch.on_cuda else "cpu"
         self._dtype = DTYPES[case.dtype]
 
@@ -46,29 +47,39 @@ class Traffic:
         """
         for name, group in groups.items():
             for rows in self._rows(group.size()):
-                yield from self._exchanges(name, group, rows)
+                yield self._exchange(name, group, rows)
+            if not self._on_cuda:
+                # With NCCL, both call the same. Megatron's layer never sends less than the whole block.
+                whole = self._rows(group.size())[-1]
+                for rows in (whole, 3 * whole // 2 // group.size() * group.size(), 2 * whole):
+                    yield self._stock_exchange(name, group, rows)
             for rows in (1, *self._rows(group.size())):
                 yield from self._gathers(name, group, rows)
 
-    def _exchanges(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
-        """All-to-alls of tokens and their probabilities, as many to each rank."""
-        ranks = group.size()
-        tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
-        splits = [rows // ranks] * ranks
-        sent = sum(tensor.nbytes for tensor in tensors) * (ranks - 1) / ranks
-
-        def stock() -> None:
-            for tensor in tensors:
-                dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
-
-        yield _of_bytes(
+    def _exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
+        """AMPipe's all-to-all of tokens and their probabilities, as many to each rank."""
+        tensors, splits, sent = self._tokens(group, rows)
+        return _of_bytes(
             f"{name}.all_to_all",
             sent,
             lambda: exchange_rows(tensors, send=splits, receive=splits, group=group),
         )
-        if not self._watch.on_cuda:
-            # With NCCL, both call the same.
-            yield _of_bytes(f"{name}.stock_all_to_all", sent, stock)
+
+    def _stock_exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
+        """Likewise, as Megatron's layer does it."""
+        tensors, splits, sent = self._tokens(group, rows)
+
+        def exchange() -> None:
+            for tensor in tensors:
+                dist.all_to_all_single(torch.empty_like(tensor), tensor, splits, splits, group=group)
+
+        return _of_bytes(f"{name}.stock_all_to_all", sent, exchange)
+
+    def _tokens(self, group: dist.ProcessGroup, rows: int) -> tuple[list[Tensor], list[int], float]:
+        """Tokens and probabilities, how many go to each rank, and bytes that leave this one."""
+        ranks = group.size()
+        tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
+        return tensors, [rows // ranks] * ranks, sum(t.nbytes for t in tensors) * (ranks - 1) / ranks
 
     def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
         part = self._random(rows)

@@ -1,0 +1,107 @@
+"""``--ampipe-degree auto`` on ranks whose clocks and loads differ at random; reports what each decided."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import torch
+
+from tests.dist.cases import AUX, Case
+from tests.dist.worker import report, start, use_groups
+
+SEEDS = (1, 2)
+LONG, SHORT = 64, 16
+
+
+def main() -> None:
+    rank, _ = start()
+    use_groups()
+    from megatron_ampipe.runtime import pass_timer
+
+    results = []
+    for seed in SEEDS:
+        noise = random.Random(1000 * seed + rank)
+        pass_timer.time = _Clock(noise)
+        results.append(_train(rank, noise))
+    pass_timer.time = time
+    report({"runs": results, "refusal": _disagree(rank)})
+
+
+class _Clock:
+    """Has a pace of its own and jumps: what a rank measures says little about what the others do."""
+
+    def __init__(self, noise: random.Random) -> None:
+        self._noise, self._pace, self._jitter_s = noise, 1 + noise.random(), noise.random() * 5e-3
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() * self._pace + self._noise.random() * self._jitter_s
+
+
+def _train(rank: int, noise: random.Random) -> dict[str, object]:
+    """Iterations of three shapes, the third one known already."""
+    from megatron_ampipe.launch.auto import AutoDegree
+    from megatron_ampipe.launch.trials import Trials, candidates
+    from megatron_ampipe.schedule import Direction
+
+    layer, context = _layer()
+    said: list[str] = []
+    auto = AutoDegree(context, planner=None, say=said.append)
+    passes = context.recorder.passes
+    outputs: dict[int, torch.Tensor] = {}
+    difference = 0.0
+    alone = Trials(candidates(LONG), schedule="ampipe")
+
+    def train_step(rows: int) -> None:
+        nonlocal difference
+        time.sleep(noise.random() * 3e-3)
+        generator = torch.Generator().manual_seed(rank)
+        hidden = torch.randn(rows, 1, 32, generator=generator).requires_grad_()
+        output, _ = layer(hidden_states=hidden, attention_mask=None)
+        output.sum().backward()
+        both = torch.cat([output.detach(), hidden.grad])
+        first = outputs.setdefault(rows, both)
+        difference = max(difference, float((both - first).abs().max() / first.abs().max()))
+
+    step, ran = auto.around(train_step), []
+    for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
+        ran.append(f"{context.pipeline.degree}:{context.pipeline.of_backward}")
+        step(rows)
+        if 0 < iteration < 26:
+            alone.tell(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))
+    return {"ran": ran, "said": said, "difference": difference, "alone": str(alone.choice)}
+
+
+def _layer() -> tuple[torch.nn.Module, object]:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_ampipe.config import AMPipeConfig
+    from megatron_ampipe.layers.context import AMPipeContext
+    from megatron_ampipe.layers.spec import pipelined
+    from tests.dist.blocks import transformer_config
+
+    config = transformer_config(Case("auto", world_size=4, model=AUX))
+    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
+    torch.manual_seed(7)
+    spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
+    return build_module(spec, config=config, layer_number=1), context
+
+
+def _disagree(rank: int) -> str:
+    """The last rank has read another plan."""
+    from megatron_ampipe.errors import RunFailed
+    from megatron_ampipe.launch.auto import agreed_upon
+    from megatron_ampipe.schedule import Pipeline
+
+    _, context = _layer()
+    context.pipeline = Pipeline(degree=4 if rank == 3 else 2)
+    try:
+        agreed_upon(context, lambda: None)()
+    except RunFailed as error:
+        return str(error)
+    return "ran"
+
+
+if __name__ == "__main__":
+    main()

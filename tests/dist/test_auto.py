@@ -1,0 +1,55 @@
+"""Ranks with different clocks and loads never part in their choice of a degree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist.launch import run_workers
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_workers("tests.dist.auto_worker", [], world_size=RANKS, folder=tmp_path_factory.mktemp("auto"))
+
+
+def test_all_ranks_run_the_same_pipelines(reports: list[Any]) -> None:
+    for runs in zip(*(report["runs"] for report in reports), strict=True):
+        for run in runs[1:]:
+            assert run["ran"] == runs[0]["ran"]
+            assert run["said"] == runs[0]["said"]
+
+
+def test_the_noise_was_enough_to_part_them(reports: list[Any]) -> None:
+    """Had each rank decided from its own numbers, they would not have agreed."""
+    runs = zip(*(report["runs"] for report in reports), strict=True)
+    assert any(len({run["alone"] for run in of_ranks}) > 1 for of_ranks in runs)
+
+
+def test_it_settles_for_each_shape_once_and_remembers(reports: list[Any]) -> None:
+    for run in reports[0]["runs"]:
+        said = run["said"]
+        assert [line.split(":")[0] for line in said] == [
+            "input of 64 rows x 1",
+            "input of 64 rows x 1",
+            "input of 16 rows x 1",
+            "input of 16 rows x 1",
+        ], said
+        assert {"1:1", "2:2", "4:4", "8:8"} <= set(run["ran"][:26])
+        assert set(run["ran"][27:38]) <= {"1:1", "2:2", "1:2", "2:1"}
+        # The iteration that meets a shape still runs with the choice before; the next has its own again.
+        assert run["ran"][-1] == run["ran"][26]
+
+
+def test_trying_changes_no_result(reports: list[Any]) -> None:
+    for report in reports:
+        assert all(run["difference"] <= 1e-5 for run in report["runs"])
+
+
+def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
+    for report in reports:
+        assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")
+        assert "Put one file where every rank sees it" in report["refusal"]
