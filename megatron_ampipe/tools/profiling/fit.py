@@ -1,7 +1,7 @@
 """Draws a line through samples of one operation, and refuses what is none. Pure, with scipy.
 
-Non-negative least squares on relative errors: every size counts alike, not the largest alone. A figure that
-is negative would make small operations take less than no time.
+Non-negative least squares, a time's square error counted relative to the time: small sizes count, and
+cannot bend the line away from large ones. A figure that is negative would make small operations take less than no time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def fit(samples: Sequence[Sample]) -> Line:
     _require_rising(family, samples)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
     times = np.array([sample.us for sample in samples])
-    figures, _ = nnls(columns / times[:, None], np.ones(len(times)))
+    weights = times**-0.5
+    figures, _ = nnls(columns * weights[:, None], times * weights)
     predicted = columns @ figures
     spread = float(((times - times.mean()) ** 2).sum())
     r_squared = 1 - float(((times - predicted) ** 2).sum()) / spread if spread else 1.0

@@ -62,7 +62,7 @@ class Traffic:
         return _of_bytes(
             f"{name}.all_to_all",
             sent,
-            lambda: exchange_rows(tensors, send=splits, receive=splits, group=group),
+            lambda: exchange_rows(tensors, send=splits, receive=splits, group=group).wait(),
         )
 
     def _stock_exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
@@ -85,7 +85,7 @@ class Traffic:
         part = self._random(rows)
         whole = self._random(rows * group.size())
         sent = part.nbytes * (group.size() - 1)
-        yield _of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group))
+        yield _of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group).wait())
         yield _of_bytes(
             f"{name}.reduce_scatter",
             sent,
@@ -104,8 +104,8 @@ class Traffic:
         splits = [rows // ranks] * ranks
         weight = torch.randn(self._case.hidden, self._case.ffn, device=self._device, dtype=self._dtype)
 
-        def exchange() -> object:
-            return exchange_rows([tokens], send=splits, receive=splits, group=group)
+        def exchange() -> None:
+            exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
 
         def compute() -> Tensor:
             return tokens @ weight

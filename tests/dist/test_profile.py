@@ -1,0 +1,82 @@
+"""``ampipe profile`` on two ranks: what is measured is what the planner needs, and fits its model.
+
+Whether times lie on lines depends on how quiet the machine is, so the limits of a fit are set aside here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.cli import build_parser, main
+from megatron_ampipe.plan.cluster import read_cluster
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import build
+from megatron_ampipe.tools import profile
+from megatron_ampipe.tools.benchmark import ranks
+from megatron_ampipe.tools.profiling import fit
+from megatron_ampipe.tools.profiling.workload import workload_of_case
+from tests.megatron.launcher import execute, torchrun_command
+
+GRID = (
+    "cases:\n  - {name: tiny, sequence_length: 128, batch: 1, hidden: 64, heads: 4, experts: 4, topk: 2, "
+    "ffn: 128, activation: swiglu, shared_ffn: 64, dtype: fp32}\n"
+)
+LATENCY_US = 3000
+LINK = f"emulated:50mbit:{LATENCY_US // 1000}ms"
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(GRID)
+    return path
+
+
+def test_a_cluster_file_from_ranks_of_its_own(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "LEAST_R_SQUARED", -1e9)
+    monkeypatch.setattr(fit, "LEAST_FALL", 0.0)
+    output = tmp_path / "cluster.yaml"
+    words = ["--grid", str(grid), "--link", LINK, "--repeats", "3", "--output", str(output)]
+    assert main(["profile", *words]) == 0
+    assert f"wrote {output}" in capsys.readouterr().out
+    cluster = read_cluster(output)
+    # Tokens and probabilities are two exchanges, each prolonged by the link's latency.
+    exchange = cluster.collective("all_to_all", across_nodes=False)
+    assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
+    assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
+    assert cluster.overlap.compute_slowdown >= 1
+    case = profile._case(build_parser("profile").parse_args(["profile", *words]))
+    predictor = Predictor(workload_of_case(case, num_ranks=2), cluster)
+    schedule = build("ampipe", degree=2, features=predictor.workload.features)
+    assert predictor.pass_us(schedule, (64, 64)).forward > 4 * LATENCY_US
+
+
+def test_times_on_no_line_end_with_3_and_write_nothing(
+    grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [{"family": "gemm", "columns": {"alpha_us": 1.0, "beta_us_per_gflop": x}, "us": us}
+           for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))]  # fmt: skip
+    finding = {"samples": bad, "slowdowns": {}, "block": {}, "kernel": "sdpa"}
+    monkeypatch.setattr(ranks, "measure", lambda *_, **__: ranks.Findings([[finding, finding]]))
+    output = tmp_path / "cluster.yaml"
+    assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3
+    assert "gemm: 3 GFLOP took 90 us, and the smaller 2 GFLOP 900 us" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
+    """Every rank measures, the first one writes, unless the machine was too busy for a line."""
+    output = tmp_path / "cluster.yaml"
+    words = ["profile", "--grid", str(grid), "--repeats", "3", "--output", str(output)]
+    run = execute(torchrun_command("-m", "megatron_ampipe.cli", *words))
+    if run.exit_code == 0:
+        assert run.output.count(f"wrote {output}") == 1
+        assert read_cluster(output).ranks_per_node == 2
+    else:
+        refused = "Close other work and measure again" in run.output
+        assert refused and run.output.count("exitcode  : 3") == 1, run.output[-3000:]
+        assert not output.exists()

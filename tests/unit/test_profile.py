@@ -1,0 +1,245 @@
+"""From samples to a cluster file, and predictions beside measurements. No torch, nothing is timed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.plan.cluster import read_cluster, write_cluster
+from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rows import even_chunks
+from megatron_ampipe.schedule import Direction, build
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.prediction import predict
+from megatron_ampipe.tools.profiling.assemble import assemble
+from megatron_ampipe.tools.profiling.fit import fit
+from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
+from megatron_ampipe.tools.profiling.workload import workload_of_case
+
+CASE = Case(
+    name="one",
+    sequence_length=1024,
+    batch=1,
+    hidden=128,
+    heads=4,
+    experts=4,
+    topk=2,
+    ffn=512,
+    activation="gelu",
+    dtype="fp32",
+)
+SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
+
+
+def transfers(family: str, times: list[float]) -> list[Sample]:
+    return [
+        Sample(family, {"alpha_us": 1.0, "beta_us_per_mb": size}, us)
+        for size, us in zip(SIZES, times, strict=True)
+    ]
+
+
+# Lines
+
+
+def test_a_line_is_found_with_its_two_figures() -> None:
+    line = fit(transfers("permute", [30 + 200 * size for size in SIZES]))
+    assert line.figures == pytest.approx({"alpha_us": 30.0, "beta_us_per_mb": 200.0})
+    assert line.r_squared == pytest.approx(1.0)
+    assert line.worst == pytest.approx(0.0, abs=1e-6)
+
+
+def test_no_figure_is_negative() -> None:
+    line = fit(transfers("permute", [max(1.0, 200 * size - 15) for size in SIZES]))
+    assert line.figures["alpha_us"] == 0.0
+    assert line.figures["beta_us_per_mb"] > 0
+
+
+def test_times_on_no_line_are_refused_with_the_farthest() -> None:
+    times = [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]
+    with pytest.raises(
+        RunFailed, match=r"permute: the times lie on no line \(r\^2 .*Farthest off is .* MB: "
+    ):
+        fit(transfers("permute", times))
+
+
+def test_a_larger_size_that_is_much_faster_is_refused() -> None:
+    with pytest.raises(RunFailed, match=r"0\.8 MB took 50 us, and the smaller 0\.4 MB 110 us"):
+        fit(transfers("permute", [50.0, 70.0, 110.0, 50.0, 350.0]))
+
+
+def test_times_that_hardly_depend_on_the_size_are_a_line() -> None:
+    line = fit(transfers("permute", [100.0, 104.0, 97.0, 103.0, 101.0]))
+    assert line.figures["alpha_us"] == pytest.approx(100, rel=0.05)
+
+
+def test_the_slowest_rank_counts() -> None:
+    one = [{"family": "gemm", "columns": {"alpha_us": 1.0}, "us": us} for us in (3.0, 5.0)]
+    other = [{"family": "gemm", "columns": {"alpha_us": 1.0}, "us": us} for us in (4.0, 2.0)]
+    assert [sample.us for sample in slowest([one, other])] == [4.0, 5.0]
+    assert slowest_numbers([{"a": {"b": 1.0}}, {"a": {"b": 2.0}}]) == {"a": {"b": 2.0}}
+
+
+# A cluster from what a known one would have measured
+
+TRUTH = {
+    "gemm": {"alpha_us": 20.0, "beta_us_per_gflop": 9000.0, "weights_us_per_million": 100.0},
+    "attention.forward": {"alpha_us": 90.0, "beta_us_per_gflop": 14000.0, "merge_us_per_mb": 300.0},
+    "attention.backward": {"alpha_us": 150.0, "beta_us_per_gflop": 15000.0, "merge_us_per_mb": 500.0},
+    "memory": {"alpha_us": 5.0, "beta_us_per_mb": 30.0},
+    "permute": {"alpha_us": 9.0, "beta_us_per_mb": 50.0},
+    "intra.all_to_all": {"alpha_us": 800.0, "beta_us_per_mb": 43000.0},
+    "intra.stock_all_to_all": {"alpha_us": 0.0, "beta_us_per_mb": 82000.0},
+    "intra.all_gather": {"alpha_us": 2000.0, "beta_us_per_mb": 40000.0},
+    "intra.reduce_scatter": {"alpha_us": 500.0, "beta_us_per_mb": 80000.0},
+}
+OVERHEADS = {"qkv": (600.0, 700.0), "attention": (400.0, 250.0), "route": (500.0, 430.0),
+             "expert": (1000.0, 1500.0), "merge": (50.0, 100.0)}  # fmt: skip
+
+
+def samples_of_truth() -> list[dict[str, Any]]:
+    found = []
+    for family, figures in TRUTH.items():
+        names = list(figures)
+        for number in range(1, 9):
+            columns = {"alpha_us": 1.0, names[1]: 0.03 * number**2}
+            if len(names) == 3:
+                # Not along with the second: a line needs to tell the two apart.
+                columns[names[2]] = 0.2 * (number % 3)
+            us = sum(figures[name] * columns[name] for name in names)
+            found.append({"family": family, "columns": columns, "us": us})
+    return found
+
+
+def report_of_truth() -> dict[str, Any]:
+    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}, "issue": 0.0}
+    around = {"2": {"forward": 900.0, "backward": 1200.0}}
+    report: dict[str, Any] = {
+        "samples": samples_of_truth(),
+        "slowdowns": {"compute": 1.14, "communication": 1.05},
+        "block": {**blank, "around": around},
+        "kernel": "cpu-flash",
+    }
+    # The stages of a block take what the operations take, and a known time more.
+    stages = {"2": {way.value: {} for way in Direction}}
+    report["block"]["stages"] = copy.deepcopy(stages)
+    bare = assemble_bare(report)
+    model = CostModel(workload_of_case(CASE, num_ranks=2), bare)
+    for stage, pair in model.stages(even_chunks(CASE.sequence_length, 2)).items():
+        for position, way in enumerate(Direction):
+            beyond = OVERHEADS.get(stage.kind, (0.0, 0.0))[position]
+            report["block"]["stages"]["2"][way.value][str(stage)] = pair.of(way) + beyond
+    report["block"]["stock"] = {way.value: model.stock().of(way) + 77.0 for way in Direction}
+    return report
+
+
+def assemble_bare(report: dict[str, Any]) -> Any:
+    """Without overheads: from stages that take no time."""
+    degree = 2
+    workload = workload_of_case(CASE, num_ranks=2)
+    schedule = build("ampipe", degree=degree, features=workload.features)
+    nothing = {way.value: {str(s): 0.0 for s in schedule.program(way).stages} for way in Direction}
+    bare = {**report, "block": {**report["block"], "stages": {"2": nothing}}}
+    return assemble(CASE, [bare], ranks_per_node=2, description="x", source="y").cluster
+
+
+def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
+    reports = [report_of_truth(), report_of_truth()]
+    cluster = assemble(CASE, reports, ranks_per_node=2, description="two ranks", source="a test").cluster
+    gemm = cluster.gemm("fp32")
+    assert (gemm.alpha_us, gemm.beta_us_per_gflop) == pytest.approx((20.0, 9000.0), rel=1e-3)
+    attention = cluster.attention("fp32")
+    assert attention.backward.merge_us_per_mb == pytest.approx(500.0, rel=1e-3)
+    for operation in ("all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter"):
+        figure = cluster.collective(operation, across_nodes=False)
+        assert figure.beta_us_per_mb == pytest.approx(TRUTH[f"intra.{operation}"]["beta_us_per_mb"], rel=1e-3)
+        assert figure.basis == "measured"
+    for kind, (forward, backward) in OVERHEADS.items():
+        found = cluster.host.stage[kind]  # type: ignore[index]
+        assert (found.forward_us, found.backward_us) == pytest.approx((forward, backward), abs=2.0)
+    assert cluster.host.block.backward_us == 1200.0
+    assert cluster.host.stock.forward_us == pytest.approx(77.0, abs=2.0)
+    assert cluster.overlap.compute_slowdown == 1.14
+    write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
+    assert read_cluster(tmp_path / "cluster.yaml") == cluster
+
+
+# Predictions beside measurements
+
+
+def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:
+    row = {"schedule": "ampipe", "degree": degree, "backward_degree": None, "shares": None, "ms": ms}
+    return {**row, "cut": str(degree), **more}
+
+
+def test_a_result_learns_how_good_its_predictions_are() -> None:
+    cluster = assemble(CASE, [report_of_truth()], ranks_per_node=2, description="d", source="s").cluster
+    predictor = Predictor(workload_of_case(CASE, num_ranks=2), cluster)
+    times = {}
+    for degree in (2, 4):
+        schedule = build("ampipe", degree=degree, features=predictor.workload.features)
+        time = predictor.pass_us(schedule, even_chunks(1024, degree))
+        times[degree] = (time.forward + time.backward) / 1e3
+    better = min(times, key=lambda degree: times[degree])
+    other = 6 - better
+    block = {name: getattr(CASE, name) for name in CASE.__slots__}
+    rows = [
+        result_row(better, times[better] * 1.25),
+        result_row(other, times[other] * 1.1),
+        result_row(2, 100.0, shares=[0.6, 0.4], cut="0.6,0.4"),
+        result_row(2, 100.0, backward_degree=4, cut="2:4"),
+    ]
+    document: dict[str, Any] = {"ranks": 2, "cases": [{"name": "one", "block": block, "rows": rows[:2]}]}
+    predict(document, cluster)
+    assert [row["error"] for row in rows[:2]] == pytest.approx([1 / 1.25 - 1, 1 / 1.1 - 1], abs=1e-3)
+    found = document["prediction"]
+    assert found["worst_error"] == pytest.approx(0.2, abs=1e-3)
+    choice = document["cases"][0]["choice"]
+    assert choice["cut"] == str(better)
+    fastest = min(row["ms"] for row in rows[:2])
+    assert choice["loss"] == pytest.approx(rows[0]["ms"] / fastest - 1, abs=1e-3)
+    document["cases"][0]["rows"] = rows
+    predict(document, cluster)
+    assert all(row["predicted_ms"] > 0 for row in rows)
+    assert rows[2]["predicted_ms"] != rows[3]["predicted_ms"]
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "nowhere/x.yaml"], "--output nowhere/x.yaml: cannot be written there"),
+        (["--output", "x.yaml", "--case", "top9"], "--case top9: is not in"),
+        (["--output", "x.yaml", "--ranks", "3"], "--ranks 3: does not divide the 4 experts"),
+        (["--output", "x.yaml", "--link", "fast"], "--link fast: "),
+        (["--output", "x.yaml", "--grid", "none-such"], "--grid none-such: is neither a file nor"),
+    ],
+)
+def test_bad_arguments_end_with_2_before_anything_starts(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_under_torchrun_no_ranks_are_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    assert main(["profile", "--output", "x.yaml", "--link", "200mbit"]) == 2
+    assert "--link 200mbit: is for ranks that the command starts itself" in capsys.readouterr().err
