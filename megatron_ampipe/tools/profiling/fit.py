@@ -1,7 +1,7 @@
 """Draws a line through samples of one operation, and refuses what is none. Pure, with scipy.
 
 Non-negative least squares, a time's square error counted relative to the time: small sizes count, and
-cannot bend the line away from large ones. A figure that is negative would make small operations take less than no time.
+cannot bend the line away from large ones. A negative figure would make small operations take less than no time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Line:
 
     Attributes:
         figures: By the name of a figure of the cluster file, its value, at least 0.
-        r_squared: Share of the spread of the times that the line explains.
+        r_squared: Share of the spread of the times that the line explains, at least 0.
         worst: The largest relative error over the samples.
     """
 
@@ -65,7 +65,7 @@ def fit(samples: Sequence[Sample]) -> Line:
             f"{predicted[worst]:.0f} us. {_REMEDY}"
         )
     values = dict(zip(names, (float(value) for value in figures), strict=True))
-    return Line(values, r_squared, float(errors.max()))
+    return Line(values, max(0.0, r_squared), float(errors.max()))
 
 
 def _require_rising(family: str, samples: Sequence[Sample]) -> None:
