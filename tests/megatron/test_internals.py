@@ -553,7 +553,7 @@ INTERNALS = [
     Internal(
         "training.training",
         "launch/pretrain.py launch/attach.py launch/host/megatron.py",
-        (has("initialize_megatron", "train", "evaluate"),),
+        (has("initialize_megatron", "train", "evaluate", "train_step"),),
     ),
     Internal("core.datasets.utils.compile_helpers", "launch/dataset_helpers.py", (says("'make'"),)),
     Internal(

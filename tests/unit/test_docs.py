@@ -25,7 +25,10 @@ COMMANDS = {
     "./scripts/test.sh": "tests/unit/test_scripts.py",
     "pip install -e .": "tests/unit/test_scripts.py",
     "ampipe data": "tests/unit/test_data.py",
+    "ampipe bench": "tests/dist/test_bench.py",
     "ampipe draw": "tests/unit/test_draw.py",
+    "ampipe profile": "tests/dist/test_profile.py",
+    "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),

@@ -1,7 +1,7 @@
 """Draws a line through samples of one operation, and refuses what is none. Pure, with scipy.
 
 Non-negative least squares, a time's square error counted relative to the time: small sizes count, and
-cannot bend the line away from large ones. A negative figure would make small operations take less than no time.
+cannot bend the line away from large ones. A negative figure would let small operations take no time at all.
 """
 
 from __future__ import annotations
