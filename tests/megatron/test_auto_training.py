@@ -1,41 +1,106 @@
-"""``--ampipe-degree auto`` in Megatron's own loop: the losses are a stock run's, and it settles."""
+"""Degrees that are tried, planned, or read from a plan, in Megatron's own loop: the losses of a stock run."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import Run, train
+from megatron_ampipe.cli import main
+from megatron_ampipe.plan.cluster import write_cluster
+from megatron_ampipe.plan.plan import Plan
+from megatron_ampipe.tools.profiling.assemble import assemble
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain, train
+from tests.unit.test_profile import CASE, report_of_truth
 
-ITERATIONS = shlex.split(
-    "--train-iters 26 --lr 5e-4 --adam-eps 1e-5 --attention-dropout 0 --hidden-dropout 0 --ffn-hidden-size 96"
-)
+EXACT = shlex.split("--attention-dropout 0 --hidden-dropout 0 --ffn-hidden-size 96 --adam-eps 1e-5")
+EP2 = ["--expert-model-parallel-size", "2"]
 SETTLED = re.compile(r"AMPipe: input of (\d+) rows x (\d+): (degree .*)")
+MODEL = """\
+num-layers: 2
+hidden-size: 64
+num-attention-heads: 4
+ffn-hidden-size: 96
+seq-length: 64
+micro-batch-size: 1
+num-experts: 4
+moe-router-topk: 2
+moe-token-dispatcher-type: alltoall
+moe-router-load-balancing-type: aux_loss
+moe-aux-loss-coeff: 0.01
+expert-model-parallel-size: 2
+"""
 
 
-def settled(run: Run) -> list[tuple[str, ...]]:
-    """Shape and choice, as often as the log names one."""
-    return SETTLED.findall(run.output)
+def assert_same_losses(run: Run, stock: Run) -> None:
+    assert run.lm_loss == pytest.approx(stock.lm_loss, rel=2e-4)
+    assert run.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=2e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (2, ["--expert-model-parallel-size", "2"]),
+        (2, EP2),
         # Pipeline stages reach their training step at different times; all of them have to take part.
-        (4, ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]),
+        (4, [*EP2, "--pipeline-model-parallel-size", "2"]),
     ],
     ids=["ep2", "pp2-ep2"],
 )
 def test_trying_degrees_changes_no_loss(num_ranks: int, flags: list[str]) -> None:
-    stock = train(*flags, *ITERATIONS, num_ranks=num_ranks, timeout_s=200)
-    auto = train(*flags, *ITERATIONS, "--ampipe-degree", "auto", num_ranks=num_ranks, timeout_s=200)
-    assert auto.lm_loss == pytest.approx(stock.lm_loss, rel=2e-4)
-    assert auto.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=2e-4)
+    words = [*flags, *EXACT, "--train-iters", "26", "--lr", "5e-4"]
+    stock = train(*words, num_ranks=num_ranks, timeout_s=200)
+    auto = train(*words, "--ampipe-degree", "auto", num_ranks=num_ranks, timeout_s=200)
+    assert_same_losses(auto, stock)
     assert "auto: the first iterations try 1, 2, 4, 8" in auto.output
-    found = settled(auto)
+    found = SETTLED.findall(auto.output)
     assert [shape[:2] for shape in found] == [("64", "1")], auto.output[-3000:]
     assert "an iteration spent" in found[0][2]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Run:
+    return train(*EP2, *EXACT)
+
+
+@pytest.fixture(scope="module")
+def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of machines between which AMPipe helps even this tiny model: only bytes and products cost anything."""
+    report = report_of_truth()
+    for sample in report["samples"]:
+        sample["us"] -= sample["columns"]["alpha_us"] * sample["us"] * 0.9
+    report["block"]["around"] = {"2": {"forward": 0.0, "backward": 0.0}}
+    report["block"]["stages"] = {
+        degree: {way: dict.fromkeys(stages, 0.0) for way, stages in ways.items()}
+        for degree, ways in report["block"]["stages"].items()
+    }
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    profile = assemble(CASE, [report], ranks_per_node=2, description="of a test", source="a test")
+    write_cluster(profile.cluster, path, head="test")
+    return path
+
+
+def test_a_plan_is_made_at_the_start_from_a_cluster_file(stock: Run, cluster_file: Path) -> None:
+    run = train(*EP2, *EXACT, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
+    assert_same_losses(run, stock)
+    assert "planned from" in run.output
+    assert "AMPipe: input of" not in run.output, "nothing is tried"
+
+
+def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(MODEL)
+    plan = tmp_path / "plan.yaml"
+    words = ["--model", str(tmp_path / "model.yaml"), "--cluster", str(cluster_file), "--output", str(plan)]
+    assert main(["plan", *words]) == 0
+    assert Plan.read(plan).helps
+    run = train(*EP2, *EXACT, "--ampipe-plan", str(plan))
+    assert_same_losses(run, stock)
+    assert "read from" in run.output
+    # Without its losses it is another block.
+    shared = ["--moe-shared-expert-intermediate-size", "32"]
+    other = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *shared, "--ampipe-plan", str(plan))
+    assert other.exit_code != 0
+    assert "is not for the blocks of this model" in other.output
+    assert "runs shared.0 0 times instead of once" in other.output
