@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, StageKind
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, StageKind, Transfer
 from megatron_ampipe.plan.rows import Rows, chunk_rows
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, Kind, Stage
@@ -130,6 +130,17 @@ class CostModel:
             found[Kind.SHARED] = self._with_overhead("shared", self._shared(rows.hidden, chunked=chunked))
         return found
 
+    def latency(self, kind: Kind) -> float:
+        """The part of a collective of this kind that does not depend on its size."""
+        work = self.workload
+        if kind is Kind.COUNTS:
+            return self._counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
+        if kind not in (Kind.DISPATCH, Kind.COMBINE) or work.expert == 1:
+            return 0.0
+        if work.dispatcher == "allgather":
+            return self._counts_figure().alpha_us
+        return max(figure.alpha_us for figure, _ in self._links(stock=False))
+
     # What each stage does
 
     def _qkv(self, rows: Rows, *, chunked: bool) -> Pair:
@@ -183,8 +194,7 @@ class CostModel:
         ranks = work.expert * work.expert_tensor
         if ranks == 1:
             return NOTHING
-        figure = self.cluster.collective("all_gather", across_nodes=self._crosses(ranks))
-        return Pair(figure.time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
+        return Pair(self._counts_figure().time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
 
     def _travel(self, rows: int, *, stock: bool) -> Pair:
         """A dispatch or a combine: in both directions the same bytes."""
@@ -197,14 +207,9 @@ class CostModel:
             time = self._gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
             return Pair(time, time)
         sent = self._copies(tokens) * self._load(padded=stock and work.padded) * row_bytes
-        near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
-        parts = []
-        for peers, across in ((near - 1, False), (work.expert - near, True)):
-            if peers:
-                figure = self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across)
-                parts.append(figure.time_us(sent * peers / work.expert))
         # The two kinds of links carry their shares at the same time.
-        return Pair(max(parts), max(parts))
+        time = max(figure.time_us(sent * share) for figure, share in self._links(stock=stock))
+        return Pair(time, time)
 
     def _expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
         work = self.workload
@@ -279,6 +284,23 @@ class CostModel:
         there = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
         back = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
         return Pair(there, back)
+
+    def _counts_figure(self) -> Transfer:
+        ranks = self.workload.expert * self.workload.expert_tensor
+        return self.cluster.collective("all_gather", across_nodes=self._crosses(ranks))
+
+    def _links(self, *, stock: bool) -> list[tuple[Transfer, float]]:
+        """The links that an all-to-all uses, each with the share of the rows that take it."""
+        work = self.workload
+        near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
+        return [
+            (
+                self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across),
+                peers / work.expert,
+            )
+            for peers, across in ((near - 1, False), (work.expert - near, True))
+            if peers
+        ]
 
     def _crosses(self, ranks: int) -> bool:
         return ranks > self.cluster.ranks_per_node

@@ -1,8 +1,9 @@
 """How much memory the activations of one block take at their peak, by degree. An estimate, in bytes.
 
-Counts what is kept for the backward pass, which does not depend on the degree, and what is in flight while it
-runs, which does: two chunks' rows on their way, sums of gradients. Not counted: weights, optimizer, other
-layers, the allocator's rounding.
+Counts what is kept for the backward pass, which does not depend on the degree, and what is in flight while
+it runs, which does: while experts are differentiated, the gradients of two chunks; later the sums of the
+gradients of keys and values. Not counted: weights and their gradients as Megatron's own layer has them, the
+optimizer, other layers, the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ def peak_bytes(workload: Workload, *, forward_degree: int, backward_degree: int)
         forward_degree: Chunks of the forward pass; 1 is Megatron's own layer.
         backward_degree: Chunks of the backward pass.
     """
-    kept = _kept(workload) * workload.element_bytes
-    in_flight = _in_flight(workload) * workload.element_bytes / backward_degree * min(2, backward_degree)
-    sums = 0.0
-    if max(forward_degree, backward_degree) > 1:
-        # Gradients of keys and values, then of weights, added up over the chunks.
-        keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
-        sums += SUM_BYTES * keys
-        if not workload.fused_gradients:
-            sums += SUM_BYTES * _weights(workload)
-    return kept + in_flight + sums
+    element = workload.element_bytes
+    kept, in_flight = _kept(workload) * element, _in_flight(workload) * element
+    keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
+    if max(forward_degree, backward_degree) == 1:
+        return kept + max(in_flight, keys * element)
+    peak = kept + max(in_flight * min(2, backward_degree) / backward_degree, keys * (SUM_BYTES + element))
+    if not workload.fused_gradients:
+        # Megatron's own layer holds one gradient of each weight; sums over chunks are fp32.
+        peak += (SUM_BYTES - element) * _weights(workload)
+    return peak
 
 
 def _kept(workload: Workload) -> float:

@@ -15,7 +15,7 @@ from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.records import read_record, refuse, write_record
-from megatron_ampipe.plan.search import DEGREES, Candidate, choose_degree, full_plan
+from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
 from megatron_ampipe.schedule import Schedule, build, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
@@ -173,11 +173,17 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
             reason="",
         )
         return replace(whole, reason=_why_not(predictor, best))
-    return plan_of(predictor, best)
+    return plan_of(predictor, best, degrees=degrees)
 
 
-def plan_of(predictor: Predictor, found: Candidate) -> Plan:
-    """A candidate with what it is predicted to save, and why it was chosen."""
+def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
+    """A candidate with what it is predicted to save, and why it was chosen.
+
+    Args:
+        predictor: Of the workload on the cluster.
+        found: What was chosen.
+        degrees: What it is compared with in the reason: the next smaller and the next larger one.
+    """
     forward, backward = found.schedule.degree, found.schedule.of_backward
     timeline = predictor.timeline(found.schedule, found.lengths)
     plan = Plan(
@@ -189,17 +195,25 @@ def plan_of(predictor: Predictor, found: Candidate) -> Plan:
         memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
         reason="",
     )
-    return replace(plan, reason=_why(plan, timeline.communication_us / 1e3))
+    return replace(plan, reason=_why(predictor, plan, timeline.communication_us / 1e3, degrees))
 
 
-def _why(plan: Plan, communication_ms: float) -> str:
-    degree = f"{plan.forward_degree} chunks"
+def _why(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
+    chosen = f"{plan.forward_degree} chunks"
     if plan.backward_degree != plan.forward_degree:
-        degree = f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
+        chosen = f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
+    count = plan.schedule.num_chunks
+    fewer = [degree for degree in degrees if degree < count][-1:]
+    more = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
+    others = []
+    for degree in (*fewer, *more):
+        best = min(candidates(predictor, [degree]), key=lambda one: one.total_us)
+        others.append(f"{_speedup(predictor.stock(), best):.2f} with {degree}")
+    against = f", against {' and '.join(others)} equal chunks" if others else ""
     return (
-        f"With {degree}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication lie under "
-        f"computation, which is predicted to make a block {plan.predicted_speedup:.2f} times as fast; fewer "
-        "chunks hide less, and more cost more than they hide."
+        f"With {chosen}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication lie under "
+        f"computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast as "
+        f"Megatron's{against}."
     )
 
 

@@ -13,8 +13,8 @@ from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel, Pair
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Schedule, Stage
-from megatron_ampipe.timeline import StageSpan, Timeline
+from megatron_ampipe.schedule import Direction, Kind, Schedule, Stage
+from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
 
 
 class Predictor:
@@ -32,6 +32,7 @@ class Predictor:
         self.workload, self.cluster = workload, cluster
         self._model = CostModel(workload, cluster)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+        self._latency = {kind: self._model.latency(kind) for kind in Kind}
         self._slowdowns = {
             "compute_slowdown": cluster.overlap.compute_slowdown,
             "communication_slowdown": cluster.overlap.communication_slowdown,
@@ -62,7 +63,9 @@ class Predictor:
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """One direction alone, without what a recompute adds."""
         compiled, durations, issue = self.inputs(schedule, lengths, direction)
-        return max(run(compiled, durations, issue_us=issue, **self._slowdowns)[1]) + self._block(direction)
+        latency = self.latency(compiled)
+        _, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
+        return max(end) + self._block(direction)
 
     def inputs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
@@ -89,6 +92,20 @@ class Predictor:
             for stage in compiled.stages
         ]
 
+    def latency(self, compiled: Compiled) -> list[float] | None:
+        """What of each collective passes while the one ahead of it travels; None on a device.
+
+        A host that computes itself starts a collective before the one ahead of it has arrived
+        (``runtime.executors.ThreadExecutor``); in a device's stream they run one after another.
+        """
+        if self.cluster.host.issue.forward_us:
+            return None
+        in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE_LANE for stage in stages}
+        return [
+            self._latency[stage.kind] if index in in_comm else 0.0
+            for index, stage in enumerate(compiled.stages)
+        ]
+
     @property
     def slowdowns(self) -> Mapping[str, float]:
         """How lanes slow each other, as keyword arguments of :func:`~.simulate.run`."""
@@ -108,7 +125,8 @@ class Predictor:
         offset = 0.0
         for direction in Direction:
             compiled, durations, issue = self.inputs(schedule, lengths, direction)
-            begin, end = run(compiled, durations, issue_us=issue, **self._slowdowns)
+            latency = self.latency(compiled)
+            begin, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
             for lane, stages in compiled.lanes:
                 spans += [
                     StageSpan(

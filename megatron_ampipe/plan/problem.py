@@ -33,6 +33,7 @@ class OrderProblem:
         ancestors: For each stage all that must be done before, directly or not, as bits.
         host_needs: For each stage the one that a host waits for before issuing it, or -1.
         issue_us: The host's time to issue each stage; None where the host computes itself.
+        latency_us: See :func:`~.simulate.run`.
         compute_slowdown: Factor on a computation while something travels.
         communication_slowdown: Factor on a collective while something computes.
     """
@@ -45,6 +46,7 @@ class OrderProblem:
     ancestors: tuple[int, ...]
     host_needs: tuple[int, ...]
     issue_us: tuple[float, ...] | None = None
+    latency_us: tuple[float, ...] | None = None
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
 
@@ -57,8 +59,12 @@ class OrderProblem:
         degree = schedule.degree_of(direction)
         needs = graph(predictor.workload.features, degree, schedule.whole_attention, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
-        issues = None if issue is None else dict(zip(compiled.stages, issue, strict=True))
-        return cls.from_graph(needs, times, issue_us=issues, **predictor.slowdowns)
+        latency = predictor.latency(compiled)
+        issues, latencies = (
+            None if found is None else dict(zip(compiled.stages, found, strict=True))
+            for found in (issue, latency)
+        )
+        return cls.from_graph(needs, times, issue_us=issues, latency_us=latencies, **predictor.slowdowns)
 
     @classmethod
     def from_graph(
@@ -67,6 +73,7 @@ class OrderProblem:
         times: Mapping[Stage, float],
         *,
         issue_us: Mapping[Stage, float] | None = None,
+        latency_us: Mapping[Stage, float] | None = None,
         compute_slowdown: float = 1.0,
         communication_slowdown: float = 1.0,
     ) -> OrderProblem:
@@ -92,6 +99,7 @@ class OrderProblem:
                 for stage in stages
             ),
             issue_us=None if issue_us is None else tuple(issue_us[stage] for stage in stages),
+            latency_us=None if latency_us is None else tuple(latency_us[stage] for stage in stages),
             compute_slowdown=compute_slowdown,
             communication_slowdown=communication_slowdown,
         )
@@ -140,6 +148,7 @@ class OrderProblem:
             compiled,
             self.durations,
             issue_us=self.issue_us,
+            latency_us=self.latency_us,
             compute_slowdown=self.compute_slowdown,
             communication_slowdown=self.communication_slowdown,
         )

@@ -131,12 +131,11 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     plain = choose_degree(predictor, degrees)
     shaped = [improve_chunks(predictor, start) for start in _starts(predictor, plain, degrees)]
     best_shaped = min(shaped, key=lambda one: one.total_us)
-    even = _named(
-        predictor, best_shaped.schedule.name, best_shaped.schedule.degree, best_shaped.schedule.of_backward
-    )
+    schedule = best_shaped.schedule
+    even = _named(predictor, schedule.name, schedule.degree, schedule.of_backward)
     ordered = reorder(predictor, even)
     best = plain
-    for found in (best_shaped, ordered, reorder(predictor, best_shaped), improve_chunks(predictor, ordered)):
+    for found in (best_shaped, ordered, improve_chunks(predictor, ordered), reorder(predictor, best_shaped)):
         # The plainer form stays unless the gain is more than a prediction can tell.
         if found.total_us < best.total_us * (1 - WORTHWHILE):
             best = found

@@ -109,6 +109,7 @@ def run(
     durations: Sequence[float],
     *,
     issue_us: Sequence[float] | None = None,
+    latency_us: Sequence[float] | None = None,
     compute_slowdown: float = 1.0,
     communication_slowdown: float = 1.0,
 ) -> tuple[list[float], list[float]]:
@@ -120,6 +121,8 @@ def run(
         compiled: The program.
         durations: How long each stage takes alone.
         issue_us: The host's time to issue each stage; None where the host computes itself.
+        latency_us: The part of each collective that passes while the one ahead of it still travels, if it
+            was ready by then; None where a collective begins only when the one ahead of it has ended.
         compute_slowdown: Factor on a computation while something travels.
         communication_slowdown: Factor on a collective while something computes.
 
@@ -134,6 +137,7 @@ def run(
     queues = [list(stages) for stages in compiled.reversed_lanes]
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes = range(len(queues))
+    ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
     # Stages before this position have been issued. Without a host that runs ahead, all of them.
@@ -167,6 +171,11 @@ def run(
                     continue
                 stage = current[lane] = queue.pop()
                 left[lane], begin[stage] = durations[stage], now
+                if latency_us is not None and latency_us[stage]:
+                    # Begun behind the one ahead of it, in whose time its own latency has passed.
+                    passed = now - max(ready_at[stage], last_begin[lane])
+                    left[lane] = max(0.0, left[lane] - min(latency_us[stage], passed))
+                last_begin[lane] = now
             if communicates[stage]:
                 travelling = 1
             else:
@@ -194,4 +203,5 @@ def run(
                     remaining -= 1
                     for follower in followers[stage]:
                         waiting[follower] -= 1
+                        ready_at[follower] = now
     return begin, end

@@ -29,6 +29,7 @@ COMMANDS = {
     "ampipe draw": "tests/unit/test_draw.py",
     "ampipe profile": "tests/dist/test_profile.py",
     "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
+    "ampipe plan": "tests/unit/test_plan_tool.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),

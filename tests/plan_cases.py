@@ -1,0 +1,44 @@
+"""Workloads and clusters that the planner's tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_ampipe.plan.cluster import Cluster, Overhead, Overlap, find_cluster, read_cluster
+from megatron_ampipe.plan.workload import Workload
+
+NONE: dict[str, Any] = {"basis": "derived", "source": "a test"}
+
+
+def workload(**changes: Any) -> Workload:
+    """A small GPT-MoE block, 8 experts over 8 ranks."""
+    sizes: dict[str, Any] = {
+        "sequence_length": 8192,
+        "batch": 1,
+        "hidden": 1024,
+        "heads": 16,
+        "head_size": 64,
+        "value_size": 64,
+        "projections": ((1024, 3072),),
+        "key_value_width": 2048,
+        "experts": 8,
+        "topk": 2,
+        "ffn": 4096,
+        "gated": False,
+        "dtype": "bf16",
+        "expert": 8,
+    }
+    return Workload(**(sizes | changes))
+
+
+def cluster(name: str = "a800x8-20gbps") -> Cluster:
+    """A shipped cluster."""
+    return read_cluster(find_cluster(name))
+
+
+def hosted(source: Cluster) -> Cluster:
+    """The cluster with a host that computes itself, and lanes that do not slow each other."""
+    host = dataclasses.replace(source.host, issue=Overhead(forward_us=0, backward_us=0, **NONE))
+    overlap = Overlap(compute_slowdown=1, communication_slowdown=1, **NONE)
+    return dataclasses.replace(source, host=host, overlap=overlap)

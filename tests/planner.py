@@ -1,0 +1,156 @@
+"""Writes the tables of ``docs/planner.md``: the simulator beside the strategies of the papers.
+
+``python -m tests.planner`` writes the page anew between its marks; a test holds the page against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.problem import Lanes, OrderProblem
+from megatron_ampipe.plan.rows import even_chunks
+from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
+PLAIN = BlockFeatures(chunked_qkv=True)
+
+IDEAL = ((8.0, 4.0, 6.0), (4.0, 8.0, 2.0), (3.0, 6.0, 9.0), (9.0, 1.0, 1.0))
+"""Attention, communication and experts of the first table."""
+FSMOE_ROWS = (128, 512, 2048)
+"""Tokens of one rank in the third table."""
+REAL = (
+    ("gpt-moe medium", 16, 1024, 24576),
+    ("gpt-moe medium", 16, 1024, 32768),
+    ("gpt-moe large", 20, 1280, 32768),
+)
+"""Name, heads, hidden size and sequence of the second table: those of AMPipe's table 2."""
+
+
+def appendix_c_problem(
+    attention: float, communication: float, experts: float, degree: int
+) -> tuple[OrderProblem, Lanes]:
+    """A forward pass as appendix C has it: three kinds of stages, equal chunks, cutting costs nothing."""
+    schedule = build("ampipe", degree=degree, features=PLAIN)
+    needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    whole = {
+        Kind.ATTENTION: attention,
+        Kind.DISPATCH: communication,
+        Kind.COMBINE: communication,
+        Kind.EXPERT: experts,
+    }
+    times = {stage: whole.get(stage.kind, 0.0) / degree for stage in needs}
+    problem = OrderProblem.from_graph(needs, times)
+    return problem, problem.lanes_of(schedule.forward)
+
+
+def gpt_moe(heads: int, hidden: int, rows: int) -> Workload:
+    """A block of AMPipe's table 1, 8 experts over 8 ranks."""
+    return Workload(
+        sequence_length=rows,
+        batch=1,
+        hidden=hidden,
+        heads=heads,
+        head_size=hidden // heads,
+        value_size=hidden // heads,
+        projections=((hidden, 3 * hidden),),
+        key_value_width=2 * hidden,
+        experts=8,
+        topk=1,
+        ffn=4 * hidden,
+        gated=False,
+        dtype="fp16",
+        expert=8,
+    )
+
+
+def fsmoe_workload(rows: int, *, expert_tensor: int = 4) -> Workload:
+    """A layer from the ranges of FSMoE's table 4: M = 2048, H = 3 M, no token dropped."""
+    return Workload(
+        sequence_length=rows,
+        batch=1,
+        hidden=2048,
+        heads=16,
+        head_size=128,
+        value_size=128,
+        projections=((2048, 6144),),
+        key_value_width=4096,
+        experts=8,
+        topk=2,
+        ffn=6144,
+        gated=False,
+        dtype="fp16",
+        expert=8,
+        expert_tensor=expert_tensor,
+    )
+
+
+def render() -> Iterator[str]:
+    """The lines between the marks."""
+    yield from _ideal()
+    yield ""
+    yield from _real()
+    yield ""
+    yield from _fsmoe()
+
+
+def _ideal() -> Iterator[str]:
+    yield "| A, C, M | stock | formula, degree 1 | simulated | formula, degree 4 | simulated |"
+    yield "|---|---|---|---|---|---|"
+    for sizes in IDEAL:
+        cells = [f"{sizes[0]:g}, {sizes[1]:g}, {sizes[2]:g}", f"{stock_time(*sizes):g}"]
+        for degree in (1, 4):
+            problem, lanes = appendix_c_problem(*sizes, degree)
+            cells += [f"{ampipe_time(*sizes, degree=degree):g}", f"{problem.time(lanes):g}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _real() -> Iterator[str]:
+    yield "| block, forward | degree | formula, speedup | simulated, speedup |"
+    yield "|---|---|---|---|"
+    cluster = read_cluster(find_cluster("a800x8-20gbps"))
+    for name, heads, hidden, rows in REAL:
+        workload = gpt_moe(heads, hidden, rows)
+        predictor = Predictor(workload, cluster)
+        whole = predictor.costs((rows,), 1, False)
+        # What the formula calls attention is all that runs before the dispatch; O is left out, as there.
+        attention = sum(whole[Stage(kind, 0)].forward for kind in (Kind.QKV, Kind.ATTENTION))
+        travel, experts = whole[Stage(Kind.DISPATCH, 0)].forward, whole[Stage(Kind.EXPERT, 0)].forward
+        stock = predictor.stock().forward
+        for degree in (2, 4, 8):
+            formula = stock_time(attention, travel, experts) / ampipe_time(
+                attention, travel, experts, degree=degree
+            )
+            schedule = build("ampipe", degree=degree, features=workload.features)
+            time = predictor.direction_us(schedule, even_chunks(rows, degree), Direction.FORWARD)
+            yield f"| {name}, {rows // 1024}K rows | {degree} | {formula:.2f} | {stock / time:.2f} |"
+
+
+def _fsmoe() -> Iterator[str]:
+    yield "| testbed, rows | forward: case, degree | backward: case, degree |"
+    yield "|---|---|---|"
+    for testbed, expert_tensor in (("fsmoe-testbed-a", 8), ("fsmoe-testbed-b", 4)):
+        cluster = read_cluster(find_cluster(testbed))
+        for rows in FSMOE_ROWS:
+            forward = FsmoeLayer.of(fsmoe_workload(rows, expert_tensor=expert_tensor), cluster)
+            cells = []
+            for layer in (forward, forward.backward(reduction=0.0)):
+                degree = layer.degree(largest=16)
+                cells.append(f"{layer.case(degree)}, {degree}")
+            yield f"| {testbed}, {rows} | {cells[0]} | {cells[1]} |"
+
+
+def page() -> str:
+    """The page with its tables made anew."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n" + "\n".join(render()) + f"\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,191 @@
+"""The cost model: what is counted by hand, and how it has to grow."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import Transfer
+from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.rows import chunk_rows, even_chunks
+from megatron_ampipe.schedule import Kind, SequenceLayout, Stage, chunk_sequence
+from tests.plan_cases import NONE, cluster, workload
+
+
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("degree", [1, 3, 4])
+def test_pairs_are_those_of_the_chunks_that_run(
+    degree: int, tensor: int, context: int, window: int | None
+) -> None:
+    """Counted row by row over the spans of ``schedule.chunk_sequence``, on the rank that has most."""
+    length = 192
+    block = workload(sequence_length=length, tensor=tensor, context=context, window=window)
+    found = chunk_rows(block, even_chunks(block.rows, degree))
+    counted = []
+    for rank in range(context):
+        layout = SequenceLayout(tensor_ranks=tensor, context_ranks=context, context_rank=rank)
+        counted.append(
+            [
+                sum(
+                    min(row + 1, length if window is None else window + 1)
+                    for span in chunk.queries
+                    for row in range(span.global_start, span.global_end)
+                )
+                for chunk in chunk_sequence(length, degree=degree, layout=layout)
+            ]
+        )
+    assert [rows.pairs for rows in found] == [max(ranks) for ranks in zip(*counted, strict=True)]
+    if context == 1 and window is None:
+        # Query rows are gathered over the tensor-parallel ranks.
+        assert sum(rows.pairs for rows in found) == length * (length + 1) // 2
+
+
+def test_dispatch_by_hand() -> None:
+    # 1024 rows, each to 2 of 8 experts, 7 of 8 of them on other ranks; 1024 numbers of 2 bytes and a
+    # probability of 4. 20 us and 50 us per MB.
+    model = CostModel(workload(sequence_length=4096), cluster())
+    costs = model.stages(even_chunks(4096, 4))
+    size = 1024 * 2 * 7 / 8 * (2048 + 4)
+    assert costs[Stage(Kind.DISPATCH, 0)].forward == pytest.approx(20 + 50e-6 * size)
+    assert costs[Stage(Kind.COMBINE, 3)].backward == pytest.approx(20 + 50e-6 * size)
+
+
+def test_expert_by_hand() -> None:
+    source = cluster()
+    model = CostModel(workload(sequence_length=4096, topk=1), source)
+    found = model.stages((4096,))[Stage(Kind.EXPERT, 0)]
+    gemm, memory = source.gemm("bf16"), source.compute.memory
+    products = 2 * gemm.alpha_us + 2 * 2e-9 * 4096 * 1024 * 4096 * gemm.beta_us_per_gflop
+    products += 2 * 1.024 * 4.096 * gemm.weights_us_per_million
+    activation = memory.time_us(4096 * (4096 + 4096) * 2)
+    assert found.forward == pytest.approx(products + activation + source.stage_overhead("expert").forward_us)
+
+
+def test_later_chunks_of_a_causal_block_cost_more() -> None:
+    costs = CostModel(workload(), cluster()).stages(even_chunks(8192, 8))
+    attention = [costs[Stage(Kind.ATTENTION, chunk)] for chunk in range(8)]
+    assert all(a.forward < b.forward and a.backward < b.backward for a, b in itertools.pairwise(attention))
+    assert costs[Stage(Kind.EXPERT, 0)] == costs[Stage(Kind.EXPERT, 7)]
+
+
+def test_experts_on_other_nodes_use_the_links_between_nodes() -> None:
+    source = cluster("dgx-h100")
+    inside = CostModel(workload(), source).stages((8192,))[Stage(Kind.DISPATCH, 0)].forward
+    across = (
+        CostModel(workload(experts=16, expert=16), source).stages((8192,))[Stage(Kind.DISPATCH, 0)].forward
+    )
+    size = 8192 * 2 * 8 / 16 * 2052
+    assert source.inter is not None
+    assert across == pytest.approx(source.inter["all_to_all"].time_us(size))
+    assert across > 2 * inside
+
+
+def test_a_capacity_bounds_what_travels_and_padding_fills_it() -> None:
+    def dispatch(**changes: object) -> float:
+        model = CostModel(workload(**changes), cluster())
+        return model.stages((8192,))[Stage(Kind.DISPATCH, 0)].forward - 20
+
+    even = dispatch()
+    assert dispatch(imbalance=1.5) == pytest.approx(1.5 * even)
+    assert dispatch(imbalance=1.5, capacity=1.25) == pytest.approx(1.25 * even)
+    assert dispatch(capacity=0.5) == pytest.approx(0.5 * even)
+    # AMPipe sends kept tokens alone; Megatron's own layer sends the padding too.
+    assert dispatch(capacity=2.0, padded=True) == pytest.approx(even)
+    stock = [
+        CostModel(workload(capacity=2.0, padded=padded), cluster()).stock().forward
+        for padded in (False, True)
+    ]
+    assert stock[1] > stock[0]
+
+
+def test_no_travel_without_expert_parallelism() -> None:
+    costs = CostModel(workload(expert=1), cluster()).stages((8192,))
+    assert all(cost.forward == cost.backward == 0 for stage, cost in costs.items() if stage.is_communication)
+
+
+def test_stock_s_own_all_to_all_is_used_for_stock_alone() -> None:
+    source = cluster()
+    assert source.intra is not None
+    slow = Transfer(alpha_us=40, beta_us_per_mb=100, **NONE)
+    other = dataclasses.replace(source, intra={**source.intra, "stock_all_to_all": slow})
+    mine, theirs = CostModel(workload(), source), CostModel(workload(), other)
+    assert mine.stages((4096, 4096)) == theirs.stages((4096, 4096))
+    travel = source.intra["all_to_all"].time_us(8192 * 2 * 7 / 8 * 2052)
+    assert theirs.stock().forward - mine.stock().forward == pytest.approx(2 * travel)
+
+
+def test_chunks_that_stand_together_share_a_collective() -> None:
+    model = CostModel(workload(shared_ffn=2048, losses=True), cluster())
+    fine, coarse = model.stages(even_chunks(8192, 4)), model.stages(even_chunks(8192, 4), parts=2)
+    for kind in (Kind.QKV, Kind.ATTENTION, Kind.ROUTE, Kind.SHARED, Kind.EXPERT, Kind.MERGE):
+        together = fine[Stage(kind, 2)] + fine[Stage(kind, 3)]
+        assert coarse[Stage(kind, 1)].forward == pytest.approx(together.forward)
+        assert coarse[Stage(kind, 1)].backward == pytest.approx(together.backward)
+    # One start-up less.
+    apart = fine[Stage(Kind.DISPATCH, 0)].forward + fine[Stage(Kind.DISPATCH, 1)].forward
+    assert coarse[Stage(Kind.DISPATCH, 0)].forward == pytest.approx(apart - 20)
+    assert coarse[Stage(Kind.LOSSES)] == fine[Stage(Kind.LOSSES)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor": 2},
+        {"tensor": 4, "expert_tensor": 4, "expert": 2},
+        {"context": 2},
+        {"dispatcher": "allgather"},
+        {"latent": True},
+        {"gated": True, "shared_ffn": 1024, "losses": True, "grouped": True},
+        {"expert": 4, "capacity": 1.25},
+    ],
+    ids=str,
+)
+def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]) -> None:
+    from megatron_ampipe.schedule import Direction, dependencies
+
+    block = workload(**changes)
+    model = CostModel(block, cluster())
+    assert min(model.stock().forward, model.stock().backward) > 0
+    for degree, whole in itertools.product((1, 2, 4), (False, True)):
+        costs = model.stages(even_chunks(block.rows, degree), whole_attention=whole)
+        needs = dependencies(
+            block.features, degree=degree, whole_attention=whole, direction=Direction.FORWARD
+        )
+        assert costs.keys() == needs.keys()
+        assert all(cost.forward > 0 for cost in costs.values())
+
+
+def test_tensor_parallelism_divides_attention() -> None:
+    def attention(tensor: int) -> float:
+        block = workload(tensor=tensor)
+        return CostModel(block, cluster()).stages((block.rows,))[Stage(Kind.ATTENTION, 0)].forward
+
+    # Less than half, for the collective of the output projection; more, for what is not divided.
+    assert attention(4) < attention(2) < attention(1)
+
+
+def test_fp8_needs_its_figure_and_attends_in_bf16() -> None:
+    with pytest.raises(BadInput, match=r"compute\.gemm\.fp8: is missing"):
+        CostModel(workload(dtype="fp8"), cluster())
+    wide, narrow = (
+        CostModel(workload(dtype=dtype), cluster("dgx-h100")).stages((8192,)) for dtype in ("bf16", "fp8")
+    )
+    assert narrow[Stage(Kind.EXPERT, 0)].forward < 0.7 * wide[Stage(Kind.EXPERT, 0)].forward
+    # Activations travel in 16 bit in both.
+    assert narrow[Stage(Kind.DISPATCH, 0)] == wide[Stage(Kind.DISPATCH, 0)]
+
+
+def test_memory_falls_with_the_degree_and_sums_cost_some() -> None:
+    peaks = [peak_bytes(workload(topk=8), forward_degree=n, backward_degree=n) for n in (2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True)
+    plain, sums = (
+        peak_bytes(workload(fused_gradients=fused), forward_degree=4, backward_degree=4)
+        for fused in (True, False)
+    )
+    weights = 2 * 1024 * 4096 + 4 * 1024 * 1024
+    assert sums - plain == 2 * weights

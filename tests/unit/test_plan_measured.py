@@ -1,0 +1,57 @@
+"""The simulator against what was measured: stored stage times in, stored block times out."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.plan.simulate import compile_named, run
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build
+
+MEASURED = sorted((Path(__file__).resolve().parents[2] / "docs" / "measured").glob("cpu-small-*.json"))
+SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
+"""One pair for all: a rank's collectives need its one core too."""
+
+
+def stage_of(name: str) -> Stage:
+    kind, _, chunk = name.partition(".")
+    return Stage(Kind(kind), int(chunk) if chunk else None)
+
+
+def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
+    """From the times of the stages alone: the slower rank's computation, the collectives without waits."""
+    features = BlockFeatures(chunked_qkv=True)
+    schedule = build(row["schedule"], degree=row["degree"], features=features)
+    total = 0.0
+    for direction in Direction:
+        by_rank = [
+            {stage_of(name): statistics.median(times) for name, times in rank[direction.value].items()}
+            for rank in row["stages_us_by_rank"]
+        ]
+        compiled = compile_named(schedule, features, direction)
+        durations = [
+            (min if stage.is_communication else max)(times[stage] for times in by_rank)
+            for stage in compiled.stages
+        ]
+        total += max(run(compiled, durations, **slowdowns)[1])
+    return total / 1e3
+
+
+def errors(slowdowns: dict[str, float]) -> Iterator[float]:
+    for path in MEASURED:
+        for case in json.loads(path.read_text())["cases"]:
+            for row in case["rows"]:
+                yield abs(simulated_ms(row, slowdowns) / row["ms"] - 1)
+
+
+def test_blocks_are_predicted_from_their_stages() -> None:
+    found = list(errors(SLOWDOWNS))
+    assert len(found) >= 20
+    assert statistics.median(found) < 0.10 and max(found) < 0.20
+
+
+def test_that_lanes_slow_each_other_is_part_of_it() -> None:
+    assert statistics.median(errors(SLOWDOWNS)) < statistics.median(errors({}))

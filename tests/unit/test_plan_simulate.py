@@ -1,0 +1,158 @@
+"""Simulated timelines worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rows import even_chunks
+from megatron_ampipe.plan.simulate import compile_named, compile_program, run
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Direction,
+    Kind,
+    Program,
+    Stage,
+    build,
+    dependencies,
+)
+from tests.plan_cases import cluster, hosted, workload
+
+PLAIN = BlockFeatures(chunked_qkv=True)
+TIMES = {
+    Kind.QKV: 1.0,
+    Kind.ATTENTION: 3.0,
+    Kind.ROUTE: 1.0,
+    Kind.COUNTS: 1.0,
+    Kind.DISPATCH: 4.0,
+    Kind.EXPERT: 6.0,
+    Kind.COMBINE: 4.0,
+    Kind.MERGE: 1.0,
+}
+
+
+def ends(
+    name: str, times: Mapping[Kind, float], *, degree: int = 2, **settings: float
+) -> dict[str, tuple[float, float]]:
+    """Begin and end of every forward stage."""
+    schedule = build(name, degree=degree, features=PLAIN)
+    compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
+    issue = settings.pop("issue", None)
+    issues = None if issue is None else [issue] * len(compiled.stages)
+    durations = [times[stage.kind] for stage in compiled.stages]
+    begin, end = run(compiled, durations, issue_us=issues, **settings)
+    return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
+
+
+def test_two_chunks_by_hand() -> None:
+    found = ends("ampipe", TIMES)
+    # qkv, attention and route of both chunks end at 5 and 10.
+    assert found["route.0"] == (4, 5)
+    assert found["counts.0"] == (5, 6)
+    assert found["dispatch.0"] == (6, 10)
+    assert found["route.1"] == (9, 10)
+    assert found["counts.1"] == (10, 11)
+    assert found["dispatch.1"] == (11, 15)
+    assert found["expert.0"] == (10, 16)
+    assert found["combine.0"] == (16, 20)
+    assert found["expert.1"] == (16, 22)
+    assert found["merge.0"] == (22, 23)
+    assert found["combine.1"] == (22, 26)
+    assert found["merge.1"] == (26, 27)
+
+
+def test_sequential_takes_the_sum() -> None:
+    found = ends("sequential", TIMES, degree=3, compute_slowdown=2.0, communication_slowdown=2.0)
+    # Nothing runs beside anything, so nothing slows anything.
+    assert max(end for _, end in found.values()) == 3 * sum(TIMES.values())
+
+
+def test_lanes_slow_each_other_only_while_both_run() -> None:
+    found = ends("ampipe", TIMES, compute_slowdown=2.0, communication_slowdown=1.25)
+    # From 5 on both lanes are busy: counts.0 takes 1.25, and meanwhile qkv.1 does 0.625 of its 1.
+    assert found["counts.0"] == (5, 6.25)
+    # The other 0.375 takes 0.75.
+    assert found["qkv.1"] == (5, 7)
+    # attention.1 from 7 on at half its speed: 3 take 6 if the network stays busy, and dispatch.0 does until
+    # 6.25 + 5 = 11.25. By then (11.25 - 7) / 2 = 2.125 is done; 0.875 are left and run alone.
+    assert found["dispatch.0"] == (6.25, 11.25)
+    assert found["attention.1"] == (7, pytest.approx(12.125))
+
+
+def test_a_host_that_runs_ahead_issues_one_stage_after_another() -> None:
+    found = ends("ampipe", dict.fromkeys(TIMES, 0.001), issue=10.0)
+    # 16 stages of 10 each; the device does each when it is issued.
+    assert max(end for _, end in found.values()) == pytest.approx(160, abs=0.1)
+    assert found["qkv.0"][0] == 10
+    # With long stages the host is no limit but for the first one.
+    slow = {kind: 100 * time for kind, time in TIMES.items()}
+    free, hosted_ends = ends("ampipe", slow), ends("ampipe", slow, issue=1.0)
+    assert hosted_ends["route.0"][1] == free["route.0"][1] + 1
+
+
+def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
+    times = TIMES | {Kind.COUNTS: 50.0}
+    found = ends("ampipe", times, issue=0.5)
+    # Nothing behind dispatch.0 in the order of issue can begin before the counts are there.
+    assert found["counts.0"] == (5.5, 55.5)
+    assert found["dispatch.0"][0] == pytest.approx(56.0)
+    assert found["expert.0"][0] >= 60
+
+
+def test_a_collective_s_latency_passes_while_the_one_ahead_of_it_travels() -> None:
+    schedule = build("ampipe", degree=2, features=PLAIN)
+    compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
+    times = TIMES | {Kind.ATTENTION: 1.0, Kind.DISPATCH: 6.0}
+    durations = [times[stage.kind] for stage in compiled.stages]
+    latency = [2.0 if stage.kind in (Kind.DISPATCH, Kind.COUNTS) else 0.0 for stage in compiled.stages]
+    begin, end = run(compiled, durations, latency_us=latency)
+    number = {str(stage): index for index, stage in enumerate(compiled.stages)}
+    # Routes end at 3 and 6; counts.0 from 3 to 4 and dispatch.0 from 4 to 10, with nothing ahead to hide in.
+    assert (begin[number["dispatch.0"]], end[number["dispatch.0"]]) == (4, 10)
+    # counts.1 was ready at 6 behind dispatch.0: its time of 1 is all latency and has passed by 10.
+    assert (begin[number["counts.1"]], end[number["counts.1"]]) == (10, 10)
+    # dispatch.1 waits for counts.1 and was not ready before.
+    assert (begin[number["dispatch.1"]], end[number["dispatch.1"]]) == (10, 16)
+
+
+def test_lanes_that_wait_for_each_other_never_end() -> None:
+    needs = dependencies(PLAIN, degree=2, whole_attention=False, direction=Direction.FORWARD)
+    good = build("ampipe", degree=2, features=PLAIN).forward
+    compute, comm = good.lanes
+    swapped = list(comm.stages)
+    # combine.0 in front of its own dispatch.
+    swapped.remove(Stage(Kind.COMBINE, 0))
+    swapped.insert(0, Stage(Kind.COMBINE, 0))
+    compiled = compile_program(good, needs)
+    number = {stage: index for index, stage in enumerate(compiled.stages)}
+    lanes = tuple(tuple(number[stage] for stage in order) for order in (compute.stages, swapped))
+    broken = dataclasses.replace(compiled, reversed_lanes=tuple(order[::-1] for order in lanes))
+    _, end = run(broken, [1.0] * len(compiled.stages))
+    assert max(end) == math.inf
+
+
+@pytest.mark.parametrize("degree", [1, 2, 5])
+@pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
+def test_timeline_is_that_of_the_schedule(name: str, degree: int) -> None:
+    predictor = Predictor(workload(), hosted(cluster()))
+    schedule = build(name, degree=degree, features=predictor.workload.features)
+    lengths = even_chunks(predictor.workload.rows, degree)
+    timeline = predictor.timeline(schedule, lengths)
+    for direction in Direction:
+        spans = [span for span in timeline.spans if span.direction == direction]
+        program: Program = schedule.program(direction)
+        for lane in program.lanes:
+            ran = sorted((s for s in spans if s.lane == lane.lane), key=lambda s: (s.begin_us, s.end_us))
+            assert [span.stage for span in ran] == list(map(str, lane.stages))
+            assert all(a.end_us <= b.begin_us + 1e-6 for a, b in itertools.pairwise(ran))
+    last = max(span.end_us for span in timeline.spans)
+    overheads = predictor.cluster.host.block
+    total = predictor.pass_us(schedule, lengths)
+    assert last + overheads.forward_us + overheads.backward_us == pytest.approx(
+        total.forward + total.backward
+    )

@@ -1,0 +1,165 @@
+"""``ampipe plan``, and the plan file."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import check
+from tests.plan_cases import cluster, workload
+from tests.unit.test_imports import heavy_modules_after
+from tests.unit.test_plan_workload import PLAIN
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.yaml"
+    path.write_text(PLAIN)
+    return path
+
+
+def answer(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", "--json", "-", *words]
+    assert main(command) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_answers_what_was_asked(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(model, capsys)
+    assert found["forward_degree"] > 1 and found["backward_degree"] > 1
+    assert found["predicted_speedup"] == pytest.approx(found["stock_ms"] / found["predicted_ms"])
+    assert found["predicted_speedup"] > 1.05
+    assert found["helps"] is True and found["reason"].endswith(".") and "\n" not in found["reason"]
+    assert 0 < found["hidden_share"] <= 1 and found["memory_gib"] > 0
+    assert sum(found["shares"]) == pytest.approx(1)
+    best_named = max(row["speedup"] for row in found["degrees"])
+    assert found["predicted_speedup"] >= best_named * (1 - 1e-9)
+    assert [row["degree"] for row in found["degrees"][:3]] == [1, 2, 2]
+
+
+def test_table_shows_the_choice_and_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"1 │ stock .* 1\.00", shown)
+    assert re.search(r"choice: degree \d forward, \d backward, schedule \S+, shares ", shown)
+    assert "times as fast" in shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--set", "expert-model-parallel-size=1"], "one rank holds all experts"),
+        (["--set", "seq-length=256"], "communication is"),
+    ],
+)
+def test_it_says_when_ampipe_will_not_help(
+    words: list[str], why: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(model, capsys, *words)
+    assert found["helps"] is False
+    assert found["forward_degree"] == found["backward_degree"] == 1
+    assert found["reason"].startswith("AMPipe will not help: ") and why in found["reason"]
+    assert found["predicted_speedup"] == 1
+
+
+def test_ten_thousand_ranks_take_no_longer_than_two(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def seconds(*words: str) -> float:
+        begin = time.process_time()
+        main(["plan", "--model", str(model), "--cluster", "dgx-h100", "--json", "-", *words])
+        capsys.readouterr()
+        return time.process_time() - begin
+
+    few = seconds("--ranks", "2", "--set", "expert-model-parallel-size=2")
+    many = seconds(
+        "--ranks", "10000", "--set", "num-experts=1000", "--set", "expert-model-parallel-size=1000"
+    )
+    assert max(few, many) < 2
+
+
+def test_plan_file_and_picture(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, picture, data = tmp_path / "out" / "plan.yaml", tmp_path / "out" / "time", tmp_path / "a.json"
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", "--output", str(target)]
+    assert main([*command, "--picture", str(picture), "--json", str(data)]) == 0
+    assert {path.name for path in target.parent.iterdir()} == {"plan.yaml", "time.svg", "time.png"}
+    found = json.loads(data.read_text())
+    plan = Plan.read(target)
+    assert (plan.forward_degree, plan.backward_degree) == (found["forward_degree"], found["backward_degree"])
+    assert plan.reason == found["reason"] and plan.predicted_ms == found["predicted_ms"]
+    assert "choice: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"topk": 8, "sequence_length": 4096}, {"tensor": 2}, {"expert": 1}], ids=str
+)
+def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path: Path) -> None:
+    plan = make_plan(Predictor(workload(**changes), cluster()))
+    plan.write(tmp_path / "plan.yaml", head="a test")
+    found = Plan.read(tmp_path / "plan.yaml")
+    assert found == plan or found.shares == pytest.approx(plan.shares)
+    assert found.schedule == plan.schedule
+    check(found.schedule, workload(**changes).features)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("forward_degree: 2", "forward_degree: 4", r"plan\.yaml:3: forward_degree 4: the schedule has 2"),
+        ("- 0.5\n- 0.5", "- 0.5", r"shares: has 1 shares for 2 chunks"),
+        ("- 0.5\n- 0.5", "- 0.5\n- 0.6", r"sum of 1.1"),
+        ("- 0.5\n- 0.5", "- 1.5\n- -0.5", r"shares -0\.5: must be at least 0"),
+        ("expert.0 ", "expert.7 ", r"plan\.yaml:\d+: .*expert\.7"),
+        ("ampipe-plan-1", "ampipe-plan-9", "must be one of ampipe-plan-1"),
+        ("reason:", "raeson:", "Did you mean reason?"),
+        ("stock_ms:", "stock_s:", "stock_s"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path: Path) -> None:
+    plan = make_plan(Predictor(workload(), cluster()), degrees=(2,), full=False)
+    path = tmp_path / "plan.yaml"
+    plan.write(path, head="a test")
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(BadInput, match=part):
+        Plan.read(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "nowhere"], "--cluster nowhere: is neither"),
+        (["--set", "seq-length"], "is not FLAG=VALUE"),
+        (["--set", "sequence-length=3"], "is no flag of Megatron's"),
+        (["--output", "/proc/no/plan.yaml"], "cannot be written"),
+    ],
+)
+def test_errors_are_one_line(
+    words: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", *words]
+    assert main(command) in (2, 3)
+    error = capsys.readouterr().err
+    assert error.startswith("ampipe: ") and message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("words", [["--degrees", "1,2"], ["--ranks", "0"], ["--imbalance", "0.5"]])
+def test_wrong_arguments_end_with_2(
+    words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(model), "--cluster", "dgx-h100", *words]) == 2
+    capsys.readouterr()
+
+
+def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
+    words = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]
+    imported, shown = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
+    assert imported == set() and "choice: " in shown

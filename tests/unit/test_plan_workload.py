@@ -1,0 +1,131 @@
+"""Model files without Megatron: what they mean, and what is refused, by file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.flags import known_flags
+from megatron_ampipe.plan.workload import Workload, find_model, read_model, workload_of
+
+PLAIN = """\
+num-layers: 12
+hidden-size: 1024
+num-attention-heads: 16
+seq-length: 16384
+num-experts: 8
+moe-router-topk: 1
+moe-token-dispatcher-type: alltoall
+bf16: true
+expert-model-parallel-size: 8
+"""
+
+
+def read(
+    tmp_path: Path, text: str, *, cluster: str = "dgx-h100", **settings: Any
+) -> tuple[Workload, tuple[str, ...]]:
+    path = tmp_path / "model.yaml"
+    path.write_text(text)
+    overrides = settings.pop("overrides", None)
+    return workload_of(read_model(path, overrides=overrides), read_cluster(find_cluster(cluster)), **settings)
+
+
+def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
+    found, assumed = read(tmp_path, PLAIN)
+    assert assumed == ()
+    assert found.rows == 16384 and found.batch == 1
+    assert (found.heads, found.head_size, found.projections) == (16, 64, ((1024, 3072),))
+    assert (found.ffn, found.gated, found.topk, found.expert) == (4096, False, 1, 8)
+    assert found.dtype == "bf16" and not found.losses and found.capacity is None
+    assert found.features.chunked_qkv
+
+
+def test_what_a_model_does_not_say_is_assumed_aloud(tmp_path: Path) -> None:
+    text = PLAIN.replace("bf16: true\n", "").replace("expert-model-parallel-size: 8\n", "")
+    found, assumed = read(tmp_path, text.replace("num-experts: 8", "num-experts: 12"), ranks=8)
+    assert found.expert == 6 and found.dtype == "bf16"
+    assert len(assumed) == 2 and "expert-model-parallel-size 6" in assumed[0] and "bf16" in assumed[1]
+    found, _ = read(tmp_path, text, cluster="fsmoe-testbed-b")
+    assert found.dtype == "fp16"
+
+
+def test_grouped_queries_shared_experts_losses_and_parallel_sizes(tmp_path: Path) -> None:
+    text = PLAIN + (
+        "group-query-attention: true\nnum-query-groups: 4\nswiglu: true\nmoe-ffn-hidden-size: 512\n"
+        "moe-shared-expert-intermediate-size: 2048\nmoe-aux-loss-coeff: 1e-2\nmicro-batch-size: 2\n"
+        "moe-router-load-balancing-type: aux_loss\ntensor-model-parallel-size: 2\n"
+        "context-parallel-size: 2\nexpert-tensor-parallel-size: 1\nmoe-expert-capacity-factor: 1.25\n"
+        "ampipe:\n  degree: 4\n"
+    )
+    found, _ = read(tmp_path, text, ranks=16)
+    assert found.projections == ((1024, 1024 + 2 * 4 * 64),) and found.key_value_width == 512
+    assert (found.gated, found.ffn, found.shared_ffn, found.losses) == (True, 512, 2048, True)
+    assert (found.tensor, found.context, found.expert_tensor, found.rows) == (2, 2, 1, 4096)
+    assert found.capacity == 1.25 and found.features.ordered_routing and not found.features.chunked_qkv
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    text = PLAIN + "multi-latent-attention: true\nkv-lora-rank: 512\nq-lora-rank: 1536\n"
+    found, _ = read(tmp_path, text)
+    assert found.head_size == 192 and found.value_size == 128
+    assert found.projections == ((1024, 576), (512, 16 * 256), (1024, 1536), (1536, 16 * 192))
+    assert not found.features.chunked_qkv
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("hiden-size: 4", ["model.yaml:10: hiden-size", "Did you mean hidden-size?"]),
+        ("moe_router_topk: 2", ["model.yaml:10:", "Write moe-router-topk."]),
+        ("ampipe: 4", ["model.yaml:10: ampipe", "must hold keys"]),
+        ("ampipe:\n  degre: 4", ["model.yaml:11: ampipe.degre", "Did you mean degree?"]),
+        ("swiglu: yes please", ["model.yaml:10: swiglu", "true or false"]),
+        ("micro-batch-size: 0", ["micro-batch-size 0", "at least 1"]),
+        ("micro-batch-size: 2.5", ["micro-batch-size 2.5", "whole number"]),
+        ("moe-expert-capacity-factor: much", ["must be a number"]),
+        ("moe-token-dispatcher-type: flex", ["comes twice"]),
+        ("window-size: 128", ["model.yaml:10: window-size", "two whole numbers"]),
+        ("window-size: [128, 4]", ["looks ahead"]),
+        ("context-parallel-size: 3", ["seq-length", "multiple of 6", "16386"]),
+    ],
+)
+def test_what_is_wrong_is_refused_by_line(line: str, parts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        read(tmp_path, PLAIN + line + "\n")
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"seq-length: is missing.*--set seq-length="):
+        read(tmp_path, PLAIN.replace("seq-length: 16384\n", ""))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ({"num-expert": 4}, "--set num-expert: .* Did you mean num-experts?"),
+        ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: does not divide 8"),
+        ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
+        ({"moe-token-dispatcher-type": "flex"}, "cannot be pipelined"),
+        ({"num-experts": 64, "expert-model-parallel-size": 64}, "--ranks 64"),
+    ],
+)
+def test_what_is_set_on_the_command_line_is_held_to_the_same(
+    overrides: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=part):
+        read(tmp_path, PLAIN, overrides=overrides)
+
+
+def test_models_that_are_not_there() -> None:
+    with pytest.raises(BadInput, match="is neither a file nor a model of ours"):
+        find_model("gpt-5")
+
+
+def test_flags_are_megatron_s() -> None:
+    assert {"num-layers", "moe-router-topk", "no-gradient-accumulation-fusion"} <= known_flags()
+    assert not any(flag.startswith("-") or flag.startswith("ampipe") for flag in known_flags())
