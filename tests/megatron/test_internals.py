@@ -709,7 +709,11 @@ INTERNALS = [
         "launch/host/megatron.py launch/host/collectives.py",
         (begins_with("input_", "group", "input_split_sizes"),),
     ),
-    Internal("core.models.backends.LocalSpecProvider", "launch/host/megatron.py", (has("core_attention"),)),
+    Internal(
+        "core.models.backends.LocalSpecProvider",
+        "launch/host/megatron.py tools/benchmark",
+        (has("core_attention"),),
+    ),
     Internal(
         "core.transformer.torch_norm.WrappedTorchNorm",
         "launch/host/megatron.py launch/host/norm.py",

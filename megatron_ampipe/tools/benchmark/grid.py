@@ -7,6 +7,8 @@ not have fitted some memory, and ``expected_cases`` says how many must be left. 
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
 import types
 import typing
@@ -89,6 +91,26 @@ class Grid:
     name: str
     path: Path
     cases: tuple[Case, ...]
+
+    def only(self, names: str | None) -> Grid:
+        """The grid with the cases of these names alone, separated by commas; all of them for None.
+
+        Raises:
+            BadInput: there is no such case.
+        """
+        if names is None:
+            return self
+        chosen, known = names.split(","), [case.name for case in self.cases]
+        for name in chosen:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3) or known[:3]
+                raise BadInput(
+                    "--cases",
+                    name or "(empty)",
+                    rule=f"is not a case of {self.path}",
+                    remedy=f"Use --cases {','.join(near)}.",
+                )
+        return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
 
 
 def find_grid(text: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_ampipe.tools.benchmark.grid import Case
 
@@ -56,6 +56,8 @@ class Job:
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
     """
+
+    worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.worker"
 
     cases: tuple[Case, ...]
     schedules: tuple[str, ...]
