@@ -54,6 +54,8 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
         *block_flags(case),
         *("--num-layers", layers, "--expert-model-parallel-size", num_ranks),
         *("--seq-length", case.sequence_length, "--max-position-embeddings", case.sequence_length),
+        # A table of positions would be reduced over the link in every iteration, as large as all attention.
+        *("--position-embedding-type", "rope"),
         *("--micro-batch-size", batch, "--global-batch-size", batch * MICRO_BATCHES * num_ranks),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", _VOCABULARY),
         *("--train-iters", iterations, "--seed", seed, *_OPTIMIZER.split()),

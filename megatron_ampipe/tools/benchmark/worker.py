@@ -85,7 +85,7 @@ def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], 
 
 
 def _measure(job: Job, rank: int, answer: Answer) -> None:
-    _start_torch(job, rank=rank)
+    start_torch(job, rank=rank)
     from megatron_ampipe.tools.benchmark.passes import measure
 
     answer(event="ready", hardware=_hardware(job))
@@ -99,7 +99,7 @@ def _measure(job: Job, rank: int, answer: Answer) -> None:
         answer(event="case", index=index, **measure(case, job, rank=rank, progress=progress))
 
 
-def _start_torch(job: Job, *, rank: int) -> None:
+def start_torch(job: Job, *, rank: int) -> None:
     """Process group and Megatron's parallel state, all ranks expert-parallel."""
     import torch
     import torch.distributed as dist
