@@ -23,6 +23,7 @@ PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 COMMANDS = {
     "./scripts/quickstart.sh": "tests/unit/test_scripts.py",
     "./scripts/test.sh": "tests/unit/test_scripts.py",
+    "./scripts/gpu_check.sh": "tests/dist/test_gpu_check.py",
     "pip install -e .": "tests/unit/test_scripts.py",
     "ampipe data": "tests/unit/test_data.py",
     "ampipe draw": "tests/unit/test_draw.py",
