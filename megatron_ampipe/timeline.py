@@ -81,6 +81,11 @@ class Timeline:
         )
 
     @property
+    def exposed_us(self) -> float:
+        """The part of ``communication_us`` during which nothing was computed."""
+        return self.communication_us - self.hidden_us
+
+    @property
     def hidden_share(self) -> float:
         """Share of the communication time that computation covered, 0 to 1 (0 without communication)."""
         total = self.communication_us

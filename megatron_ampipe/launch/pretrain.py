@@ -95,7 +95,8 @@ def prepare_training(
     from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
-    from megatron_ampipe.launch.trace import traced, write_trace
+    from megatron_ampipe.launch.metrics import logged
+    from megatron_ampipe.launch.trace import recorded, write_trace
 
     sys.argv = [PROGRAM_NAME, *arguments]
     use_built_helpers()
@@ -113,14 +114,15 @@ def prepare_training(
         set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
         run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
         try:
-            run(
-                run_config,
-                gpt.datasets_provider,
-                ModelType.encoder_or_decoder,
-                traced(gpt.forward_step, context, args),
-                store=store,
-                get_embedding_ranks=gpt.embedding_ranks,
-            )
+            with logged(context, args):
+                run(
+                    run_config,
+                    gpt.datasets_provider,
+                    ModelType.encoder_or_decoder,
+                    recorded(gpt.forward_step, context, args),
+                    store=store,
+                    get_embedding_ranks=gpt.embedding_ranks,
+                )
         finally:
             # Also what was recorded before a failure is worth seeing.
             write_trace(context)

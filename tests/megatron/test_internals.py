@@ -552,9 +552,21 @@ INTERNALS = [
     Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
     Internal(
         "training.training",
-        "launch/pretrain.py launch/attach.py launch/host/megatron.py",
+        "launch/pretrain.py launch/attach.py launch/host/megatron.py launch/metrics.py",
         (has("initialize_megatron", "train", "evaluate"),),
     ),
+    Internal(
+        "training.training.training_log",
+        "launch/metrics.py tools/benchmark",
+        (
+            takes("iteration"),
+            says("iteration % args.log_interval == 0", "' iteration {:8d}/{:8d} |'"),
+            says("' elapsed time per iteration (ms): {:.1f} |'", "' {}: {:.6E} |'"),
+        ),
+    ),
+    Internal("training.global_vars.get_tensorboard_writer", "launch/metrics.py"),
+    Internal("training.global_vars.get_wandb_writer", "launch/metrics.py"),
+    Internal("training.print_rank_last", "launch/metrics.py", (begins_with("message"),)),
     Internal("core.datasets.utils.compile_helpers", "launch/dataset_helpers.py", (says("'make'"),)),
     Internal(
         "training.utils.get_blend_and_blend_per_split",
