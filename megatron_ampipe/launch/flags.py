@@ -6,6 +6,7 @@ import argparse
 
 from megatron_ampipe.config import CAPACITY_SCOPES, SCHEDULE_NAMES, TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.settings import CONFIG_FLAG
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -14,6 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         title="ampipe",
         description="Pipelining of attention and MoE inside every block: while the tokens of one chunk of "
         "the sequence travel between the experts, the attention and experts of other chunks compute.",
+    )
+    group.add_argument(
+        CONFIG_FLAG,
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="YAML files of settings, or names of ours such as mixtral-8x7b: Megatron's flags without the "
+        "dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, and the "
+        "command line over all",
     )
     group.add_argument(
         "--ampipe-degree",
@@ -60,6 +70,14 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
             getattr(args, "yaml_cfg", ""),
             rule="replaces every flag, those of AMPipe included",
             remedy="Give Megatron's settings as flags.",
+        )
+    if args.ampipe_config is not None:
+        raise BadInput(
+            CONFIG_FLAG,
+            " ".join(args.ampipe_config),
+            rule="this launch parses flags without reading files first",
+            remedy="Launch with -m megatron_ampipe.pretrain_gpt, or give the flags that 'ampipe config "
+            f"--format command {CONFIG_FLAG} ...' prints.",
         )
     config = AMPipeConfig(
         degree=args.ampipe_degree,

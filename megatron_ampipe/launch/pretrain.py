@@ -12,11 +12,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from megatron_ampipe import __version__, compat
+from megatron_ampipe.config import refuse_unsupported
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch import flags, host, settings
 from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
 
 PROGRAM_NAME = "pretrain_gpt"
+TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
+"""What Megatron's own script defaults to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     start_time_s = time.time()
     try:
-        arguments, adjustments = prepare_platform(sys.argv[1:] if arguments is None else arguments)
-        prepare_training(arguments, adjustments)(start_time_s)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        adjusted, adjustments = prepare_platform(words)
+        launch = prepare_training(adjusted, adjustments)
+        record_settings(words, adjustments)
+        launch(start_time_s)
     except AMPipeError as error:
         return end_with(error)
     except Exception:
@@ -44,14 +51,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adjustment]]:
-    """Make Megatron importable on this machine.
+    """Make Megatron importable on this machine, and the command line one that it can parse.
 
     Returns:
-        The command line Megatron is to parse, and what was added to it.
+        The command line Megatron is to parse, with the settings of every ``--ampipe-config`` in place of that
+        flag; and what was added to it because there is no GPU.
 
     Raises:
         EnvironmentMissing: torch or Megatron is not there.
-        BadInput: A flag needs a GPU and there is none.
+        BadInput: A configuration file is wrong, or a flag needs a GPU and there is none.
+    """
+    on_gpu = import_megatron()
+    words = list(arguments)
+    if settings.names_files(words):
+        words = list(settings.resolve(words, full_parser()).words)
+    return (words, []) if on_gpu else host.adjust(words)
+
+
+def import_megatron() -> bool:
+    """Import what trains, on the host platform where there is no GPU.
+
+    Returns:
+        Whether there is a GPU.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there.
     """
     try:
         import torch  # noqa: F401
@@ -61,14 +85,13 @@ def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adj
         if host.gpu_available():
             import megatron.training.training  # noqa: F401
 
-            return list(arguments), []
-        adjusted, adjustments = host.adjust(arguments)
+            return True
         host.install()
     except ImportError as error:
         raise EnvironmentMissing(
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
-    return adjusted, list(adjustments)
+    return False
 
 
 def prepare_training(
@@ -101,9 +124,7 @@ def prepare_training(
     sys.argv = [PROGRAM_NAME, *arguments]
     use_built_helpers()
     with refuse_as_bad_input():
-        args = parse_and_validate_args(
-            extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-        )
+        args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)
         check_required(args)
         check_data_paths(args)
         model_config = gpt_config_from_args(args)
@@ -156,3 +177,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
     report_parser_errors(parser)
     return flags.add_arguments(parser)
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def check_settings(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Names, types and choices of a resolved command line, and AMPipe's own settings.
+
+    Raises:
+        BadInput: One of them is wrong.
+    """
+    flags.config_from_args(parser.parse_args(words))
+
+
+def check_launch(words: Sequence[str]) -> None:
+    """What a launch checks before any process group exists, without building anything.
+
+    Args:
+        words: A resolved command line. ``WORLD_SIZE`` says for how many ranks.
+
+    Raises:
+        BadInput: Megatron or AMPipe refuses it.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+
+    sys.argv = [PROGRAM_NAME, *words]
+    with refuse_as_bad_input():
+        args = parse_args(add_arguments)
+        validate_args(args, TOKENIZER_DEFAULT)
+        check_required(args)
+        refuse_unsupported(flags.config_from_args(args), args)
+
+
+def record_settings(words: Sequence[str], adjustments: Sequence[host.Adjustment]) -> None:
+    """Write ``resolved.yaml`` beside the logs: a file for ``--ampipe-config`` that repeats this run.
+
+    Args:
+        words: The command line as the user gave it.
+        adjustments: What was added to it. It stands there as a comment, so that the file also fits a machine
+            that needs no adjustment.
+
+    Raises:
+        BadInput: Nothing can be written where the run's logs go.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    versions = [f"{name} {compat.installed_version(name)}" for name in compat.MINIMUM_VERSIONS]
+    notes = [
+        f"A run on {os.environ.get('WORLD_SIZE', '1')} ranks with megatron-ampipe {__version__}, "
+        f"{', '.join(versions)}. Given to {settings.CONFIG_FLAG}, this file repeats it.",
+        *(f"Added: {' '.join(change.arguments)} ({change.reason})" for change in adjustments),
+    ]
+    settings.write_beside_logs(settings.resolve(words, full_parser()), notes=notes)

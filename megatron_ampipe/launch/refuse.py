@@ -6,6 +6,7 @@ Called by :mod:`.pretrain`. Not for failures during training, whose traceback is
 import argparse
 import contextlib
 import difflib
+import enum
 import linecache
 import os
 import signal
@@ -73,8 +74,25 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
         raise _parser_error(message, parser)
 
     parser.error = error
+    for action in parser._actions:
+        _name_choices(action)
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None
+
+
+def _name_choices(action: argparse.Action) -> None:
+    """Let a wrong name of an enum be an error that says the flag; Megatron's is a bare KeyError."""
+    names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
+    convert = action.type
+    if not names or not callable(convert):
+        return
+
+    def named(text: str) -> object:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
+        return convert(text)
+
+    action.type = named
 
 
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:

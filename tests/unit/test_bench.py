@@ -12,9 +12,10 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import network, plot, ranks, result
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
-from megatron_ampipe.tools.benchmark.grid import CONFIGS, Case, find_grid, read_grid
+from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Job, Variant
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 
@@ -147,7 +148,7 @@ def grid_file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(config_names("bench")))
 def test_our_grids_are_sound(name: str) -> None:
     assert read_grid(find_grid(name)).cases
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs/bench"
-SUFFIX = ".yaml"
 _MAXIMUM_CASES = 1000
 
 
@@ -119,18 +118,7 @@ def find_grid(text: str) -> Path:
     Raises:
         BadInput: neither.
     """
-    as_file, by_name = Path(text), CONFIGS / f"{text}{SUFFIX}"
-    if as_file.is_file():
-        return as_file
-    if by_name.is_file() and Path(text).name == text:
-        return by_name
-    known = sorted(path.stem for path in CONFIGS.glob(f"*{SUFFIX}"))
-    raise BadInput(
-        "--grid",
-        text or "(empty)",
-        rule="is neither a file nor a grid of ours",
-        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
-    )
+    return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
 def read_grid(path: Path) -> Grid:
