@@ -64,7 +64,10 @@ def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adj
     on_gpu = import_megatron()
     words = list(arguments)
     if settings.names_files(words):
-        words = list(settings.resolve(words, full_parser()).words)
+        parser = full_parser()
+        resolved = settings.resolve(words, parser)
+        check_settings(resolved, parser)
+        words = list(resolved.words)
     return (words, []) if on_gpu else host.adjust(words)
 
 
@@ -155,7 +158,7 @@ def check_required(args: argparse.Namespace) -> None:
     """Refuse what Megatron's own check lets through and its training loop then fails on.
 
     Raises:
-        BadInput: A flag is missing that training cannot do without.
+        BadInput: A flag is missing that training cannot do without, or warm-up would not end.
     """
     if args.skip_train:
         return
@@ -171,6 +174,14 @@ def check_required(args: argparse.Namespace) -> None:
                 rule="training needs it",
                 remedy=f"Give it, for example {flag} {example}.",
             )
+    decay_iters = args.lr_decay_iters or args.train_iters
+    if args.train_iters and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay_iters:
+        raise BadInput(
+            "--lr-warmup-iters",
+            args.lr_warmup_iters,
+            rule=f"is not less than the {decay_iters} iterations over which the learning rate changes",
+            remedy=f"Use --lr-warmup-iters {decay_iters // 10}.",
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -186,13 +197,17 @@ def full_parser() -> argparse.ArgumentParser:
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-def check_settings(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Names, types and choices of a resolved command line, and AMPipe's own settings.
+def check_settings(resolved: settings.Resolved, parser: argparse.ArgumentParser) -> None:
+    """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
 
     Raises:
-        BadInput: One of them is wrong.
+        BadInput: One of them is wrong; names the file and line that sets it.
     """
-    flags.config_from_args(parser.parse_args(words))
+    try:
+        args, _ = parser.parse_known_args(resolved.words)
+        flags.config_from_args(args)
+    except BadInput as error:
+        raise resolved.located(error) from error
 
 
 def check_launch(words: Sequence[str]) -> None:

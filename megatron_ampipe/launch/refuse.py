@@ -95,10 +95,26 @@ def _name_choices(action: argparse.Action) -> None:
     action.type = named
 
 
+_REMEDIES = {
+    "invalid int value": "Give a whole number, without a point, an exponent or thousands separators.",
+    "invalid float value": "Give a number, for example 0.1 or 1e-4.",
+    "expected one argument": "Write a value after the flag.",
+    "expected at least one argument": "Write one or more values after the flag.",
+}
+"""What to do about what argparse says."""
+
+
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
     known = [flag for action in parser._actions for flag in action.option_strings]
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ")
+        if not unknown.startswith("-"):
+            return BadInput(
+                "argument",
+                unknown,
+                rule="belongs to no flag",
+                remedy="A switch such as --swiglu takes no value, and a value with spaces needs quotes.",
+            )
         close = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=3)
         remedy = f"Did you mean {' or '.join(close)}?" if close else "Run with --help for the list."
         return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
@@ -107,9 +123,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
         return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
     rule, _, choices = rule.partition(" (choose from ")
     rule, _, value = rule.partition(": ")
+    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else _REMEDIES.get(rule)
     return BadInput(
-        flag,
-        value or "(no value)",
-        rule=rule,
-        remedy=f"Use one of: {choices.removesuffix(')')}." if choices else "Run with --help for its type.",
+        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its kind."
     )

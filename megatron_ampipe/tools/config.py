@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
         pretrain.import_megatron()
         parser = pretrain.full_parser()
     resolved = settings.resolve(arguments.passed_on, parser)
-    pretrain.check_settings(resolved.words, parser)
+    pretrain.check_settings(resolved, parser)
+    # Refuses what is no flag at all.
+    parser.parse_args(resolved.words)
     if arguments.ranks is not None:
         _check_launch(resolved.words, num_ranks=arguments.ranks)
     print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")

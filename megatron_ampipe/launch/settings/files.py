@@ -63,7 +63,7 @@ def read_entries(path: Path, *, is_flag: Callable[[str], bool]) -> list[Entry]:
     top = load(
         path,
         what="configuration",
-        remedy="Look at configs/models/tiny.yaml for the form.",
+        remedy="Write 'key: value' on each line, indent with spaces, and see configs/models/tiny.yaml.",
         scalars_as_text=True,
     )
     return list(_entries(path, _flags_of_cluster(path, top, is_flag) if FLAGS_SECTION in top else top))

@@ -123,7 +123,7 @@ def _switch(entry: Entry) -> bool:
         raise entry.refuse(
             "is a switch, and takes true or false without quotes",
             f"Write '{entry.key}: {'true' if said_yes else 'false'}'.",
-            value=entry.value,
+            value=repr(entry.value),
         )
     return entry.value
 
@@ -134,7 +134,7 @@ def _values(entry: Entry, action: argparse.Action) -> list[str]:
     if isinstance(found, dict):
         raise entry.refuse("is no section", f"Write '{entry.key}: value' on one line.")
     if action.nargs is None and isinstance(found, list):
-        text = f"[{', '.join(map(str, found))}]"
+        text = f"[{','.join(map(str, found))}]"
         remedy = f"Write '{entry.key}: \"{text}\"'." if _is_pattern(action) else "Write one value."
         raise entry.refuse("takes one value, and this is a list", remedy, value=text)
     if action.nargs is not None and isinstance(found, str) and len(found.split()) > 1:
@@ -156,10 +156,14 @@ def _text(entry: Entry, action: argparse.Action, value: object) -> str:
     """One value, which has to be a number or text."""
     if isinstance(value, bool):
         word = str(value).lower()
-        remedy = f'Write {_example(action)}; if the text "{word}" is meant, put it in quotes.'
+        remedy = f"Write {_example(action)}."
+        if action.choices is None and action.type in (None, str):
+            remedy = f"Write {_example(action)}; the word itself needs quotes: '{entry.key}: \"{word}\"'."
         raise entry.refuse("is no switch, and takes a value", remedy, value=word)
     if not isinstance(value, str):
-        raise entry.refuse("takes numbers and text alone", f"Write {_example(action)}.", value=value)
+        raise entry.refuse(
+            "takes numbers and text alone", "Write each value plainly, without brackets or tags.", value=value
+        )
     if not value:
         remedy = "Give one, or leave the key out; 'null' undoes what an earlier file says."
         raise entry.refuse("has no value", remedy)

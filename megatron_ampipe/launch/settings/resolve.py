@@ -61,6 +61,14 @@ class Resolved:
         """What a flag is set to; None if it is not set."""
         return next((setting.value for setting in self.settings if setting.flag == flag), None)
 
+    def located(self, error: BadInput) -> BadInput:
+        """The same error with file and line, if it is about a flag that a file sets."""
+        sources = {setting.flag: setting.source for setting in self.settings}
+        source = sources.get(error.name, COMMAND_LINE)
+        if source == COMMAND_LINE:
+            return error
+        return BadInput(f"{source}: {error.name}", error.value, rule=error.rule, remedy=error.remedy)
+
 
 def names_files(words: Sequence[str]) -> bool:
     """Whether a command line has ``--ampipe-config``."""
