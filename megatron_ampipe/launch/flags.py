@@ -64,12 +64,13 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
     """
-    if not hasattr(args, "ampipe_degree"):
+    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
+    if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
         raise BadInput(
             "--yaml-cfg",
             getattr(args, "yaml_cfg", ""),
             rule="replaces every flag, those of AMPipe included",
-            remedy="Give Megatron's settings as flags.",
+            remedy=f"Give the settings as flags, or in a file of {CONFIG_FLAG}.",
         )
     if args.ampipe_config is not None:
         raise BadInput(

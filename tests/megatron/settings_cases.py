@@ -113,6 +113,10 @@ WRONG = {
         "{line}3: lr: stands beside the section 'flags:', and would not be read",
         "flags:\n  num-layers: 2\nlr: 1",
     ),
+    "cluster-without-flags": Wrong(
+        "{line}2: ranks_per_node: a cluster file without a section 'flags:' says nothing to a launch. Leave",
+        "description: x\nranks_per_node: 8",
+    ),
     # Files.
     "tab": Wrong("{line}2: YAML: found character '\\t'", "ampipe:\n\tdegree: 4"),
     "no-colon": Wrong("{line}1: top: does not hold keys with values", "num-layers 4"),
@@ -158,6 +162,11 @@ WRONG = {
     "flag-own-choice": Wrong(
         "--ampipe-schedule 'best': invalid choice. Use one of: ", words=("--ampipe-schedule", "best")
     ),
+    "megatrons-own-yaml": Wrong(
+        "--yaml-cfg x.yaml: replaces every flag, those of AMPipe included. Give the settings as flags, or in",
+        words=("--yaml-cfg", "x.yaml"),
+    ),
+    "megatrons-own-yaml-in-a-file": Wrong("{line}1: --yaml-cfg x.yaml: replaces", "yaml-cfg: x.yaml"),
     "flag-beside-a-file": Wrong(
         "--num-layers 'two': invalid int value", "num-layers: 2", ("--num-layers", "two")
     ),

@@ -529,6 +529,9 @@ INTERNALS = [
         "launch/pretrain.py",
         (takes("extra_args_provider", "args_defaults"),),
     ),
+    Internal("training.arguments.add_megatron_arguments", "launch/pretrain.py", (begins_with("parser"),)),
+    Internal("training.arguments.parse_args", "launch/pretrain.py", (begins_with("extra_args_provider"),)),
+    Internal("training.arguments.validate_args", "launch/pretrain.py", (begins_with("args", "defaults"),)),
     Internal("training.argument_utils.gpt_config_from_args", "launch/pretrain.py", (begins_with("args"),)),
     Internal(
         "training.argument_utils.pretrain_cfg_container_from_args",

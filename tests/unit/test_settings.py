@@ -176,7 +176,8 @@ def test_the_record_stands_beside_the_logs(
         assert path == Path(words[-1] if "--tensorboard-dir" in words else words[1]) / "resolved.yaml"
         assert parser.parse_args(resolve(["--ampipe-config", str(path)], parser).words).lr == 2
         assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
-    assert settings.write_beside_logs(resolve(["--lr", "2"], parser), notes=[]) is None
+    for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
+        assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
     write(tmp_path / "file", "")
     with pytest.raises(BadInput, match=r"--save .*: cannot be written to"):
         settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])

@@ -45,7 +45,8 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
     own = [setting for setting in resolved.settings if setting.flag.startswith(prefix)]
     lines = [f"# {note}".rstrip() for note in notes]
     if resolved.unknown:
-        lines.append(f"# Not Megatron's, and therefore not below: {shlex.join(resolved.unknown)}")
+        words = shlex.join(resolved.unknown).replace("\n", " ")
+        lines.append(f"# No flags of this parser, and therefore not below: {words}")
     lines += [_line(setting.flag.removeprefix("--"), setting) for setting in others]
     if own:
         lines.append(f"{OWN_SECTION}:")
@@ -72,10 +73,12 @@ def write_beside_logs(resolved: Resolved, *, notes: Sequence[str]) -> Path | Non
     Raises:
         BadInput: nothing can be written there.
     """
-    flag = next((flag for flag in LOG_FLAGS if resolved.value(flag)), None)
+    # An object store is no folder.
+    folders = {flag: str(resolved.value(flag) or "") for flag in LOG_FLAGS}
+    flag = next((flag for flag, folder in folders.items() if folder and "://" not in folder), None)
     if flag is None or int(os.environ.get("RANK", "0")) != 0:
         return None
-    path = Path(str(resolved.value(flag))) / RESOLVED_NAME
+    path = Path(folders[flag]) / RESOLVED_NAME
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Configuration files as lists of entries: which key, which value, which line. Nothing is checked here
 against the parser; that is :mod:`.legal`. Called by :mod:`.resolve`.
 
-A file holds flags at its top and a section ``ampipe:``. A cluster file, which belongs to ``ampipe plan``, may
+A file holds flags at its top and a section ``ampipe:``. A cluster file, which belongs to the planner, may
 have a section ``flags:`` of the same form; only that section concerns a launch.
 """
 
@@ -18,6 +18,8 @@ from megatron_ampipe.yaml_lines import LinedMapping, load
 
 OWN_SECTION = "ampipe"
 FLAGS_SECTION = "flags"
+_CLUSTER_KEY = "ranks_per_node"
+"""Every cluster file has it, and no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,14 @@ def read_entries(path: Path, *, is_flag: Callable[[str], bool]) -> list[Entry]:
         remedy="Write 'key: value' on each line, indent with spaces, and see configs/models/tiny.yaml.",
         scalars_as_text=True,
     )
-    return list(_entries(path, _flags_of_cluster(path, top, is_flag) if FLAGS_SECTION in top else top))
+    if FLAGS_SECTION in top:
+        top = _flags_of_cluster(path, top, is_flag)
+    elif _CLUSTER_KEY in top:
+        raise _entry(path, top, _CLUSTER_KEY).refuse(
+            f"a cluster file without a section '{FLAGS_SECTION}:' says nothing to a launch",
+            "Leave the file out.",
+        )
+    return list(_entries(path, top))
 
 
 def _entries(path: Path, mapping: LinedMapping) -> Iterator[Entry]:
