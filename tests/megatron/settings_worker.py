@@ -5,6 +5,7 @@ Run by :mod:`.test_settings` with a folder for files; ``AMPIPE_TEST_REPORT`` nam
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -36,6 +37,31 @@ def command(*words: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(words)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def every_flag(parser: argparse.ArgumentParser) -> list[str]:
+    """A command line with each flag of the parser that sets something, with some value that it takes."""
+    words: list[str] = []
+    for action in parser._actions:
+        flag = action.option_strings[-1]
+        if flag in ("--help", settings.CONFIG_FLAG):
+            continue
+        words.append(flag)
+        if action.nargs != 0:
+            several = {None: 1, "+": 2, "*": 2}.get(action.nargs, action.nargs)
+            words += [accepted_value(action)] * several
+    return words
+
+
+def accepted_value(action: argparse.Action) -> str:
+    """A text that the flag takes."""
+    choices = [getattr(choice, "name", str(choice)) for choice in action.choices or ()]
+    for text in (*choices[-1:], "3", "0.5", "attn", "some text: # 1"):
+        with contextlib.suppress(Exception):
+            value = (action.type or str)(text)
+            if action.choices is None or value in action.choices:
+                return text
+    raise AssertionError(f"no value for {action.option_strings}")
 
 
 def main() -> None:
@@ -78,6 +104,8 @@ def main() -> None:
             for name, (words, _) in WRONG_LAUNCHES.items()
         },
         "back": {model: outcome(lambda m=model: back(["--ampipe-config", m])) for model in LAUNCHES},
+        "every_flag": outcome(lambda: back(every_flag(parser))),
+        "num_flags": len(every_flag(parser)),
         "as_yaml": command("config", *tiny, "--lr", "0.5", "--ampipe-degree", "4"),
         "as_command": command("config", "--format", "command", *tiny, "--lr", "0.5"),
         "refused": command("config", *tiny, "--num-layers", "two"),

@@ -83,6 +83,11 @@ def test_every_model_and_run_of_ours_is_checked() -> None:
     assert {run for run, _, _ in LAUNCHES.values()} == config_names("runs").keys()
 
 
+def test_every_flag_of_megatron_can_stand_in_a_file(report: dict[str, Any]) -> None:
+    assert report["num_flags"] > 1000
+    assert report["every_flag"] == {"value": [], "message": None}
+
+
 def test_config_says_where_each_value_comes_from(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0
