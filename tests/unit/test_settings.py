@@ -152,6 +152,7 @@ def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser
     found = resolve(words, parser)
     text = settings.as_yaml(found, notes=["first note"])
     assert text.startswith("# first note\n")
+    assert len(text.splitlines()) == 1 + len(found.settings) + len(["ampipe:"]), "a setting on a line"
     again = resolve(["--ampipe-config", write(tmp_path / "resolved.yaml", text)], parser)
     assert parser.parse_args(again.words) == parser.parse_args(words)
     assert settings.as_yaml(again).partition("  #")[0] == settings.as_yaml(found).partition("  #")[0]
