@@ -1,11 +1,27 @@
 """Package metadata. Imports neither torch nor Megatron, so that it runs before either is installed."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+DATA = ("configs",)
+"""Folders of the checkout that a wheel holds in the package, where megatron_ampipe/shipped.py finds them."""
+
+
+class BuildWithData(build_py):
+    """Puts the folders of :data:`DATA` into the package. An editable install finds them in the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for name in DATA:
+                target = Path(self.build_lib) / "megatron_ampipe" / name
+                shutil.rmtree(target, ignore_errors=True)
+                shutil.copytree(ROOT / name, target)
 
 
 def version() -> str:
@@ -22,6 +38,7 @@ setup(
     description="Pipelining of attention and mixture-of-experts layers inside a block, for Megatron-LM",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_ampipe", "megatron_ampipe.*"]),
+    cmdclass={"build_py": BuildWithData},
     package_data={"megatron_ampipe.plan": ["megatron_flags.txt"]},
     python_requires=">=3.12",
     install_requires=[

@@ -20,6 +20,7 @@ INTERRUPTED = 130
 
 TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
+    "config": "show and check the configuration that YAML files and flags make together",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
     "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
@@ -32,6 +33,7 @@ examples:
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
   ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
   ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree, and why
+  ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings these files make, checked
 
 'ampipe COMMAND --help' explains one command.
 
@@ -61,6 +63,22 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse one command line.
+
+    A tool that takes the flags of training (``passed_on`` among its defaults) receives there every word that
+    is not its own; of the others such a word is an error.
+    """
+    # Only flags without a value come before the sub-command, so the first known word is it.
+    parser = build_parser(next((word for word in words if word in TOOLS), None))
+    parsed, others = parser.parse_known_args(words)
+    if hasattr(parsed, "passed_on"):
+        parsed.passed_on = others
+    elif others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return parsed
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
@@ -72,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        # Only flags without a value come before the sub-command, so the first known word is it.
-        parsed = build_parser(next((word for word in words if word in TOOLS), None)).parse_args(words)
+        parsed = parse(words)
         return int(parsed.run(parsed))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

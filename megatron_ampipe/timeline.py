@@ -69,11 +69,21 @@ class Timeline:
         return _length(_union(self._intervals(communication=True)))
 
     @property
+    def compute_us(self) -> float:
+        """Time during which the compute lane was busy."""
+        return _length(_union(self._intervals(communication=False)))
+
+    @property
     def hidden_us(self) -> float:
         """The part of ``communication_us`` during which the compute lane was busy as well."""
         return _overlap(
             _union(self._intervals(communication=True)), _union(self._intervals(communication=False))
         )
+
+    @property
+    def exposed_us(self) -> float:
+        """The part of ``communication_us`` during which nothing was computed."""
+        return self.communication_us - self.hidden_us
 
     @property
     def hidden_share(self) -> float:

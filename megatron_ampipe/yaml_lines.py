@@ -5,6 +5,7 @@ Every YAML file that a user hands over is read here: grids, models, clusters, ru
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,24 @@ class _Loader(yaml.SafeLoader):
     """Builds :class:`LinedMapping`; refuses keys that are no text or come twice."""
 
 
+class _TextLoader(_Loader):
+    """Leaves numbers and dates as the text that the user wrote; only true, false and null are values.
+
+    What reads the text then decides what it is. YAML 1.1 would take ``1e-4`` for text, ``010`` for 8,
+    ``12:30`` for 750 and ``no`` for false.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+_TextLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_TextLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL)$"), list("~nN")
+)
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
     result = LinedMapping(node.start_mark.line + 1)
     for key_node, value_node in node.value:
@@ -47,13 +66,14 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def load(path: Path, *, what: str, remedy: str) -> LinedMapping:
+def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -> LinedMapping:
     """Read a file whose top is a mapping.
 
     Args:
         path: The file.
         what: What it should hold, in a word, for the errors: ``grid``, ``cluster``.
         remedy: What to do about a file that cannot be read, as a sentence.
+        scalars_as_text: Numbers and dates stay the text that stands in the file.
 
     Raises:
         BadInput: it cannot be read, is no YAML, asks for a type that plain data does not need, or is
@@ -61,7 +81,8 @@ def load(path: Path, *, what: str, remedy: str) -> LinedMapping:
     """
     try:
         # A loader of ours over the safe one: tags that build objects are refused.
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        loader = _TextLoader if scalars_as_text else _Loader
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except OSError as error:
         raise BadInput(what, path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
     except yaml.MarkedYAMLError as error:

@@ -58,8 +58,9 @@ def attach(
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
     adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
+    # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
-        config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 0)
+        config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
     )
     model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
     layout = SequenceLayout(

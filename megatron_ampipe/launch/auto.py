@@ -46,6 +46,7 @@ class AutoDegree:
         self._shape: Shape | None = None
         self._trials: Trials | None = None
         self._agreed = planner is None
+        self._next = context.pipeline
 
     def start(self, shape: Shape) -> Choice | None:
         """Plan for the shape that the flags announce, before process groups exist; None without a planner."""
@@ -53,7 +54,7 @@ class AutoDegree:
             return None
         choice = self._planner(shape)
         self._shape, self._choices[shape] = shape, choice
-        self._context.pipeline = choice.pipeline
+        self._context.pipeline = self._next = choice.pipeline
         return choice
 
     def around(self, train_step: TrainStep) -> TrainStep:
@@ -64,6 +65,8 @@ class AutoDegree:
             if not self._agreed:
                 require_agreement(self._context.pipeline)
                 self._agreed = True
+            # Not as soon as it is decided: what is logged about an iteration names the pipeline that ran it.
+            self._context.pipeline = self._next
             passes = self._context.recorder.passes
             passes.restart()
             passes.measuring = self._trials is not None
@@ -89,7 +92,7 @@ class AutoDegree:
         elif self._trials is not None:
             self._trials.tell(*times_us)
         if self._trials is not None:
-            self._context.pipeline = self._trials.pipeline
+            self._next = self._trials.pipeline
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
 
@@ -111,7 +114,7 @@ class AutoDegree:
     def _settle(self, choice: Choice) -> None:
         assert self._shape is not None
         self._trials = None
-        self._context.pipeline = choice.pipeline
+        self._next = choice.pipeline
         if self._choices.get(self._shape) is not choice:
             self._choices[self._shape] = choice
             rows, batch = self._shape

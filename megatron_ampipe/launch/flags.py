@@ -14,6 +14,7 @@ from megatron_ampipe.config import (
     parse_shares,
 )
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan import Plan
 
 
@@ -23,6 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         title="ampipe",
         description="Pipelining of attention and MoE inside every block: while the tokens of one chunk of "
         "the sequence travel between the experts, the attention and experts of other chunks compute.",
+    )
+    group.add_argument(
+        CONFIG_FLAG,
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="YAML files of settings, or names of ours such as mixtral-8x7b: Megatron's flags without the "
+        "dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, and the "
+        "command line over all",
     )
     group.add_argument(
         "--ampipe-degree",
@@ -100,12 +110,21 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
     """
-    if not hasattr(args, "ampipe_degree"):
+    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
+    if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
         raise BadInput(
             "--yaml-cfg",
             getattr(args, "yaml_cfg", ""),
             rule="replaces every flag, those of AMPipe included",
-            remedy="Give Megatron's settings as flags.",
+            remedy=f"Give the settings as flags, or in a file of {CONFIG_FLAG}.",
+        )
+    if args.ampipe_config is not None:
+        raise BadInput(
+            CONFIG_FLAG,
+            " ".join(args.ampipe_config),
+            rule="this launch parses flags without reading files first",
+            remedy="Launch with -m megatron_ampipe.pretrain_gpt, or give the flags that 'ampipe config "
+            f"--format command {CONFIG_FLAG} ...' prints.",
         )
     shares = None
     if args.ampipe_chunks is not None:

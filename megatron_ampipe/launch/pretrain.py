@@ -12,11 +12,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
+from megatron_ampipe import __version__, compat
+from megatron_ampipe.config import refuse_unsupported
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch import flags, host, settings
 from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
 
 PROGRAM_NAME = "pretrain_gpt"
+TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
+"""What Megatron's own script defaults to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     start_time_s = time.time()
     try:
-        arguments, adjustments = prepare_platform(sys.argv[1:] if arguments is None else arguments)
-        prepare_training(arguments, adjustments)(start_time_s)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        adjusted, adjustments = prepare_platform(words)
+        launch = prepare_training(adjusted, adjustments)
+        record_settings(words, adjustments)
+        launch(start_time_s)
     except AMPipeError as error:
         return end_with(error)
     except Exception:
@@ -44,14 +51,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adjustment]]:
-    """Make Megatron importable on this machine.
+    """Make Megatron importable on this machine, and the command line one that it can parse.
 
     Returns:
-        The command line Megatron is to parse, and what was added to it.
+        The command line Megatron is to parse, with the settings of every ``--ampipe-config`` in place of that
+        flag; and what was added to it because there is no GPU.
 
     Raises:
         EnvironmentMissing: torch or Megatron is not there.
-        BadInput: A flag needs a GPU and there is none.
+        BadInput: A configuration file is wrong, or a flag needs a GPU and there is none.
+    """
+    on_gpu = import_megatron()
+    words = list(arguments)
+    if settings.names_files(words):
+        parser = full_parser()
+        resolved = settings.resolve(words, parser)
+        check_settings(resolved, parser)
+        words = list(resolved.words)
+    return (words, []) if on_gpu else host.adjust(words)
+
+
+def import_megatron() -> bool:
+    """Import what trains, on the host platform where there is no GPU.
+
+    Returns:
+        Whether there is a GPU.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there.
     """
     try:
         import torch  # noqa: F401
@@ -61,14 +88,13 @@ def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adj
         if host.gpu_available():
             import megatron.training.training  # noqa: F401
 
-            return list(arguments), []
-        adjusted, adjustments = host.adjust(arguments)
+            return True
         host.install()
     except ImportError as error:
         raise EnvironmentMissing(
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
-    return adjusted, list(adjustments)
+    return False
 
 
 def prepare_training(
@@ -95,14 +121,13 @@ def prepare_training(
     from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
-    from megatron_ampipe.launch.trace import traced, write_trace
+    from megatron_ampipe.launch.metrics import logged
+    from megatron_ampipe.launch.trace import recorded, write_trace
 
     sys.argv = [PROGRAM_NAME, *arguments]
     use_built_helpers()
     with refuse_as_bad_input():
-        args = parse_and_validate_args(
-            extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-        )
+        args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)
         check_required(args)
         check_data_paths(args)
         model_config = gpt_config_from_args(args)
@@ -113,14 +138,15 @@ def prepare_training(
         set_startup_timestamps(program_start=start_time_s, main_entry=time.time())
         run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
         try:
-            run(
-                run_config,
-                gpt.datasets_provider,
-                ModelType.encoder_or_decoder,
-                traced(gpt.forward_step, context, args),
-                store=store,
-                get_embedding_ranks=gpt.embedding_ranks,
-            )
+            with logged(context, args):
+                run(
+                    run_config,
+                    gpt.datasets_provider,
+                    ModelType.encoder_or_decoder,
+                    recorded(gpt.forward_step, context, args),
+                    store=store,
+                    get_embedding_ranks=gpt.embedding_ranks,
+                )
         finally:
             # Also what was recorded before a failure is worth seeing.
             write_trace(context)
@@ -132,7 +158,7 @@ def check_required(args: argparse.Namespace) -> None:
     """Refuse what Megatron's own check lets through and its training loop then fails on.
 
     Raises:
-        BadInput: A flag is missing that training cannot do without.
+        BadInput: A flag is missing that training cannot do without, or warm-up would not end.
     """
     if args.skip_train:
         return
@@ -148,9 +174,78 @@ def check_required(args: argparse.Namespace) -> None:
                 rule="training needs it",
                 remedy=f"Give it, for example {flag} {example}.",
             )
+    decay_iters = args.lr_decay_iters or args.train_iters
+    if args.train_iters and args.lr_warmup_fraction is None and args.lr_warmup_iters >= decay_iters:
+        raise BadInput(
+            "--lr-warmup-iters",
+            args.lr_warmup_iters,
+            rule=f"is not less than the {decay_iters} iterations over which the learning rate changes",
+            remedy=f"Use --lr-warmup-iters {decay_iters // 10}.",
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
     report_parser_errors(parser)
     return flags.add_arguments(parser)
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def check_settings(resolved: settings.Resolved, parser: argparse.ArgumentParser) -> None:
+    """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
+
+    Raises:
+        BadInput: One of them is wrong; names the file and line that sets it.
+    """
+    try:
+        args, _ = parser.parse_known_args(resolved.words)
+        flags.config_from_args(args)
+    except BadInput as error:
+        raise resolved.located(error) from error
+
+
+def check_launch(words: Sequence[str]) -> None:
+    """What a launch checks before any process group exists, without building anything.
+
+    Args:
+        words: A resolved command line. ``WORLD_SIZE`` says for how many ranks.
+
+    Raises:
+        BadInput: Megatron or AMPipe refuses it.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+
+    sys.argv = [PROGRAM_NAME, *words]
+    with refuse_as_bad_input():
+        args = parse_args(add_arguments)
+        validate_args(args, TOKENIZER_DEFAULT)
+        check_required(args)
+        refuse_unsupported(flags.config_from_args(args), args)
+
+
+def record_settings(words: Sequence[str], adjustments: Sequence[host.Adjustment]) -> None:
+    """Write ``resolved.yaml`` beside the logs: a file for ``--ampipe-config`` that repeats this run.
+
+    Args:
+        words: The command line as the user gave it.
+        adjustments: What was added to it. It stands there as a comment, so that the file also fits a machine
+            that needs no adjustment.
+
+    Raises:
+        BadInput: Nothing can be written where the run's logs go.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    versions = [f"{name} {compat.installed_version(name)}" for name in compat.MINIMUM_VERSIONS]
+    notes = [
+        f"A run on {os.environ.get('WORLD_SIZE', '1')} ranks with megatron-ampipe {__version__}, "
+        f"{', '.join(versions)}. Given to {settings.CONFIG_FLAG}, this file repeats it.",
+        *(f"Added: {' '.join(change.arguments)} ({change.reason})" for change in adjustments),
+    ]
+    settings.write_beside_logs(settings.resolve(words, full_parser()), notes=notes)

@@ -1,7 +1,7 @@
 """Trains a small GPT-MoE on real text twice, with Megatron's own layers and with AMPipe, and compares.
 
 What ``scripts/quickstart.sh`` runs. Both runs are ordinary ``torchrun -m megatron_ampipe.pretrain_gpt``
-launches that differ in the ``--ampipe-*`` flags alone; nothing here reaches into them.
+launches of ``configs/models/tiny.yaml`` that differ in AMPipe's flags alone; nothing here reaches into them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections import deque
@@ -23,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, RunFailed
+from megatron_ampipe.shipped import configs_folder
 from megatron_ampipe.timeline import Timeline
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,20 +30,8 @@ TOLERANCE = 1e-4
 """Largest relative difference of the losses that still counts as the same curve."""
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?\blm loss: ([0-9.E+-]+)")
 
-MODEL = """
-    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256
-    --seq-length 512 --max-position-embeddings 512 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
-    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
-    --attention-dropout 0 --hidden-dropout 0
-"""
-TRAINING = """
-    --tokenizer-type NullTokenizer --vocab-size 256 --split 99,1,0
-    --micro-batch-size 1 --global-batch-size 4
-    --lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 20 --clip-grad 1.0 --seed 1234
-    --log-interval 1 --eval-interval 1000 --eval-iters 0
-"""
+CONFIGS = [str(configs_folder() / name) for name in ("models/tiny.yaml", "runs/quickstart.yaml")]
+"""What both runs train and how."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,9 +66,8 @@ def _compare(folder: Path, *, degree: int, iterations: int) -> int:
     _ampipe("data", "--output", str(data))
     traces = folder / "trace"
     common = [
-        *shlex.split(MODEL),
-        *shlex.split(TRAINING),
-        *("--train-iters", str(iterations)),
+        *("--ampipe-config", *CONFIGS),
+        *("--train-iters", str(iterations), "--lr-warmup-iters", str(min(20, iterations // 3))),
         *("--data-path", str(data), "--data-cache-path", str(folder / "data" / "cache")),
     ]
     baseline = train("Megatron", common, log=folder / "baseline.log", iterations=iterations, console=console)

@@ -6,6 +6,7 @@ Called by :mod:`.pretrain`. Not for failures during training, whose traceback is
 import argparse
 import contextlib
 import difflib
+import enum
 import linecache
 import os
 import signal
@@ -73,14 +74,47 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
         raise _parser_error(message, parser)
 
     parser.error = error
+    for action in parser._actions:
+        _name_choices(action)
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None
+
+
+def _name_choices(action: argparse.Action) -> None:
+    """Let a wrong name of an enum be an error that says the flag; Megatron's is a bare KeyError."""
+    names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
+    convert = action.type
+    if not names or not callable(convert):
+        return
+
+    def named(text: str) -> object:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names)})")
+        return convert(text)
+
+    action.type = named
+
+
+_REMEDIES = {
+    "invalid int value": "Give a whole number, without a point, an exponent or thousands separators.",
+    "invalid float value": "Give a number, for example 0.1 or 1e-4.",
+    "expected one argument": "Write a value after the flag.",
+    "expected at least one argument": "Write one or more values after the flag.",
+}
+"""What to do about what argparse says."""
 
 
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
     known = [flag for action in parser._actions for flag in action.option_strings]
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ")
+        if not unknown.startswith("-"):
+            return BadInput(
+                "argument",
+                unknown,
+                rule="belongs to no flag",
+                remedy="A switch such as --swiglu takes no value, and a value with spaces needs quotes.",
+            )
         close = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=3)
         remedy = f"Did you mean {' or '.join(close)}?" if close else "Run with --help for the list."
         return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
@@ -89,9 +123,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
         return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
     rule, _, choices = rule.partition(" (choose from ")
     rule, _, value = rule.partition(": ")
+    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else _REMEDIES.get(rule)
     return BadInput(
-        flag,
-        value or "(no value)",
-        rule=rule,
-        remedy=f"Use one of: {choices.removesuffix(')')}." if choices else "Run with --help for its type.",
+        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its kind."
     )

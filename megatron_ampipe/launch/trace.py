@@ -1,4 +1,4 @@
-"""The trace of a run: what is recorded, and the file each rank writes. Called by :mod:`.pretrain`."""
+"""What of a run is recorded, and the trace that each rank writes. Called by :mod:`.pretrain`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.metrics import is_measured
 from megatron_ampipe.layers.context import AMPipeContext
 
 ForwardStep = Callable[..., Any]
@@ -39,18 +40,26 @@ def prepare_trace_dir(folder: Path) -> None:
         ) from error
 
 
-def traced(forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace) -> ForwardStep:
-    """Megatron's forward step, telling the recorder which training iteration it belongs to."""
-    if context is None or not context.recorder.enabled:
+def recorded(
+    forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace
+) -> ForwardStep:
+    """Megatron's forward step, telling the recorder which training iteration it belongs to.
+
+    All iterations are recorded for a trace, which keeps the last; without one only those of which figures are
+    logged (:mod:`.metrics`), so that the others cost nothing.
+    """
+    if context is None:
         return forward_step
+    recorder, every = context.recorder, context.config.trace_dir is not None
 
     @functools.wraps(forward_step)
     def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-        if unwrap_model(model).training:
-            # Megatron counts from 0 here and from 1 in its log.
-            context.recorder.start_iteration(args.curr_iteration + 1)
+        # Megatron counts from 0 here and from 1 in its log.
+        iteration = args.curr_iteration + 1
+        if unwrap_model(model).training and (every or is_measured(args, iteration)):
+            recorder.start_iteration(iteration)
         else:
-            context.recorder.pause()
+            recorder.pause()
         return forward_step(data_iterator, model, *rest, **kwargs)
 
     return step

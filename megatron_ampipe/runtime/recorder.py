@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,14 +22,26 @@ from megatron_ampipe.timeline import StageSpan, Timeline
 
 @dataclass(slots=True)
 class _Mark:
-    """A stage that ran; ``begin`` and ``end`` are seconds, or events on CUDA."""
+    """A stage that ran, in the how-manieth pass; ``begin`` and ``end`` are seconds, or events on CUDA."""
 
     lane: str
     stage: str
     direction: Direction
     layer: int
+    number: int
     begin: float | torch.cuda.Event
     end: float | torch.cuda.Event
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """What one training iteration left; ``origin`` is one moment on the host's clock and the device's."""
+
+    number: int
+    marks: list[_Mark] = field(default_factory=list)
+    num_passes: int = 0
+    # One for each iteration: the distance to an event is exact only while it is short.
+    origin: tuple[float, torch.cuda.Event] | None = None
 
 
 class Recorder:
@@ -40,30 +52,31 @@ class Recorder:
     """
 
     def __init__(self, *, num_iterations: int = 0) -> None:
-        self._iterations: deque[tuple[int, list[_Mark]]] = deque(maxlen=num_iterations)
+        self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
         self.enabled = num_iterations > 0
         self._recording = False
         self._layer = 0
         self._direction = Direction.FORWARD
         self.passes = PassTimer()
         """Times of whole passes, which others ask for."""
-        self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def start_iteration(self, iteration: int) -> None:
         """Everything recorded from here on belongs to this training iteration; may be called again for it."""
         if not self.enabled:
             return
         self._recording = True
-        if not self._iterations or self._iterations[-1][0] != iteration:
-            self._iterations.append((iteration, []))
+        if not self._iterations or self._iterations[-1].number != iteration:
+            self._iterations.append(_Iteration(iteration))
 
     def pause(self) -> None:
-        """Record nothing until the next training iteration starts: an evaluation runs."""
+        """Record nothing until the next training iteration starts: an evaluation runs, or nobody asks."""
         self._recording = False
 
     def enter(self, layer: int, direction: Direction) -> None:
         """Everything recorded from here on belongs to this pass through this layer."""
         self._layer, self._direction = layer, direction
+        if self._recording:
+            self._iterations[-1].num_passes += 1
 
     @contextmanager
     def on_host(self, lane: str, stage: Stage) -> Iterator[None]:
@@ -81,10 +94,10 @@ class Recorder:
         if not self._recording:
             yield
             return
-        if self._origin is None:
+        if self._iterations[-1].origin is None:
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(stream)
-            self._origin = (time.perf_counter(), origin)
+            self._iterations[-1].origin = (time.perf_counter(), origin)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record(stream)
         yield
@@ -96,33 +109,52 @@ class Recorder:
         if self._recording:
             self._append(lane, stage, begin, end)
 
-    def timeline(self, *, rank: int, labels: dict[str, str]) -> Timeline:
-        """What was recorded. On CUDA this waits for the device."""
+    def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
+        """What was recorded, of one iteration or of all that are kept. On CUDA this waits for the device."""
         spans = [
             StageSpan(
                 lane=mark.lane,
                 stage=mark.stage,
                 direction=mark.direction.value,
                 layer=mark.layer,
-                iteration=iteration,
-                begin_us=self._microseconds(mark.begin),
-                end_us=self._microseconds(mark.end),
+                iteration=kept.number,
+                begin_us=_microseconds(mark.begin, kept),
+                end_us=_microseconds(mark.end, kept),
             )
-            for iteration, marks in self._iterations
-            for mark in marks
+            for kept in self._iterations
+            if iteration in (None, kept.number)
+            for mark in kept.marks
         ]
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
+
+    def pass_times_us(self, iteration: int) -> dict[Direction, list[float]]:
+        """From the first stage's begin to the last one's end of every pass of an iteration, in microseconds.
+
+        A pass is one direction of one layer for one micro-batch. On CUDA this waits for the device.
+        """
+        ends: dict[tuple[Direction, int], tuple[float, float]] = {}
+        for kept in self._iterations:
+            for mark in kept.marks if kept.number == iteration else ():
+                begin, end = _microseconds(mark.begin, kept), _microseconds(mark.end, kept)
+                earliest, latest = ends.get((mark.direction, mark.number), (begin, end))
+                ends[mark.direction, mark.number] = (min(earliest, begin), max(latest, end))
+        times: dict[Direction, list[float]] = {direction: [] for direction in Direction}
+        for (direction, _), (begin, end) in ends.items():
+            times[direction].append(end - begin)
+        return times
 
     def _append(
         self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
     ) -> None:
-        mark = _Mark(lane, str(stage), self._direction, self._layer, begin, end)
-        self._iterations[-1][1].append(mark)
+        kept = self._iterations[-1]
+        mark = _Mark(lane, str(stage), self._direction, self._layer, kept.num_passes, begin, end)
+        kept.marks.append(mark)
 
-    def _microseconds(self, moment: float | torch.cuda.Event) -> float:
-        if isinstance(moment, float):
-            return moment * 1e6
-        assert self._origin is not None
-        seconds, origin = self._origin
-        moment.synchronize()
-        return seconds * 1e6 + origin.elapsed_time(moment) * 1e3
+
+def _microseconds(moment: float | torch.cuda.Event, kept: _Iteration) -> float:
+    if isinstance(moment, float):
+        return moment * 1e6
+    assert kept.origin is not None
+    seconds, origin = kept.origin
+    moment.synchronize()
+    return seconds * 1e6 + origin.elapsed_time(moment) * 1e3

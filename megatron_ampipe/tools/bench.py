@@ -1,6 +1,6 @@
 """``ampipe bench``: Megatron's own layer against AMPipe's, interleaved in one run, over a chosen link.
 
-Declares and checks the arguments and puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
+Puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
 Imports no torch: that is for the processes it starts. Called by :mod:`megatron_ampipe.cli`.
 """
 
@@ -12,70 +12,26 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import chunk_sequence
-from megatron_ampipe.tools.benchmark import machine, network, prediction, ranks, result
-from megatron_ampipe.tools.benchmark.arguments import at_least, cores_of
+from megatron_ampipe.tools.benchmark import machine, network, prediction, ranks, result, training
+from megatron_ampipe.tools.benchmark.arguments import (
+    LAYERS,
+    ROUNDS,
+    add_arguments,
+    check_training,
+    cores_of,
+    cuts,
+    schedules,
+)
 from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Cut, Job
+from megatron_ampipe.tools.benchmark.job import Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
 
-_EPILOG = """\
-examples:
-  ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
-      two ranks over a real 200 Mbit/s network between network namespaces (needs root)
-  ampipe bench --grid cpu-small --link emulated:200mbit:50us
-      the same without root: every all-to-all, of both layers, takes as much longer
-  ampipe bench --grid paper --link emulated:20GB/s --json paper.json --plot paper
-      on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
-  ampipe bench --from bench.json --plot bench
-      table and pictures of an earlier result
-
-Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
-Close other work first: the columns '10-90 %' and the rows of degree 1, which are Megatron's layer again,
-show how quiet the machine was.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``ampipe bench``."""
-    parser.description = (
-        "Measure forward and backward of MoE blocks: Megatron's own layer and AMPipe's, in turns."
-    )
-    parser.epilog = _EPILOG
-    add = parser.add_argument
-    grid = "blocks to measure: a YAML file or a name in configs/bench"
-    link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
-    degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
-    shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
-    schedules = f"of {', '.join(SCHEDULE_NAMES)}"
-    timeout = "give up after so many seconds without a sign of life"
-    pretend = (
-        "run one rank; what the others would send is zeros. Only with an emulated link, and chosen by itself "
-        "where there are fewer GPUs than ranks"
-    )
-    predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
-    chosen = " (default: %(default)s)"
-    add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
-    add("--link", metavar="L", default="none", help=link + chosen)
-    add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
-    add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
-    add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
-    add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
-    add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
-    add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
-    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights and inputs" + chosen)
-    add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
-    add("--pretend-peers", action="store_true", help=pretend)
-    add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
-    add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
-    add("--predict", metavar="FILE", help=predict)
-    add("--from", metavar="FILE", type=Path, dest="source", help="show and draw this result; measure nothing")
+__all__ = ["add_arguments", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             rule="its directory does not exist",
             remedy="Make it, or choose another.",
         )
+    check_training(arguments, parse_link(arguments.link))
     if arguments.json is not None:
         result.check_target(arguments.json)
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
@@ -111,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # A table in a file or a pipe is read later, by someone with more room.
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table.show(document, console)
+    (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
     if arguments.plot is not None:
@@ -124,16 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Check everything, run the ranks, and write the JSON."""
+    """Check everything and run the ranks; the document."""
     link = parse_link(arguments.link)
-    grid = read_grid(find_grid(arguments.grid))
+    grid = read_grid(find_grid(arguments.grid)).only(arguments.cases)
     job = _job(arguments, link, grid)
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
     hardware = machine.hardware()
     begin = datetime.now(UTC)
-    with _progress(job) as advance:
-        findings = ranks.measure(job, timeout_s=arguments.timeout, on_event=advance)
+    found = _trainings(arguments, job) if arguments.end_to_end else _blocks(job, link)
     return {
         "format": result.FORMAT,
         "command": shlex.join(["ampipe", *sys.argv[1:]]),
@@ -151,12 +107,32 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
+        "versions": machine.versions(),
+        **found,
         "hardware": {
             **hardware,
-            **findings.hardware,
+            **found.get("hardware", {}),
             "load_average_after": machine.hardware()["load_average"],
         },
-        "versions": machine.versions(),
+    }
+
+
+def _blocks(job: Job, link: Link) -> dict[str, Any]:
+    """Time single blocks; what the document says of it."""
+    # Of each case, the check with the warm-up and then every repeat.
+    with _progress(len(job.cases) * (job.repeats + 1)) as bar:
+        cases = iter(job.cases)
+
+        def on_event(event: str) -> None:
+            if event == "progress":
+                bar(advance=1)
+            elif event in ("ready", "case"):
+                case = next(cases, None)
+                bar(description=case.name if case else "writing")
+
+        findings = ranks.measure(job, timeout_s=job.timeout_s, on_event=on_event)
+    return {
+        "hardware": findings.hardware,
         "cases": [
             result.case_result(case, job.variants, reports, link=link)
             for case, reports in zip(job.cases, findings.cases, strict=True)
@@ -164,12 +140,27 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _trainings(arguments: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Train whole models; what the document says of it."""
+    layers, rounds = arguments.layers or LAYERS, arguments.rounds or ROUNDS
+    iterations = len(job.cases) * len(job.variants) * rounds * (job.warmup + job.repeats)
+    with _progress(iterations) as bar:
+        cases = training.measure(
+            job,
+            layers=layers,
+            rounds=rounds,
+            on_iteration=lambda what: bar(advance=1, description=what),
+        )
+    return {**training.settings(layers=layers, rounds=rounds), "cases": cases}
+
+
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
-    num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
+    on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
+    num_gpus = 0 if on_cpu else machine.num_gpus()
     job = Job(
         cases=grid.cases,
-        schedules=_schedules(arguments.schedules),
-        cuts=_cuts(arguments.degrees, arguments.chunks),
+        schedules=schedules(arguments.schedules),
+        cuts=cuts(arguments.degrees, arguments.chunks),
         link=link.text,
         num_ranks=arguments.ranks,
         pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < arguments.ranks),
@@ -220,52 +211,13 @@ def _check_cases(job: Job, grid: Grid) -> None:
                 chunk_sequence(case.sequence_length, degree=degree, shares=shares, flag="--chunks")
 
 
-def _cuts(degrees: str, chunks: list[str]) -> tuple[Cut, ...]:
-    found = [_cut(word, degrees) for word in degrees.split(",")]
-    for text in chunks:
-        shares = parse_shares(text, flag="--chunks")
-        found.append(Cut(len(shares), shares=shares))
-    return tuple(dict.fromkeys(found))
-
-
-def _cut(word: str, text: str) -> Cut:
-    """One word of ``--degrees``: ``4``, or ``4:2``."""
-    parts = word.split(":")
-    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise BadInput(
-            "--degrees",
-            text or "(empty)",
-            rule="is not a list of whole numbers of at least 1",
-            remedy="Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2.",
-        )
-    forward, backward = int(parts[0]), int(parts[-1])
-    if max(forward, backward) % min(forward, backward):
-        raise BadInput(
-            "--degrees", word, rule="one of the two must divide the other", remedy="Use for example 4:2."
-        )
-    return Cut(forward, None if forward == backward else backward)
-
-
-def _schedules(text: str) -> tuple[str, ...]:
-    words = text.split(",")
-    unknown = [word for word in words if word not in SCHEDULE_NAMES]
-    if unknown:
-        raise BadInput(
-            "--schedules",
-            unknown[0] or "(empty)",
-            rule=f"is not one of {', '.join(SCHEDULE_NAMES)}",
-            remedy="Use --schedules moe-only,ampipe.",
-        )
-    return tuple(dict.fromkeys(words))
-
-
 def _emulated(document: dict[str, Any]) -> str:
     return " (emulated link)" if document["emulated"] else ""
 
 
 @contextlib.contextmanager
-def _progress(job: Job) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, nothing elsewhere; yields what is to be told each event of a rank."""
+def _progress(total: int) -> Iterator[Callable[..., None]]:
+    """A bar on the terminal, nothing elsewhere; yields what updates it (``advance``, ``description``)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -274,16 +226,10 @@ def _progress(job: Job) -> Iterator[Callable[[str], None]]:
     with Progress(
         *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
     ) as bar:
-        # Of each case, the check with the warm-up and then every repeat.
-        task = bar.add_task("starting ranks", total=len(job.cases) * (job.repeats + 1))
-        cases = iter(job.cases)
+        task = bar.add_task("starting ranks", total=total)
 
-        def on_event(event: str) -> None:
-            if event == "progress":
-                bar.advance(task)
-            elif event in ("ready", "case"):
-                case = next(cases, None)
-                bar.update(task, description=case.name if case else "writing")
+        def update(**changes: Any) -> None:
+            bar.update(task, **changes)
             bar.refresh()
 
-        yield on_event
+        yield update

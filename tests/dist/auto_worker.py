@@ -54,6 +54,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     def train_step(rows: int) -> None:
         nonlocal difference
+        ran.append(f"{context.pipeline.degree}:{context.pipeline.of_backward}")
         time.sleep(noise.random() * 3e-3)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(rows, 1, 32, generator=generator).requires_grad_()
@@ -63,9 +64,9 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
         first = outputs.setdefault(rows, both)
         difference = max(difference, float((both - first).abs().max() / first.abs().max()))
 
-    step, ran = auto.around(train_step), []
+    ran: list[str] = []
+    step = auto.around(train_step)
     for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
-        ran.append(f"{context.pipeline.degree}:{context.pipeline.of_backward}")
         step(rows)
         if 0 < iteration < 26:
             alone.tell(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))

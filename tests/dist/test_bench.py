@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.tools.benchmark import network
+from megatron_ampipe.tools.benchmark import network, training
 from tests.dist.launch import REPOSITORY
 
 GRID = """\
@@ -133,12 +133,34 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
         assert chunked["bound"]["backward"]["communication_ms"] >= 2 * 30
 
 
+def test_trainings_in_turns(tmp_path: Path) -> None:
+    link = "none" if NO_NETWORK else "400mbit"
+    words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
+    document, shown = bench(
+        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "1", "--link", link
+    )
+    assert "ampipe" in shown
+    assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 1, 1)
+    (case,) = document["cases"]
+    assert case["name"] == "rich"
+    assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
+    (row,) = case["rows"]
+    for kind in (case["stock"], row):
+        (found,) = kind["trainings"]
+        assert len(found["ms"]) == len(found["lm_loss"]) == 3
+        assert kind["ms"] > 0
+        # It learns: the first loss is about the logarithm of the vocabulary.
+        assert 6.5 > found["lm_loss"][0] > found["lm_loss"][-1] > 0
+    assert (row["schedule"], row["degree"]) == ("ampipe", 4)
+    assert row["loss_difference"] <= training.TOLERANCE
+
+
 COMPARE = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Variant
+from megatron_ampipe.tools.benchmark.job import Cut, Variant
 from megatron_ampipe.tools.benchmark.passes import _compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -152,7 +174,8 @@ for dtype in ("fp32", "bf16"):
     case = Case(name="one", activation="gelu", dtype=dtype, **figures)
     for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
         try:
-            _compare(Passes(), [2.0, value], (Variant("stock", 1), Variant("ampipe", 2)), rank=0, case=case)
+            variants = (Variant("stock", Cut(1)), Variant("ampipe", Cut(2)))
+            _compare(Passes(), [2.0, value], variants, rank=0, case=case)
             print("same")
         except DifferenceFound as error:
             print("gradient on rank 0" in str(error))
@@ -241,7 +264,7 @@ def ranks_of(pid: int) -> list[int]:
         # Processes come and go while we look.
         with contextlib.suppress(OSError):
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"benchmark.worker" in (process / "cmdline").read_bytes():
+            if parent == pid and b"tools.benchmark." in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return sorted(found)
 
@@ -317,9 +340,17 @@ def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    check_interruption(tmp_path, number, early=number is signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_an_interrupted_training_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    check_interruption(tmp_path, number, "--end-to-end", early=number is signal.SIGKILL)
+
+
+def check_interruption(tmp_path: Path, number: signal.Signals, *words: str, early: bool) -> None:
     link = "none" if NO_NETWORK else "200mbit"
-    early = number is signal.SIGTERM
-    with running(tmp_path, "--link", link, early=early) as (process, ranks):
+    with running(tmp_path, *words, "--link", link, early=early) as (process, ranks):
         networks = networks_of(ranks)
         assert len(networks) == (0 if NO_NETWORK else 2)
         process.send_signal(number)

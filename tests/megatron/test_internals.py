@@ -529,6 +529,9 @@ INTERNALS = [
         "launch/pretrain.py",
         (takes("extra_args_provider", "args_defaults"),),
     ),
+    Internal("training.arguments.add_megatron_arguments", "launch/pretrain.py", (begins_with("parser"),)),
+    Internal("training.arguments.parse_args", "launch/pretrain.py", (begins_with("extra_args_provider"),)),
+    Internal("training.arguments.validate_args", "launch/pretrain.py", (begins_with("args", "defaults"),)),
     Internal("training.argument_utils.gpt_config_from_args", "launch/pretrain.py", (begins_with("args"),)),
     Internal(
         "training.argument_utils.pretrain_cfg_container_from_args",
@@ -552,9 +555,21 @@ INTERNALS = [
     Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
     Internal(
         "training.training",
-        "launch/pretrain.py launch/attach.py launch/host/megatron.py",
+        "launch/pretrain.py launch/attach.py launch/host/megatron.py launch/metrics.py",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
     ),
+    Internal(
+        "training.training.training_log",
+        "launch/metrics.py tools/benchmark",
+        (
+            takes("iteration"),
+            says("iteration % args.log_interval == 0", "' iteration {:8d}/{:8d} |'"),
+            says("' elapsed time per iteration (ms): {:.1f} |'", "' {}: {:.6E} |'"),
+        ),
+    ),
+    Internal("training.global_vars.get_tensorboard_writer", "launch/metrics.py"),
+    Internal("training.global_vars.get_wandb_writer", "launch/metrics.py"),
+    Internal("training.print_rank_last", "launch/metrics.py", (begins_with("message"),)),
     Internal("core.datasets.utils.compile_helpers", "launch/dataset_helpers.py", (says("'make'"),)),
     Internal(
         "training.utils.get_blend_and_blend_per_split",
@@ -709,7 +724,11 @@ INTERNALS = [
         "launch/host/megatron.py launch/host/collectives.py",
         (begins_with("input_", "group", "input_split_sizes"),),
     ),
-    Internal("core.models.backends.LocalSpecProvider", "launch/host/megatron.py", (has("core_attention"),)),
+    Internal(
+        "core.models.backends.LocalSpecProvider",
+        "launch/host/megatron.py tools/benchmark",
+        (has("core_attention"),),
+    ),
     Internal(
         "core.transformer.torch_norm.WrappedTorchNorm",
         "launch/host/megatron.py launch/host/norm.py",

@@ -12,9 +12,10 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import network, plot, ranks, result
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
-from megatron_ampipe.tools.benchmark.grid import CONFIGS, Case, find_grid, read_grid
+from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 
@@ -152,7 +153,7 @@ def grid_file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(config_names("bench")))
 def test_our_grids_are_sound(name: str) -> None:
     assert read_grid(find_grid(name)).cases
 
@@ -539,3 +540,15 @@ def test_figures_without_data_are_left_out_with_a_reason(tmp_path: Path) -> None
     control_only["cases"][0]["rows"] = control_only["cases"][0]["rows"][:1]
     written, left_out = plot.draw(control_only, tmp_path / "x")
     assert (written, len(left_out)) == ([], 4)
+
+
+def test_cases_are_chosen_in_the_order_of_the_grid() -> None:
+    grid = read_grid(find_grid("cpu-small"))
+    assert [case.name for case in grid.only("top2,top1").cases] == ["top1", "top2"]
+    assert grid.only(None) is grid
+
+
+@pytest.mark.parametrize("names", ["top3", "", "top1,", "top1 ,top2"])
+def test_cases_that_are_not_there_are_refused(names: str) -> None:
+    with pytest.raises(BadInput, match=r"is not a case of .*cpu-small"):
+        read_grid(find_grid("cpu-small")).only(names)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import TOOLS, build_parser
+from megatron_ampipe.cli import TOOLS, parse
 from megatron_ampipe.launch import flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,9 @@ PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 COMMANDS = {
     "./scripts/quickstart.sh": "tests/unit/test_scripts.py",
     "./scripts/test.sh": "tests/unit/test_scripts.py",
+    "./scripts/gpu_check.sh": "tests/dist/test_gpu_check.py",
     "pip install -e .": "tests/unit/test_scripts.py",
+    "ampipe config": "tests/megatron/test_settings.py",
     "ampipe data": "tests/unit/test_data.py",
     "ampipe bench": "tests/dist/test_bench.py",
     "ampipe draw": "tests/unit/test_draw.py",
@@ -90,7 +92,7 @@ def test_shell_commands_are_tested_ones_and_parse(page: Path) -> None:
         )
         words = shlex.split(command)
         if words[0] == "ampipe":
-            build_parser(words[1]).parse_args(words[1:])
+            parse(words[1:])
         elif words[0] == "torchrun":
             own = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
             _, others = own.parse_known_args(words[1:])

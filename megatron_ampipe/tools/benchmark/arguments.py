@@ -1,10 +1,129 @@
-"""What the arguments of ``ampipe bench`` and ``ampipe profile`` have in common. No torch."""
+"""The arguments of ``ampipe bench``, and what can be wrong with one by itself. Imports no torch.
+
+Some are shared with ``ampipe profile``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.tools.benchmark.job import Cut
+from megatron_ampipe.tools.benchmark.link import Link
+
+LAYERS, ROUNDS = 2, 3
+"""Of ``--end-to-end``, where they are not given."""
+
+_EPILOG = """\
+examples:
+  ampipe bench --grid cpu-small --link 200mbit --degrees 1,2,4,8 --json bench.json
+      two ranks over a real 200 Mbit/s network between network namespaces (needs root)
+  ampipe bench --grid cpu-small --link emulated:200mbit:50us
+      the same without root: every all-to-all, of both layers, takes as much longer
+  ampipe bench --grid paper --link emulated:20GB/s --json paper.json --plot paper
+      on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
+  ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
+      iterations per second of Megatron's whole training loop, and whether the losses are the same
+  ampipe bench --from bench.json --plot bench
+      table and pictures of an earlier result
+  ampipe bench --from bench.json --predict cluster.yaml
+      what the planner predicts for each of its rows, beside what was measured
+
+Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
+Close other work first: the columns '10-90 %' and the rows of degree 1, which are Megatron's layer again,
+show how quiet the machine was.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ampipe bench``."""
+    parser.description = (
+        "Measure forward and backward of MoE blocks: Megatron's own layer and AMPipe's, in turns."
+    )
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    grid = "blocks to measure: a YAML file or a name in configs/bench"
+    link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
+    degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
+    shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
+    schedules = f"of {', '.join(SCHEDULE_NAMES)}"
+    timeout = "give up after so many seconds without a sign of life"
+    end_to_end = (
+        "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
+        "--warmup ones"
+    )
+    layers = f"layers of the model (default: {LAYERS}; with --end-to-end only)"
+    rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
+    pretend = (
+        "run one rank; what the others would send is zeros. Only with an emulated link, and chosen by itself "
+        "where there are fewer GPUs than ranks"
+    )
+    predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
+    chosen = " (default: %(default)s)"
+    add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
+    add("--cases", metavar="NAME,NAME", help="only these cases of the grid (default: all)")
+    add("--link", metavar="L", default="none", help=link + chosen)
+    add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
+    add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
+    add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
+    add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
+    add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
+    add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
+    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights and inputs" + chosen)
+    add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
+    add("--pretend-peers", action="store_true", help=pretend)
+    add("--end-to-end", action="store_true", help=end_to_end)
+    add("--layers", metavar="N", type=at_least(1), help=layers)
+    add("--rounds", metavar="N", type=at_least(1), help=rounds)
+    add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
+    add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
+    add("--predict", metavar="FILE", help=predict)
+    add("--from", metavar="FILE", type=Path, dest="source", help="show and draw this result; measure nothing")
+
+
+def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
+    """The values of ``--degrees`` and ``--chunks``, each once."""
+    found = [_cut(word, degrees) for word in degrees.split(",")]
+    for text in chunks:
+        shares = parse_shares(text, flag="--chunks")
+        found.append(Cut(len(shares), shares=shares))
+    return tuple(dict.fromkeys(found))
+
+
+def _cut(word: str, text: str) -> Cut:
+    """One word of ``--degrees``: ``4``, or ``4:2``."""
+    parts = word.split(":")
+    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise BadInput(
+            "--degrees",
+            text or "(empty)",
+            rule="is not a list of whole numbers of at least 1",
+            remedy="Use --degrees 1,2,4,8, or 4:2 for a backward pass of degree 2.",
+        )
+    forward, backward = int(parts[0]), int(parts[-1])
+    if max(forward, backward) % min(forward, backward):
+        raise BadInput(
+            "--degrees", word, rule="one of the two must divide the other", remedy="Use for example 4:2."
+        )
+    return Cut(forward, None if forward == backward else backward)
+
+
+def schedules(text: str) -> tuple[str, ...]:
+    """The value of ``--schedules``, each once."""
+    words = text.split(",")
+    unknown = [word for word in words if word not in SCHEDULE_NAMES]
+    if unknown:
+        raise BadInput(
+            "--schedules",
+            unknown[0] or "(empty)",
+            rule=f"is not one of {', '.join(SCHEDULE_NAMES)}",
+            remedy="Use --schedules moe-only,ampipe.",
+        )
+    return tuple(dict.fromkeys(words))
 
 
 def cores_of(num_ranks: int) -> tuple[int, ...]:
@@ -28,3 +147,34 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return whole_number
+
+
+def check_training(arguments: argparse.Namespace, link: Link) -> None:
+    """What a flag needs or excludes, with and without ``--end-to-end``.
+
+    Raises:
+        BadInput: a flag could have no effect, or cannot be honoured.
+    """
+    if not arguments.end_to_end:
+        for flag, value in (("--layers", arguments.layers), ("--rounds", arguments.rounds)):
+            if value is not None:
+                rule = "belongs to --end-to-end: without it, single blocks are measured"
+                raise BadInput(flag, value, rule=rule, remedy=f"Add --end-to-end, or leave {flag} out.")
+        return
+    if link.emulated or arguments.pretend_peers:
+        flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
+        raise BadInput(
+            flag,
+            value,
+            rule="a training needs real ranks: what it learns depends on every token that arrives, and an "
+            "emulated link would slow its other collectives not at all",
+            remedy="Use --link 200mbit, or --link none.",
+        )
+    for flag, value in (
+        ("--plot", arguments.plot),
+        ("--from", arguments.source),
+        ("--predict", arguments.predict),
+    ):
+        if value is not None:
+            rule = "knows results of single blocks, not of --end-to-end"
+            raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out; --json holds every sample.")

@@ -7,6 +7,8 @@ not have fitted some memory, and ``expected_cases`` says how many must be left. 
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
 import types
 import typing
@@ -16,10 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs/bench"
-SUFFIX = ".yaml"
 _MAXIMUM_CASES = 1000
 
 
@@ -90,6 +91,26 @@ class Grid:
     path: Path
     cases: tuple[Case, ...]
 
+    def only(self, names: str | None) -> Grid:
+        """The grid with the cases of these names alone, separated by commas; all of them for None.
+
+        Raises:
+            BadInput: there is no such case.
+        """
+        if names is None:
+            return self
+        chosen, known = names.split(","), [case.name for case in self.cases]
+        for name in chosen:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3) or known[:3]
+                raise BadInput(
+                    "--cases",
+                    name or "(empty)",
+                    rule=f"is not a case of {self.path}",
+                    remedy=f"Use --cases {','.join(near)}.",
+                )
+        return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
+
 
 def find_grid(text: str) -> Path:
     """The file that ``--grid`` means: one that exists, or the name of one in ``configs/bench``.
@@ -97,18 +118,7 @@ def find_grid(text: str) -> Path:
     Raises:
         BadInput: neither.
     """
-    as_file, by_name = Path(text), CONFIGS / f"{text}{SUFFIX}"
-    if as_file.is_file():
-        return as_file
-    if by_name.is_file() and Path(text).name == text:
-        return by_name
-    known = sorted(path.stem for path in CONFIGS.glob(f"*{SUFFIX}"))
-    raise BadInput(
-        "--grid",
-        text or "(empty)",
-        rule="is neither a file nor a grid of ours",
-        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
-    )
+    return find_config(text, folders=["bench"], flag="--grid", what="grid")
 
 
 def read_grid(path: Path) -> Grid:

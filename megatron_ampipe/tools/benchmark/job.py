@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_ampipe.tools.benchmark.grid import Case
 
@@ -80,6 +80,8 @@ class Job:
         cores: One for each rank; empty when ranks are not pinned.
         profiles: Operations are measured around each case, for ``ampipe profile``; no layers are compared.
     """
+
+    worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.worker"
 
     cases: tuple[Case, ...]
     schedules: tuple[str, ...]

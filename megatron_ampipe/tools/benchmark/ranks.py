@@ -2,7 +2,7 @@
 
 Every rank is a process in a session of its own, so that Ctrl-C reaches only the command, which then kills
 them; the kernel kills them if the command dies itself (:mod:`.worker`). Imports no torch. Called by
-``ampipe bench``.
+``ampipe bench`` and :mod:`.training`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.benchmark import network
@@ -36,6 +36,27 @@ _LOG_LINES = 15
 _GRACE_S = 0.3
 _POLL_S = 1.0
 _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
+
+
+class RanksJob(Protocol):
+    """What ranks can be started for: a dataclass with a field ``rendezvous``, which is filled in here."""
+
+    worker: ClassVar[str]
+    """The module that each rank runs."""
+
+    @property
+    def link(self) -> str: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_processes(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def to_json(self) -> str: ...
 
 
 @dataclass(slots=True)
@@ -64,24 +85,50 @@ def measure(job: Job, *, timeout_s: float, on_event: Callable[[str], None]) -> F
         DifferenceFound: the layers do not compute the same.
         EnvironmentMissing: the network cannot be made.
     """
+    num_ranks = job.num_processes
+    findings = Findings([[{}] * num_ranks for _ in job.cases])
+    with started(job, timeout_s=timeout_s) as ranks:
+        for rank, found in ranks.events(timeout_s=timeout_s):
+            event = found.pop("event")
+            if event == "case":
+                findings.cases[found.pop("index")][rank] = found
+            elif event == "ready" and rank == 0:
+                findings.hardware = found["hardware"]
+            if rank == 0:
+                on_event(event)
+    return findings
+
+
+@contextlib.contextmanager
+def started(job: RanksJob, *, timeout_s: float) -> Iterator[Ranks]:
+    """The ranks of a job, joined and told to go; they are gone when this ends, however it ends.
+
+    Args:
+        job: What they do; its ``rendezvous`` is filled in here.
+        timeout_s: The run is given up after so long without a sign of life.
+
+    Raises:
+        RunFailed: a rank was lost, failed, or went silent.
+        EnvironmentMissing: the network cannot be made.
+    """
     _remove_stale_folders()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")))
-        stack.enter_context(_signals_as_interrupts())
-        ranks = stack.enter_context(_Ranks(replace(job, rendezvous=str(folder / "rendezvous")), folder))
+        stack.enter_context(signals_as_interrupts())
+        ranks = stack.enter_context(Ranks(replace(job, rendezvous=str(folder / "rendezvous")), folder))
         ranks.wait_for("placed", timeout_s=timeout_s)
         link = parse_link(job.link)
         if link.kind is LinkKind.NETWORK:
             assert link.rate_bit_per_s is not None
             stack.enter_context(network.joined(ranks.pids, rate_bit_per_s=link.rate_bit_per_s))
         ranks.tell("go")
-        return ranks.listen(timeout_s=timeout_s, on_event=on_event)
+        yield ranks
 
 
-class _Ranks:
-    """The processes."""
+class Ranks:
+    """The processes of a job. Made by :func:`started`."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: RanksJob, folder: Path) -> None:
         self._job, self._folder = job, folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
@@ -92,7 +139,7 @@ class _Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> Ranks:
         try:
             for rank in range(self._job.num_processes):
                 self._start(rank)
@@ -126,31 +173,21 @@ class _Ranks:
     def wait_for(self, event: str, *, timeout_s: float) -> None:
         """Until every rank has reported the event."""
         missing = set(range(len(self._processes)))
-        for rank, found in self._events(timeout_s=timeout_s):
+        for rank, found in self._heard(timeout_s=timeout_s):
             if found["event"] == event:
                 missing.discard(rank)
             if not missing:
                 return
 
-    def listen(self, *, timeout_s: float, on_event: Callable[[str], None]) -> Findings:
-        """Until every rank is done."""
-        num_ranks = len(self._processes)
-        cases: list[list[dict[str, Any]]] = [[{}] * num_ranks for _ in self._job.cases]
-        findings = Findings(cases)
-        missing = set(range(num_ranks))
-        for rank, found in self._events(timeout_s=timeout_s):
-            event = found.pop("event")
-            if event == "case":
-                cases[found.pop("index")][rank] = found
-            elif event == "done":
+    def events(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
+        """What the ranks say, each with its rank, until every one of them is done."""
+        missing = set(range(len(self._processes)))
+        for rank, found in self._heard(timeout_s=timeout_s):
+            if found["event"] == "done":
                 missing.discard(rank)
-            elif event == "ready" and rank == 0:
-                findings.hardware = found["hardware"]
-            if rank == 0:
-                on_event(event)
+            yield rank, found
             if not missing:
-                return findings
-        raise AssertionError("events end by an exception or when every rank is done")
+                return
 
     def _start(self, rank: int) -> None:
         environment = os.environ | {
@@ -167,7 +204,7 @@ class _Ranks:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with (self._folder / f"rank{rank}.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "megatron_ampipe.tools.benchmark.worker"],
+                [sys.executable, "-X", "faulthandler", "-m", self._job.worker],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -180,7 +217,7 @@ class _Ranks:
         self._selector.register(process.stdout, selectors.EVENT_READ, rank)
         self._unfinished[rank] = b""
 
-    def _events(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _heard(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """What the ranks say, as they say it. Raises when one fails, is lost, or all are silent."""
         last_sign = time.monotonic()
         failing_since: float | None = None
@@ -236,7 +273,7 @@ class _Ranks:
 
 
 @contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP end the command as Ctrl-C does, by an exception that everything cleans up behind."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:

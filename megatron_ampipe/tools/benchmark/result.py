@@ -194,7 +194,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         BadInput: it is absent, or not of ours.
     """
-    remedy = "Give a file that ampipe bench --json wrote."
+    remedy = "Give a file that ampipe bench --json wrote, not one of --end-to-end."
     try:
         document = json.loads(path.read_text())
         good = document["format"] == FORMAT and all(_is_case(case) for case in document["cases"])

@@ -15,55 +15,85 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
 
 from megatron_ampipe.errors import AMPipeError, EnvironmentMissing
 from megatron_ampipe.tools.benchmark.job import Job
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
 from megatron_ampipe.tools.benchmark.network import INTERFACE
 
 _PR_SET_PDEATHSIG = 1
 _PAUSE_S = 0.05
 
 
+Answer = Callable[..., None]
+"""Sends one answer to the command, its fields as keywords."""
+
+
+class Orders(Protocol):
+    """What every job says, whatever it is about."""
+
+    @property
+    def link(self) -> str: ...
+
+    @property
+    def cores(self) -> tuple[int, ...]: ...
+
+
 def main() -> None:
-    """Serve one job, then leave without tearing anything down: the peers may be gone already."""
+    """Measure one job."""
+    serve(Job.from_json, _measure)
+
+
+def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], None]) -> None:
+    """Do one job, then leave without tearing anything down: the peers may be gone already.
+
+    Args:
+        read: The job from a line of JSON.
+        work: Does the job on a rank; gets the job, its rank, and what sends an answer.
+    """
     _die_with_parent()
     answers = _claim_stdout()
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
     rank = int(os.environ["RANK"])
     code = 1
     try:
-        job = Job.from_json(sys.stdin.readline())
+        job = read(sys.stdin.readline())
         if parse_link(job.link).kind is LinkKind.NETWORK:
             _enter_own_network()
-        _answer(answers, event="placed")
+        answer(event="placed")
         if sys.stdin.readline().strip() != "go":
             raise EnvironmentMissing("the process that started this rank is gone")
-        _serve(job, rank=rank, answers=answers)
-        _answer(answers, event="done")
+        if job.cores:
+            # Before torch starts threads of its own, which inherit it.
+            os.sched_setaffinity(0, {job.cores[rank]})
+        work(job, rank, answer)
+        answer(event="done")
         code = 0
     except AMPipeError as error:
-        _answer(answers, event="failed", message=str(error), code=error.exit_code)
+        answer(event="failed", message=str(error), code=error.exit_code)
         code = error.exit_code
     except BaseException as error:
         traceback.print_exc()
-        _answer(answers, event="failed", message=f"{type(error).__name__}: {error}", code=3)
+        answer(event="failed", message=f"{type(error).__name__}: {error}", code=3)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
-    if job.cores:
-        # Before torch starts threads of its own, which inherit it.
-        os.sched_setaffinity(0, {job.cores[rank]})
-    _start_torch(job, rank=rank)
+def _measure(job: Job, rank: int, answer: Answer) -> None:
+    start_torch(job, rank=rank)
     from megatron_ampipe.tools.benchmark.passes import measure
     from megatron_ampipe.tools.profiling.measure import measure as profile
 
-    _answer(answers, event="ready", hardware=_hardware(job))
+    answer(event="ready", hardware=_hardware(job))
 
     def progress() -> None:
-        _answer(answers, event="progress")
+        answer(event="progress")
         # On two cores, what the command draws now must not fall into the next pass.
         time.sleep(_PAUSE_S)
 
@@ -81,10 +111,10 @@ def _serve(job: Job, *, rank: int, answers: TextIO) -> None:
             )
         else:
             found = measure(case, job, rank=rank, progress=progress)
-        _answer(answers, event="case", index=index, **found)
+        answer(event="case", index=index, **found)
 
 
-def _start_torch(job: Job, *, rank: int) -> None:
+def start_torch(job: Job, *, rank: int) -> None:
     """Process group and Megatron's parallel state, all ranks expert-parallel."""
     import torch
     import torch.distributed as dist
@@ -109,7 +139,7 @@ def _start_torch(job: Job, *, rank: int) -> None:
 
         dist.init_process_group("fake", store=FakeStore(), **settings)
     else:
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if link.kind is LinkKind.NETWORK else "lo"
+        use_interface(link)
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
             init_method=f"file://{job.rendezvous}",
@@ -124,6 +154,11 @@ def _start_torch(job: Job, *, rank: int) -> None:
         expert_model_parallel_size=job.num_ranks, create_gloo_process_groups=not job.pretended
     )
     model_parallel_cuda_manual_seed(job.seed)
+
+
+def use_interface(link: Link) -> None:
+    """Have gloo take the way that the link is about."""
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if link.kind is LinkKind.NETWORK else "lo"
 
 
 def _hardware(job: Job) -> dict[str, str]:
@@ -159,11 +194,6 @@ def _claim_stdout() -> TextIO:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
-
-
-def _answer(answers: TextIO, **fields: Any) -> None:
-    answers.write(json.dumps(fields) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""What AMPipe adds to Megatron's log, TensorBoard and Weights & Biases at every ``--log-interval``.
+
+Figures of the rank that writes, which is the last one, as for Megatron's own; no collective is issued for
+them. They come from the recorder, which runs on that rank in the logged iterations alone (:mod:`.trace`). On
+CUDA it holds events, and by the time they are read Megatron has read the losses of the same iteration, so
+nothing is waited for. Called by :mod:`.pretrain`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import inspect
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.training.training as training
+import torch
+from megatron.training import print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.schedule import Direction
+
+TrainingLog = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure.
+
+    Attributes:
+        tag: In TensorBoard and Weights & Biases.
+        value: As a number there.
+        text: In the log.
+    """
+
+    tag: str
+    value: float
+    text: str
+
+
+@contextlib.contextmanager
+def logged(context: AMPipeContext | None, args: argparse.Namespace) -> Iterator[None]:
+    """While this lasts, Megatron's ``training_log`` is followed by ours.
+
+    Args:
+        context: What the layers share; None at degree 1, where there is nothing to add.
+        args: Megatron's arguments.
+    """
+    if context is None:
+        yield
+        return
+    stock = training.training_log
+    training.training_log = _followed(stock, context, args)
+    try:
+        yield
+    finally:
+        training.training_log = stock
+
+
+def is_measured(args: argparse.Namespace, iteration: int) -> bool:
+    """Whether this rank writes figures of this iteration, counted from 1."""
+    return bool(args.rank == args.world_size - 1 and iteration % args.log_interval == 0)
+
+
+def _followed(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespace) -> TrainingLog:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def training_log(*positional: Any, **named: Any) -> Any:
+        result = stock(*positional, **named)
+        iteration = signature.bind(*positional, **named).arguments["iteration"]
+        if is_measured(args, iteration):
+            _write(iteration, metrics(context, iteration))
+        return result
+
+    return training_log
+
+
+def metrics(context: AMPipeContext, iteration: int) -> list[Metric]:
+    """What the recorder knows of an iteration; empty where this rank has no pipelined layer.
+
+    Another figure that is known at every iteration, such as what a plan predicts, belongs into this list.
+    """
+    timeline = context.recorder.timeline(rank=torch.distributed.get_rank(), labels={}, iteration=iteration)
+    if not timeline.spans:
+        return []
+    exposed_ms = timeline.exposed_us / 1e3
+    found = [
+        Metric("ampipe/degree", context.pipeline.degree, f"degree: {context.pipeline.degree}"),
+        Metric("ampipe/hidden-share", timeline.hidden_share, f"hidden share: {timeline.hidden_share:.3f}"),
+        Metric(
+            "ampipe/exposed-communication-ms", exposed_ms, f"exposed communication (ms): {exposed_ms:.2f}"
+        ),
+    ]
+    for direction in Direction:
+        times_us = context.recorder.pass_times_us(iteration)[direction]
+        if times_us:
+            mean_ms = statistics.fmean(times_us) / 1e3
+            name = f"block {direction.value}"
+            found.append(
+                Metric(f"ampipe/{name.replace(' ', '-')}-ms", mean_ms, f"{name} (ms): {mean_ms:.2f}")
+            )
+    return found
+
+
+def _write(iteration: int, found: list[Metric]) -> None:
+    """To every place that this run has."""
+    if not found:
+        return
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard:
+        for metric in found:
+            tensorboard.add_scalar(metric.tag, metric.value, iteration)
+    if wandb:
+        wandb.log({metric.tag: metric.value for metric in found}, iteration)
+    print_rank_last(f" ampipe at iteration {iteration:8d} | {' | '.join(metric.text for metric in found)} |")

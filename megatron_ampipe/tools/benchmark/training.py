@@ -1,0 +1,243 @@
+"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether they learn alike.
+
+Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on a CPU, from the same
+seed. A round trains every variant once, in an order that is rotated from round to round, so that a
+machine that becomes slower hits all alike. Times are those of Megatron's log. Called by
+:mod:`megatron_ampipe.tools.bench`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ampipe.errors import DifferenceFound, RunFailed
+from megatron_ampipe.tools.benchmark import ranks
+from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.result import percentile
+from megatron_ampipe.tools.benchmark.training_job import (
+    MICRO_BATCHES,
+    TrainingJob,
+    training_flags,
+    variant_flags,
+)
+
+FORMAT = "ampipe-training-1"
+TOLERANCE = 1e-5
+"""Largest relative difference of the losses that still counts as the same curve."""
+
+_CAPTION = (
+    "ms: an iteration (all layers, optimizer and gradient reduction included) by Megatron's log, median. "
+    "speedup: median of stock / this at the same iteration of the same round, and the 10th to 90th "
+    "percentile. loss difference: the largest of all iterations, relative to stock."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one training logged, by iteration.
+
+    Attributes:
+        ms: Milliseconds.
+        lm_loss: The loss.
+    """
+
+    ms: tuple[float, ...]
+    lm_loss: tuple[float, ...]
+
+
+def measure(
+    job: Job, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Train every case with every variant, as often as there are rounds.
+
+    Args:
+        job: Cases, variants, link and ranks; ``warmup`` and ``repeats`` are iterations of a training that do
+            not and that do count.
+        layers: Of the model.
+        rounds: Trainings of each variant.
+        on_iteration: Told, at every iteration, what is training.
+
+    Returns:
+        The entries ``cases`` of the document.
+
+    Raises:
+        DifferenceFound: a loss differs from the stock training's.
+        RunFailed: a training did not come to its end.
+    """
+    cases = []
+    # Between two trainings there is nothing to clean up, but the exit code should be the same.
+    with ranks.signals_as_interrupts():
+        for case in job.cases:
+            curves: list[list[Curve]] = [[] for _ in job.variants]
+            for round_ in range(rounds):
+                for step in range(len(job.variants)):
+                    index = (round_ + step) % len(job.variants)
+                    variant = job.variants[index]
+                    curves[index].append(_train(case, variant, job, layers=layers, on_iteration=on_iteration))
+                    # The first training of all is stock's.
+                    _check_same(case, job.variants, curves)
+            flags = _flags(case, job, layers=layers)
+            cases.append(case_result(case, job.variants, curves, warmup=job.warmup, flags=flags))
+    return cases
+
+
+def _flags(case: Case, job: Job, *, layers: int) -> tuple[str, ...]:
+    iterations = job.warmup + job.repeats
+    return training_flags(case, layers=layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed)
+
+
+def _train(
+    case: Case, variant: Variant, job: Job, *, layers: int, on_iteration: Callable[[str], None]
+) -> Curve:
+    """One training, on ranks of its own."""
+    training = TrainingJob(
+        flags=(*_flags(case, job, layers=layers), *variant_flags(variant)),
+        stock_attends_as=None if variant.chunked else case.dtype,
+        link=job.link,
+        num_ranks=job.num_ranks,
+        timeout_s=job.timeout_s,
+        cores=job.cores,
+    )
+    found = []
+    with ranks.started(training, timeout_s=job.timeout_s) as running:
+        for _, answer in running.events(timeout_s=job.timeout_s):
+            if answer["event"] == "iteration":
+                found.append((answer["number"], answer["ms"], answer["lm_loss"]))
+                on_iteration(f"{case.name}, {variant}")
+    expected = list(range(1, job.warmup + job.repeats + 1))
+    if [number for number, *_ in found] != expected:
+        raise RunFailed(
+            f"case {case.name}: the training of {variant} logged {len(found)} of {len(expected)} iterations; "
+            "nothing was written"
+        )
+    return Curve(tuple(ms for _, ms, _ in found), tuple(loss for *_, loss in found))
+
+
+def _check_same(case: Case, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]) -> None:
+    for variant, found in zip(variants, curves, strict=True):
+        for curve in found:
+            difference, iteration = _difference(curves[0][0], curve)
+            # Written so that NaN is a difference.
+            if not difference <= TOLERANCE:
+                raise DifferenceFound(
+                    f"case {case.name}: the loss of {variant} differs from the stock training's by "
+                    f"{difference:.1e} at iteration {iteration}, allowed is {TOLERANCE:.0e}; nothing was "
+                    "written. Over many iterations a tie between experts can do this: use fewer, or another "
+                    "--seed."
+                )
+
+
+def _difference(stock: Curve, other: Curve) -> tuple[float, int]:
+    """The largest relative difference of the losses, and the iteration, from 1, that has it."""
+    differences = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(stock.lm_loss, other.lm_loss, strict=True)]
+    # NaN is the largest.
+    place = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
+    return differences[place], place + 1
+
+
+def case_result(
+    case: Case,
+    variants: Sequence[Variant],
+    curves: Sequence[Sequence[Curve]],
+    *,
+    warmup: int,
+    flags: Sequence[str],
+) -> dict[str, Any]:
+    """One entry of ``cases`` in the document.
+
+    Args:
+        case: The block.
+        variants: Stock first.
+        curves: By variant and round.
+        warmup: Iterations at the beginning of a training that do not count.
+        flags: Megatron's, the same for all variants.
+    """
+    timed = [[ms for curve in of_rounds for ms in curve.ms[warmup:]] for of_rounds in curves]
+    rows = []
+    for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
+        ratios = [stock / ours for stock, ours in zip(timed[0], samples, strict=True)]
+        rows.append(
+            {
+                "schedule": variant.schedule,
+                "degree": variant.cut.degree,
+                "cut": str(variant.cut),
+                **_speed(samples),
+                "speedup": round(statistics.median(ratios), 4),
+                "speedup_p10": round(percentile(ratios, 0.1), 4),
+                "speedup_p90": round(percentile(ratios, 0.9), 4),
+                "loss_difference": max(_difference(curves[0][0], curve)[0] for curve in of_rounds),
+                "trainings": [asdict(curve) for curve in of_rounds],
+            }
+        )
+    return {
+        "name": case.name,
+        "block": asdict(case),
+        "flags": list(flags),
+        "stock": {**_speed(timed[0]), "trainings": [asdict(curve) for curve in curves[0]]},
+        "rows": rows,
+    }
+
+
+def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
+    median = statistics.median(samples_ms)
+    return {
+        "ms": round(median, 2),
+        "ms_p10": round(percentile(samples_ms, 0.1), 2),
+        "ms_p90": round(percentile(samples_ms, 0.9), 2),
+        "iterations_per_s": round(1e3 / median, 4),
+    }
+
+
+def settings(*, layers: int, rounds: int) -> dict[str, Any]:
+    """What the document says beside what every document of ``ampipe bench`` says."""
+    return {
+        "format": FORMAT,
+        "layers": layers,
+        "rounds": rounds,
+        "micro_batches": MICRO_BATCHES,
+        "loss_tolerance": TOLERANCE,
+    }
+
+
+def show(document: Mapping[str, Any], console: Console) -> None:
+    """Print one row for each training of each case."""
+    title = (
+        f"training · grid {document['grid']}, {document['layers']} layers · link {document['link']} · "
+        f"{document['ranks']} ranks"
+    )
+    table = Table(title=title, caption=_CAPTION, caption_justify="left")
+    table.add_column("case", overflow="fold")
+    table.add_column("layers of")
+    for column in ("degree", "ms", "10-90 %", "iterations/s", "speedup", "10-90 %", "loss difference"):
+        table.add_column(column, justify="right")
+    for case in document["cases"]:
+        fastest = min(row["ms"] for row in case["rows"])
+        table.add_row(case["name"], "stock", "", *_speed_cells(case["stock"]))
+        for row in case["rows"]:
+            table.add_row(
+                "",
+                row["schedule"],
+                str(row["degree"]),
+                *_speed_cells(row),
+                f"{row['speedup']:.3f}",
+                f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
+                f"{row['loss_difference']:.1e}",
+                style="bold" if row["ms"] == fastest else None,
+            )
+        table.add_section()
+    console.print(table)
+
+
+def _speed_cells(speed: Mapping[str, Any]) -> tuple[str, str, str]:
+    return (
+        f"{speed['ms']:.1f}",
+        f"{speed['ms_p10']:.1f}-{speed['ms_p90']:.1f}",
+        f"{speed['iterations_per_s']:.3f}",
+    )

@@ -1,0 +1,97 @@
+"""What each rank of ``ampipe bench --end-to-end`` runs.
+
+Megatron's training through the entry point that users launch, unedited, apart from one thing: the local
+layers of a stock run attend with the kernel that AMPipe's use, so that neither gains by a better kernel. What
+Megatron logs of an iteration is passed on to the command as an answer. Started by :mod:`.ranks`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import re
+import sys
+from typing import TextIO
+
+from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.tools.benchmark.link import parse_link
+from megatron_ampipe.tools.benchmark.training_job import TrainingJob
+from megatron_ampipe.tools.benchmark.worker import Answer, serve, use_interface
+
+ITERATION = re.compile(
+    r" iteration +(?P<number>\d+)/ *\d+ \|.*"
+    r" elapsed time per iteration \(ms\): (?P<ms>[0-9.]+) \|.* lm loss: (?P<lm_loss>\S+) \|"
+)
+"""What Megatron's log says of an iteration."""
+
+
+def train(job: TrainingJob, rank: int, answer: Answer) -> None:
+    """Run one training; an answer ``iteration`` for every line that this rank logs of one.
+
+    Raises:
+        RunFailed: it did not end well; why is in this rank's log.
+    """
+    import torch
+
+    from megatron_ampipe.launch import host, pretrain
+
+    use_interface(parse_link(job.link))
+    host.install()
+    if job.stock_attends_as is not None:
+        _use_kernel_of_ampipe(job.stock_attends_as)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{job.rendezvous}",
+        timeout=datetime.timedelta(seconds=job.timeout_s),
+        rank=rank,
+        world_size=job.num_ranks,
+    )
+    sys.stdout = _Log(sys.stdout, answer)
+    code = pretrain.main(job.flags)
+    if code != 0:
+        raise RunFailed(f"the training ended with code {code}")
+
+
+def _use_kernel_of_ampipe(dtype: str) -> None:
+    """Put the kernel of our own layers, on the whole sequence, behind Megatron's local layers."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ampipe.layers.attention import kernel_name
+    from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
+
+    kernel = kernel_name(local=True, on_gpu=False, dtype=DTYPES[dtype])
+    spec = ModuleSpec(module=KernelAttention, params={"kernel": kernel})
+    LocalSpecProvider.core_attention = lambda self: spec
+
+
+class _Log(io.TextIOBase):
+    """Standard output that also tells the command of every iteration."""
+
+    def __init__(self, stream: TextIO, answer: Answer) -> None:
+        self._stream, self._answer, self._line = stream, answer, ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if found := ITERATION.search(line):
+                self._answer(
+                    event="iteration",
+                    number=int(found["number"]),
+                    ms=float(found["ms"]),
+                    lm_loss=float(found["lm_loss"]),
+                )
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def main() -> None:
+    """Train once."""
+    serve(TrainingJob.from_json, train)
+
+
+if __name__ == "__main__":
+    main()

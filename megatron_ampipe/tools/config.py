@@ -1,0 +1,80 @@
+"""``ampipe config``: what a launch with these files and flags would be told, and where each value comes from.
+
+Trains nothing and opens no data. Needs Megatron, whose own parser is what the settings are held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from megatron_ampipe.errors import BadInput
+
+_EPILOG = """\
+examples:
+  ampipe config --ampipe-config tiny quickstart                 as YAML, each value with its source
+  ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
+  ampipe config --ampipe-config tiny quickstart --mock-data --ranks 2   also Megatron's checks for 2 ranks
+
+What is checked: the name, type and choices of every setting, and AMPipe's own. With --ranks also what a
+launch checks before its ranks find each other: Megatron's rules, and what AMPipe cannot combine. Not checked
+is whether data is there, and whether this machine could run it.
+
+Every other flag is one of training: those of Megatron and --ampipe-*.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ampipe config``; the flags of training pass through (see ``cli.parse``)."""
+    parser.description = "Show and check the configuration that files and flags make together."
+    parser.epilog = _EPILOG
+    # Or --form would be taken for --format, and never reach Megatron.
+    parser.allow_abbrev = False
+    parser.add_argument(
+        "--format", choices=("yaml", "command"), default="yaml", help="what to print (default: yaml)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="check everything that a launch on N ranks checks"
+    )
+    parser.set_defaults(passed_on=[])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Resolve, check and print.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there.
+        BadInput: a file or a flag is wrong.
+    """
+    from megatron_ampipe.launch import pretrain, settings
+
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise BadInput(
+            "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
+        )
+    # Some libraries greet on standard output when they are imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        pretrain.import_megatron()
+        parser = pretrain.full_parser()
+    resolved = settings.resolve(arguments.passed_on, parser)
+    pretrain.check_settings(resolved, parser)
+    # Refuses what is no flag at all.
+    parser.parse_args(resolved.words)
+    if arguments.ranks is not None:
+        _check_launch(resolved.words, num_ranks=arguments.ranks)
+    print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
+    return 0
+
+
+def _check_launch(words: Sequence[str], *, num_ranks: int) -> None:
+    """What a launch checks; what it would print is left out."""
+    from megatron_ampipe.launch import pretrain
+
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "RANK": "0"}
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        pretrain.check_launch(words)

@@ -1,0 +1,54 @@
+"""``scripts/gpu_check.sh`` as it is run, as far as it goes without a GPU, and its profiling step on a CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.dist.launch import REPOSITORY
+
+GRID = """\
+cases:
+  - {name: tiny, sequence_length: 64, batch: 1, hidden: 32, heads: 4, experts: 4, ffn: 64, topk: 2,
+     activation: gelu, dtype: fp32}
+"""
+
+
+def without_gpu() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:
+    words = [REPOSITORY / "scripts/gpu_check.sh", "--output", tmp_path / "out"]
+    done = subprocess.run(words, cwd=tmp_path, env=without_gpu(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("gpu_check: torch ")
+    assert "finds no CUDA device" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
+    """On a CPU there are no kernels to see; that it builds, runs, exports and reads is what counts."""
+    (tmp_path / "grid.yaml").write_text(GRID)
+    words = [
+        *(sys.executable, "-m", "megatron_ampipe.tools.gpucheck.profiled", "--device", "cpu"),
+        *("--grid", tmp_path / "grid.yaml", "--case", "tiny", "--link", "emulated:1gbit"),
+        *("--trace", tmp_path / "trace.json.gz", "--json", tmp_path / "profile.json"),
+    ]
+    done = subprocess.run(
+        words, cwd=REPOSITORY, env=without_gpu(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "profile.json").read_text())
+    assert found["case"] == "tiny"
+    assert list(found["peak_bytes"]) == ["stock", "ampipe degree 2", "ampipe degree 4", "ampipe degree 8"]
+    assert (found["communication_ms"], found["host_waits"]) == (0.0, {"forward": {}, "backward": {}})
+    recorded = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert {"ampipe:forward", "ampipe:backward"} <= {event.get("name") for event in recorded["traceEvents"]}

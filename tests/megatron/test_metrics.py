@@ -1,0 +1,166 @@
+"""What a run with ``--ampipe-degree`` writes to Megatron's log, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment, torchrun_command
+
+WANDB = """
+import json, os
+__version__ = "0"
+class config: update = staticmethod(lambda *values, **settings: None)
+def init(**settings): pass
+def log(values, step=None, *rest):
+    with open(os.environ["WANDB_WRITES"], "a") as file:
+        file.write(json.dumps([step, {name: float(value) for name, value in values.items()}]) + "\\n")
+def finish(): pass
+"""
+"""A wandb that writes what it is told to a file."""
+
+TAGS = {
+    "ampipe/degree",
+    "ampipe/hidden-share",
+    "ampipe/exposed-communication-ms",
+    "ampipe/block-forward-ms",
+    "ampipe/block-backward-ms",
+}
+LINE = re.compile(r"^ ampipe at iteration +(\d+) \| (.*) \|$", re.M)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A training of 5 iterations, logged at every second, evaluated behind the third; its folder and log."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path_factory.mktemp("metrics")
+    (folder / "modules").mkdir()
+    (folder / "modules/wandb.py").write_text(WANDB)
+    command = torchrun_command(
+        *("-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", "--expert-model-parallel-size", "2"),
+        *("--train-iters", "5", "--log-interval", "2", "--eval-iters", "1", "--eval-interval", "3"),
+        *("--tensorboard-dir", str(folder / "events"), "--ampipe-degree", "2"),
+        *("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(folder / "wandb")),
+    )
+    paths = os.pathsep.join([str(folder / "modules"), str(REPOSITORY)])
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment() | {"PYTHONPATH": paths, "WANDB_WRITES": str(folder / "writes")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return folder, done.stdout
+
+
+def check_values(values: dict[str, float]) -> None:
+    assert values.keys() == TAGS
+    assert values["ampipe/degree"] == 2
+    assert 0 <= values["ampipe/hidden-share"] <= 1
+    assert values["ampipe/exposed-communication-ms"] > 0
+    # Milliseconds: a block of this size takes a few of them, and no second.
+    assert 0.1 < values["ampipe/block-forward-ms"] < 1000
+    assert 0.1 < values["ampipe/block-backward-ms"] < 1000
+
+
+def test_tensorboard_gets_scalars_at_the_log_interval(run: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run[0] / "events"))
+    events.Reload()
+    ours = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag.startswith("ampipe")}
+    assert ours.keys() == TAGS
+    assert {tuple(event.step for event in found) for found in ours.values()} == {(2, 4)}
+    for index in range(2):
+        check_values({tag: found[index].value for tag, found in ours.items()})
+    assert "lm loss" in events.Tags()["scalars"]
+
+
+def test_weights_and_biases_gets_the_same(run: tuple[Path, str]) -> None:
+    writes = [json.loads(line) for line in (run[0] / "writes").read_text().splitlines()]
+    ours = [(step, values) for step, values in writes if any(name.startswith("ampipe") for name in values)]
+    assert [step for step, _ in ours] == [2, 4]
+    for _, values in ours:
+        check_values(values)
+    assert len(writes) > len(ours), "Megatron's own values are there as well"
+
+
+def test_the_log_gets_one_line_behind_megatrons(run: tuple[Path, str]) -> None:
+    _, output = run
+    assert [number for number, _ in LINE.findall(output)] == ["2", "4"]
+    names = [
+        "degree",
+        "hidden share",
+        "exposed communication (ms)",
+        "block forward (ms)",
+        "block backward (ms)",
+    ]
+    for _, text in LINE.findall(output):
+        assert [part.partition(":")[0] for part in text.split(" | ")] == names
+    lines = output.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith(" ampipe at iteration"))
+    assert any(re.search(r" iteration +2/ *5 \|", line) for line in lines[:at])
+
+
+SAMPLED = """
+from megatron_ampipe.launch import host
+host.install()
+import argparse, types
+import megatron.training.training as training
+import torch
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.launch.metrics import logged
+from megatron_ampipe.launch.trace import recorded
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Direction, Kind, Stage
+
+def sampled(rank, trace_dir, log_interval=3):
+    context = AMPipeContext(AMPipeConfig(degree=2, trace_dir=trace_dir), recorder=Recorder(num_iterations=9))
+    args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
+    def forward_step(iterator, model):
+        context.recorder.enter(1, Direction.FORWARD)
+        with context.recorder.on_host("compute", Stage(Kind.QKV)):
+            pass
+    step = recorded(forward_step, context, args)
+    for iteration in range(7):
+        args.curr_iteration = iteration
+        for training in (True, False):
+            model = torch.nn.Identity()
+            model.train(training)
+            step(None, model)
+    return [span.iteration for span in context.recorder.timeline(rank=0, labels={}).spans]
+
+print(sampled(1, None), sampled(0, None), sampled(0, "x"), sampled(1, None, log_interval=100), sep=";")
+stock = training.training_log
+with logged(None, None):
+    print(training.training_log is stock)
+try:
+    with logged(AMPipeContext(AMPipeConfig(degree=2)), None):
+        print(training.training_log is stock)
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print(training.training_log is stock)
+"""
+
+
+def test_only_logged_iterations_of_the_last_rank_are_recorded_and_megatron_is_left_as_it_was() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SAMPLED],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[3, 6];[];[1, 2, 3, 4, 5, 6, 7];[]", "True", "False", "True"]

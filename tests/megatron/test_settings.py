@@ -1,0 +1,130 @@
+"""Configuration files against Megatron's real parser, and a training run from them.
+
+One process imports Megatron and tries every input; the training runs are real launches.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.shipped import config_names
+from tests.megatron.launcher import REPOSITORY, environment, pretrain
+from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
+
+pytestmark = pytest.mark.timeout(240)
+
+TINY_BY_FLAGS = shlex.split(
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 512 "
+    "--max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --tokenizer-type NullTokenizer "
+    "--vocab-size 256 --split 99,1,0 --micro-batch-size 1 --global-batch-size 4 --lr 5e-4 --adam-eps 1e-5 "
+    "--lr-decay-style constant --clip-grad 1.0 --seed 1234 --log-interval 1 --eval-interval 1000 "
+    "--eval-iters 0"
+)
+ONE_RANK = ["--expert-model-parallel-size", "1"]
+SHORT = ["--mock-data", "--train-iters", "3", "--lr-warmup-iters", "1"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found."""
+    folder = tmp_path_factory.mktemp("settings")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron.settings_worker", str(folder)],
+        cwd=REPOSITORY,
+        env=environment() | {"AMPIPE_TEST_REPORT": str(folder / "report.json")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found | {"folder": folder}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_answered_with_what_to_write(name: str, report: dict[str, Any]) -> None:
+    found = report["wrong"][name]
+    assert found["message"] is not None, found
+    assert WRONG[name].says.replace("{line}", f"{report['folder'] / name}.yaml:") in found["message"]
+    assert found["code"] == 2
+    assert "\n" not in found["message"]
+    if WRONG[name].yaml is not None and not WRONG[name].words:
+        assert found["message"].startswith(f"{report['folder'] / name}.yaml:")
+
+
+@pytest.mark.parametrize("name", WRONG_LAUNCHES)
+def test_config_finds_what_a_launch_would_refuse(name: str, report: dict[str, Any]) -> None:
+    found = report["wrong_launches"][name]
+    assert found["code"] == 2
+    assert found["out"] == ""
+    assert WRONG_LAUNCHES[name][1] in found["err"]
+
+
+@pytest.mark.parametrize("model", LAUNCHES)
+def test_our_models_and_runs_pass_megatrons_checks(model: str, report: dict[str, Any]) -> None:
+    found = report["launches"][model]
+    assert found["code"] == 0, found["err"]
+    assert report["back"][model] == {"value": [], "message": None}
+
+
+def test_every_model_and_run_of_ours_is_checked() -> None:
+    assert LAUNCHES.keys() == config_names("models").keys()
+    assert {run for run, _, _ in LAUNCHES.values()} == config_names("runs").keys()
+
+
+def test_every_flag_of_megatron_can_stand_in_a_file(report: dict[str, Any]) -> None:
+    assert report["num_flags"] > 1000
+    assert report["every_flag"] == {"value": [], "message": None}
+
+
+def test_config_says_where_each_value_comes_from(report: dict[str, Any]) -> None:
+    lines = report["as_yaml"]["out"].splitlines()
+    assert report["as_yaml"]["code"] == 0
+    assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
+    assert "lr: 0.5  # command line, not configs/runs/quickstart.yaml:7" in lines
+    assert lines[-2:] == ["ampipe:", "  degree: 4  # command line"]
+
+
+def test_config_prints_a_command_line(report: dict[str, Any]) -> None:
+    words = shlex.split(report["as_command"]["out"].replace("\\\n", " "))
+    assert words[:2] == ["--num-layers", "4"]
+    assert words[-2:] == ["--lr", "0.5"]
+    assert words.count("--lr") == 1
+
+
+def test_config_ends_with_2_on_a_wrong_flag(report: dict[str, Any]) -> None:
+    assert report["refused"]["code"] == 2
+    assert report["refused"]["err"].startswith("ampipe: --num-layers 'two': invalid int value.")
+
+
+def test_yaml_trains_as_the_same_flags_do_and_its_record_repeats_it(tmp_path: Path) -> None:
+    by_flags = pretrain(*TINY_BY_FLAGS, *SHORT, *ONE_RANK, num_ranks=1)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(
+        f"mock-data: true\ntrain-iters: 9\nlr-warmup-iters: 1\ntensorboard-dir: {tmp_path}/board\n"
+    )
+    files = ["--ampipe-config", "tiny", "quickstart", str(mine)]
+    by_files = pretrain(*files, "--train-iters", "3", *ONE_RANK, num_ranks=1)
+    record = tmp_path / "board" / "resolved.yaml"
+    lines = record.read_text().splitlines()
+    assert f"train-iters: 3  # command line, not {mine}:2" in lines
+    assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
+    assert "# Added: --distributed-backend gloo (NCCL needs GPUs)" in lines
+    repeated = pretrain("--ampipe-config", str(record), num_ranks=1)
+    for run in (by_flags, by_files, repeated):
+        assert run.exit_code == 0, run.output[-4000:]
+        assert run.iterations == [1, 2, 3]
+        assert run.lm_loss == by_flags.lm_loss
+        assert run.load_balancing_loss == by_flags.load_balancing_loss
+        assert run.grad_norm == by_flags.grad_norm

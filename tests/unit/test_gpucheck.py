@@ -1,0 +1,408 @@
+"""``scripts/gpu_check.sh`` without a GPU: packing, the steps and their time, reading results, the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import build_parser
+from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.benchmark.grid import find_grid, read_grid
+from megatron_ampipe.tools.gpucheck import __main__ as command
+from megatron_ampipe.tools.gpucheck import findings, steps, wheels
+from megatron_ampipe.tools.gpucheck.profile import read_profile
+from megatron_ampipe.tools.gpucheck.steps import Device, Done, Outcome, Step, plan, run
+
+GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
+
+
+# Wheels
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Has pip write a wheel of 1 KiB for each name it is asked for; the calls."""
+    calls: list[tuple[str, ...]] = []
+
+    def pip(*words: str) -> None:
+        calls.append(words)
+        folder = Path(words[words.index("--dest") + 1])
+        for name in words[words.index("--dest") + 2 :]:
+            (folder / f"{name}-1-py3-none-any.whl").write_bytes(bytes(1024))
+
+    monkeypatch.setattr(wheels, "_pip", pip)
+    return calls
+
+
+def test_packing_fetches_everything_but_torch(
+    tmp_path: Path, downloads: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "wheels"
+    assert command.main(["--pack", str(folder), "--python-version", "3.13"]) == 0
+    assert f"{len(wheels.MODULES)} wheels, 0.0 MiB" in capsys.readouterr().out
+    (words,) = downloads
+    assert "megatron-core" in words
+    assert not {"torch", "numpy"} & set(words)
+    assert {"--no-deps", "--only-binary=:all:", "cp313", "manylinux_2_28_x86_64"} <= set(words)
+    assert words[words.index("--python-version") + 1] == "3.13"
+
+
+def test_packing_again_replaces_an_earlier_pack(tmp_path: Path, downloads: list[tuple[str, ...]]) -> None:
+    old = tmp_path / "old-1-py3-none-any.whl"
+    old.touch()
+    assert command.main(["--pack", str(tmp_path)]) == 0
+    assert not old.exists()
+
+
+def test_a_pack_that_is_too_large_is_refused(
+    tmp_path: Path, downloads: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "LIMIT_BYTES", 5 * 1024)
+    with pytest.raises(RunFailed, match="more than"):
+        wheels.pack(tmp_path, python_version="3.12")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pack", "{folder}/mine"], "holds notes.txt"),
+        (["--pack", "{folder}/mine/notes.txt"], "is not a folder"),
+        (["--pack", "{folder}/new", "--python-version", "2.7"], "is not a version of Python 3"),
+        (["--pack", "{folder}/new", "--wheels", "x"], "--wheels x: has no effect with --pack"),
+        (["--pack", "{folder}/new", "--budget", "60"], "--budget 60: has no effect with --pack"),
+        (["--python-version", "3.12"], "--python-version 3.12: has no effect without --pack"),
+        (["--budget", "0"], "--budget 0: is no time at all"),
+        (["--wheels", "{folder}/mine"], "holds no wheel"),
+        (["--budget", "soon"], "invalid int value"),
+    ],
+)
+def test_wrong_arguments_end_with_2(
+    tmp_path: Path,
+    words: list[str],
+    said: str,
+    downloads: list[tuple[str, ...]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").touch()
+    try:
+        code: object = command.main([word.format(folder=tmp_path) for word in words])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+    assert downloads == []
+
+
+def make_wheel(folder: Path, tag: str = "py3-none-any") -> None:
+    name = "ampipe_probe"
+    with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "VALUE = 3\n")
+        info = f"{name}-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_wheels_are_unpacked_without_a_network(tmp_path: Path) -> None:
+    make_wheel(tmp_path)
+    wheels.unpack(tmp_path, tmp_path / "site")
+    assert (tmp_path / "site/ampipe_probe.py").read_text() == "VALUE = 3\n"
+
+
+def test_wheels_of_another_python_are_explained(tmp_path: Path) -> None:
+    make_wheel(tmp_path, tag="cp38-cp38-manylinux_2_17_x86_64")
+    with pytest.raises(EnvironmentMissing, match=r"--python-version 3\.\d+"):
+        wheels.unpack(tmp_path, tmp_path / "site")
+
+
+# Steps
+
+
+def test_the_steps_fit_into_nine_minutes(tmp_path: Path) -> None:
+    planned = plan(tmp_path, tmp_path)
+    assert sum(step.limit_s for step in planned) <= steps.BUDGET_S < 9 * 60
+    assert len({step.name for step in planned}) == len({step.result for step in planned}) == len(planned)
+
+
+def test_what_the_steps_measure_exists(tmp_path: Path) -> None:
+    planned = plan(tmp_path, tmp_path)
+    assert [step.kind for step in planned] == ["parity", "profile", *["bench"] * 6]
+    for step in planned:
+        if step.kind == "bench":
+            words = step.command[3:]
+            parsed = build_parser("bench").parse_args(words)
+            grid = read_grid(find_grid(parsed.grid)).only(parsed.cases)
+            assert len(grid.cases) == len(parsed.cases.split(","))
+            assert all(case.experts % parsed.ranks == 0 for case in grid.cases)
+            assert (parsed.pretend_peers, parsed.degrees) == (True, "1,2,4,8")
+            assert step.result == parsed.json
+    assert {step.name.rpartition(" ")[2] for step in planned[2:]} == {"emulated:20GB/s", "emulated:50GB/s"}
+
+
+def step(tmp_path: Path, code: str, *, limit_s: float = 20) -> Step:
+    return Step("bench", "one", (sys.executable, "-c", code), tmp_path / "result", limit_s)
+
+
+def run_it(tmp_path: Path, what: Step, *, budget_s: float = 60) -> Done:
+    log = tmp_path / "log"
+    log.touch()
+    return run(what, environment={}, log=log, deadline=time.monotonic() + budget_s)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "said"),
+    [
+        (0, Outcome.OK, ""),
+        (3, Outcome.FAILED, "the last words"),
+        (4, Outcome.DIFFERENT, "the last words"),
+    ],
+)
+def test_how_a_step_came_out(tmp_path: Path, code: int, outcome: Outcome, said: str) -> None:
+    text = f"import sys; open('{tmp_path}/result', 'w').write('r'); print('the last words'); sys.exit({code})"
+    done = run_it(tmp_path, step(tmp_path, text))
+    assert (done.outcome, done.said, done.found) == (outcome, said, "r")
+    assert "== one\nthe last words" in (tmp_path / "log").read_text()
+
+
+def test_a_step_that_overruns_is_cut_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_SHORTEST_S", 0.1)
+    monkeypatch.setattr(steps, "_GRACE_S", 0.2)
+    # It does not listen to SIGTERM either.
+    text = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); child = os.fork()\n"
+        f"open('{tmp_path}/pids', 'a').write(f'{{os.getpid()}} ')\n"
+        "time.sleep(100)"
+    )
+    done = run_it(tmp_path, step(tmp_path, text, limit_s=1.5))
+    assert (done.outcome, done.found) == (Outcome.CUT, None)
+    assert 1.5 <= done.seconds < 10
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}/stat").exists() and " Z " not in stat_of(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def stat_of(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return " Z "
+
+
+def test_a_step_for_which_no_time_is_left_is_skipped(tmp_path: Path) -> None:
+    done = run_it(tmp_path, step(tmp_path, "0/0"), budget_s=2)
+    assert (done.outcome, done.seconds) == (Outcome.SKIPPED, 0.0)
+
+
+# Profiles
+
+
+def on_device(name: str, stream: int, ts: float, dur: float, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"stream": stream}}
+
+
+def on_host(name: str, ts: float, cat: str = "cuda_runtime", dur: float = 1.0) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {}}
+
+
+def trace(*events: dict[str, Any]) -> dict[str, Any]:
+    marks = [
+        on_host("ampipe:forward", 1000.0, "user_annotation", 1000.0),
+        on_host("ampipe:backward", 2000.0, "user_annotation", 1000.0),
+        # The device's copy of a mark is no mark.
+        {**on_device("ampipe:forward", 7, 1500.0, 10.0), "cat": "gpu_user_annotation"},
+    ]
+    return {"traceEvents": [{"ph": "M", "name": "process_name"}, *marks, *events]}
+
+
+def test_overlap_is_read_from_a_trace() -> None:
+    found = read_profile(
+        trace(
+            on_device("gemm", 7, 1000.0, 2000.0),
+            on_device("void at::cuda::spin_kernel(long)", 20, 2500.0, 1000.0),
+            # A copy on the link's stream belongs to the link.
+            on_device("Memcpy DtoD", 20, 3500.0, 500.0, "gpu_memcpy"),
+            on_device("gemm", 7, 5000.0, 500.0),
+        )
+    )
+    assert (found.communication_ms, found.compute_ms) == (1.5, 2.5)
+    assert found.hidden_share == pytest.approx(1 / 3)
+
+
+def test_one_stream_hides_nothing() -> None:
+    found = read_profile(
+        trace(on_device("gemm", 7, 1000.0, 500.0), on_device("spin_kernel", 7, 1500.0, 500.0))
+    )
+    assert found.hidden_share == 0
+
+
+def test_waits_of_the_host_are_counted_within_the_pass() -> None:
+    found = read_profile(
+        trace(
+            on_host("cudaEventSynchronize", 1100.0),
+            on_host("cudaEventSynchronize", 1200.0),
+            on_host("cudaLaunchKernel", 1300.0),
+            on_host("cudaMemcpyAsync", 1400.0),
+            on_host("cudaStreamSynchronize", 2100.0),
+            on_host("cuMemcpyDtoH_v2", 2200.0, "cuda_driver"),
+            # Behind the pass the check itself waits.
+            on_host("cudaDeviceSynchronize", 3000.0),
+        )
+    )
+    assert found.host_waits == {
+        "forward": {"cudaEventSynchronize": 2},
+        "backward": {"cudaStreamSynchronize": 1, "cuMemcpyDtoH_v2": 1},
+    }
+
+
+def test_a_trace_without_the_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 marks"):
+        read_profile({"traceEvents": []})
+
+
+# The table
+
+JUNIT = """<testsuites><testsuite>
+<testcase name="test_equals_stock_in_fp32[ampipe-degree2]"/>
+<testcase name="test_equals_stock_in_fp32[ampipe-degree4]"/>
+<testcase name="test_equals_stock_in_bf16[ampipe-degree2]">{failure}</testcase>
+</testsuite></testsuites>"""
+PROFILE = {
+    "case": "mixtral-8k",
+    "link": "emulated:20GB/s",
+    "kernel": "flash",
+    "degree": 4,
+    "peak_bytes": {"stock": 200 * 2**20, "ampipe degree 4": 190 * 2**20},
+    "communication_ms": 4.0,
+    "hidden_share": 0.875,
+    "compute_ms": 12.0,
+    "host_waits": {"forward": {"cudaEventSynchronize": 4}, "backward": {}},
+}
+BENCH = {
+    "schedules": ["ampipe"],
+    "cases": [
+        {
+            "name": "mixtral-8k",
+            "link": "emulated:20GB/s",
+            "stock_ms": 20.0,
+            "rows": [
+                {"schedule": "ampipe", "degree": 1, "ms": 19.0, "speedup": 1.05, "bound_share": None},
+                {"schedule": "ampipe", "degree": 2, "ms": 15.0, "speedup": 1.33, "bound_share": 0.9},
+                {"schedule": "ampipe", "degree": 4, "ms": 14.0, "speedup": 1.43, "bound_share": 0.955},
+            ],
+        }
+    ],
+}
+
+
+def finished(kind: str, found: object, outcome: Outcome = Outcome.OK, said: str = "") -> Done:
+    text = found if isinstance(found, str) or found is None else json.dumps(found)
+    return Done(kind, f"the {kind}", outcome, 12.3, said, text)
+
+
+def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
+    found = findings.rows({"steps": [one.as_json() for one in done]})
+    return {row.check: (row.outcome, row.finding) for row in found}
+
+
+def test_findings_of_a_good_run() -> None:
+    found = rows(
+        finished("parity", JUNIT.format(failure="")), finished("profile", PROFILE), finished("bench", BENCH)
+    )
+    assert {outcome for outcome, _ in found.values()} == {Outcome.OK}
+    assert found["parity fp32"][1] == "2 of 2 cases"
+    assert found["overlap"][1].startswith("88% of 4.00 ms of communication under 12.00 ms of computation")
+    assert found["host waits, forward"][1] == "4 for split sizes (4 allowed), others: none"
+    assert found["peak memory"][1] == "stock 200 MiB; of that: ampipe degree 4 0.95"
+    assert found["mixtral-8k, emulated:20GB/s"][1] == (
+        "stock 20.00 ms; ampipe 1.43x at degree 4 (96% of bound)"
+    )
+
+
+@pytest.mark.parametrize("tag", ["failure", "error", "skipped"])
+def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
+    failure = f'<{tag} message="off by 1"/>'
+    found = rows(finished("parity", JUNIT.format(failure=failure), Outcome.FAILED, "1 failed"))
+    assert found["parity fp32"][0] is Outcome.OK
+    outcome, finding = found["parity bf16"]
+    assert outcome is Outcome.DIFFERENT
+    assert finding == "0 of 1 cases; first: test_equals_stock_in_bf16[ampipe-degree2]: off by 1"
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [
+        ({"hidden_share": 0.0}, "overlap"),
+        ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, "host waits, forward"),
+        ({"host_waits": {"forward": {"cudaStreamSynchronize": 1}, "backward": {}}}, "host waits, forward"),
+        ({"host_waits": {"forward": {}, "backward": {"cudaEventSynchronize": 1}}}, "host waits, backward"),
+    ],
+)
+def test_a_profile_that_does_not_show_what_it_should(changes: dict[str, Any], check: str) -> None:
+    found = rows(finished("profile", PROFILE | changes))
+    assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == [check]
+
+
+@pytest.mark.parametrize(
+    ("done", "outcome", "finding"),
+    [
+        (
+            finished("bench", None, Outcome.CUT, "did not end within 9 s"),
+            Outcome.CUT,
+            "did not end within 9 s",
+        ),
+        (finished("bench", None, Outcome.SKIPPED, "no time left"), Outcome.SKIPPED, "no time left"),
+        (finished("bench", None, Outcome.DIFFERENT, "off"), Outcome.DIFFERENT, "off"),
+        (finished("bench", None), Outcome.FAILED, "it wrote no result"),
+    ],
+)
+def test_a_step_without_a_result_has_its_line(done: Done, outcome: Outcome, finding: str) -> None:
+    assert rows(done) == {"the bench": (outcome, finding)}
+
+
+@pytest.mark.parametrize("kind", ["parity", "profile", "bench"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "<x/>", "[]"])
+def test_a_result_that_cannot_be_read_has_its_line(kind: str, text: str) -> None:
+    (line,) = rows(finished(kind, text)).items()
+    assert (line[0], line[1][0]) == (f"the {kind}", Outcome.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("done", "code"),
+    [
+        ([finished("profile", PROFILE), finished("bench", BENCH)], 0),
+        ([finished("profile", PROFILE), finished("bench", None, Outcome.CUT, "long")], 3),
+        ([finished("profile", PROFILE | {"hidden_share": 0.0}), finished("bench", None)], 4),
+    ],
+)
+def test_the_check_ends_with_a_table_a_summary_and_its_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    done: list[Done],
+    code: int,
+) -> None:
+    left = iter(done)
+    monkeypatch.setattr(command, "plan", lambda *_: done)
+    monkeypatch.setattr(command, "run", lambda *_, **__: next(left))
+    monkeypatch.setattr(command.Device, "ask", lambda _: GPU)
+    assert command.main(["--output", str(tmp_path / "out")]) == code
+    shown = capsys.readouterr().out
+    assert "NVIDIA Test · torch 2.11.0 · CUDA 13.0" in shown
+    assert "overlap" in shown
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["format"] == findings.FORMAT
+    assert summary["device"]["gpu"] == "NVIDIA Test"
+    assert summary["steps"] == [one.as_json() for one in done]

@@ -1,0 +1,102 @@
+"""The recorder: what it keeps, by iteration and by pass. No device: events are stand-ins with a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from megatron_ampipe.runtime import recorder as module
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Direction, Kind, Stage
+
+QKV, LOSSES = Stage(Kind.QKV), Stage(Kind.LOSSES)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, as the recorder sees it."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def run(recorder: Recorder, clock: list[float], stage: Stage, seconds: float, lane: str = "compute") -> None:
+    with recorder.on_host(lane, stage):
+        clock[0] += seconds
+
+
+def test_passes_are_told_apart(clock: list[float]) -> None:
+    recorder = Recorder(num_iterations=1)
+    recorder.start_iteration(5)
+    # Two micro-batches; the second has a stage that the first lacks, as in a recompute.
+    for stages in ((QKV,), (QKV, LOSSES)):
+        recorder.enter(1, Direction.FORWARD)
+        for stage in stages:
+            run(recorder, clock, stage, 0.002)
+    recorder.enter(1, Direction.BACKWARD)
+    run(recorder, clock, QKV, 0.003)
+    times = recorder.pass_times_us(5)
+    assert times[Direction.FORWARD] == pytest.approx([2000, 4000])
+    assert times[Direction.BACKWARD] == pytest.approx([3000])
+    assert recorder.pass_times_us(4) == {direction: [] for direction in Direction}
+
+
+def test_nothing_is_recorded_while_paused(clock: list[float]) -> None:
+    recorder = Recorder(num_iterations=2)
+    recorder.enter(1, Direction.FORWARD)
+    run(recorder, clock, QKV, 1.0)
+    recorder.start_iteration(1)
+    recorder.pause()
+    recorder.enter(1, Direction.FORWARD)
+    run(recorder, clock, QKV, 1.0)
+    assert recorder.timeline(rank=0, labels={}).spans == ()
+
+
+def test_a_timeline_can_be_of_one_iteration(clock: list[float]) -> None:
+    recorder = Recorder(num_iterations=2)
+    for iteration in (1, 2, 3):
+        recorder.start_iteration(iteration)
+        recorder.enter(1, Direction.FORWARD)
+        run(recorder, clock, QKV, 0.001)
+        run(recorder, clock, QKV, 0.001, lane="comm")
+    kept = recorder.timeline(rank=0, labels={}).spans
+    assert [span.iteration for span in kept] == [2, 2, 3, 3]
+    one = recorder.timeline(rank=0, labels={}, iteration=3)
+    assert [span.iteration for span in one.spans] == [3, 3]
+    assert (one.exposed_us, one.hidden_share) == (pytest.approx(1000), 0.0)
+
+
+def test_events_are_measured_from_an_origin_of_their_own_iteration(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA gives the time between events in 32 bits: hours after a first event, to the millisecond only."""
+    distances = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            distances.append(other.at - self.at)
+            return (other.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    recorder = Recorder(num_iterations=2)
+    for iteration in (1, 2):
+        recorder.start_iteration(iteration)
+        recorder.enter(1, Direction.FORWARD)
+        with recorder.on_stream("compute", QKV, None):  # type: ignore[arg-type]
+            clock[0] += 0.25
+        clock[0] += 36_000.0
+    spans = recorder.timeline(rank=0, labels={}).spans
+    assert [span.end_us - span.begin_us for span in spans] == pytest.approx([0.25e6, 0.25e6])
+    assert spans[1].begin_us - spans[0].begin_us == pytest.approx(36_000.25e6)
+    assert max(distances) < 1

@@ -1,0 +1,254 @@
+"""Settings from YAML files: order, sources, text kept as text, the way back. On a small parser, no torch.
+
+The real parser, and the table of wrong inputs, are in ``tests/megatron/test_settings.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import flags, settings
+from megatron_ampipe.launch.settings import resolve
+from megatron_ampipe.shipped import config_names, configs_folder, find_config, shown
+from megatron_ampipe.yaml_lines import load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """A flag of every kind that Megatron has."""
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("--num-layers", type=int)
+    made.add_argument("--lr", type=float)
+    made.add_argument("--swiglu", action="store_true")
+    made.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
+    made.add_argument("--partial", action=argparse.BooleanOptionalAction, default=False)
+    made.add_argument("--onnx-safe", type=bool)
+    made.add_argument("--save-interval", "--persistent-save-interval", type=int)
+    made.add_argument("--data-path", nargs="*")
+    made.add_argument("--rampup", nargs=3, type=int)
+    made.add_argument("--name")
+    made.add_argument("--save")
+    made.add_argument("--tensorboard-dir")
+    made.add_argument("--pad-id", type=int)
+    return flags.add_arguments(made)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def words_of(parser: argparse.ArgumentParser, tmp_path: Path, text: str, *own: str) -> list[str]:
+    file = write(tmp_path / "a.yaml", text)
+    return list(resolve(["--ampipe-config", file, *own], parser).words)
+
+
+def test_later_files_win_and_the_command_line_wins_over_all(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    model = write(tmp_path / "model.yaml", "num-layers: 2\nlr: 1e-4\nname: model\nampipe:\n  degree: 2\n")
+    run = write(tmp_path / "run.yaml", "lr: 2e-4\nname: run\nampipe:\n  degree: 4\n")
+    found = resolve(["--name", "mine", "--ampipe-config", model, run, "--ampipe-degree", "8"], parser)
+    args = parser.parse_args(found.words)
+    assert (args.num_layers, args.lr, args.name, args.ampipe_degree) == (2, 2e-4, "mine", 8)
+    assert args.ampipe_config is None
+    sources = {setting.flag: (setting.source, setting.instead_of) for setting in found.settings}
+    assert sources == {
+        "--num-layers": (f"{model}:1", ()),
+        "--lr": (f"{run}:1", (f"{model}:2",)),
+        "--name": ("command line", (f"{run}:2", f"{model}:3")),
+        "--ampipe-degree": ("command line", (f"{run}:4", f"{model}:5")),
+    }
+
+
+def test_order_of_the_files_is_what_counts(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    first, second = write(tmp_path / "1.yaml", "lr: 1\n"), write(tmp_path / "2.yaml", "lr: 2\n")
+    assert resolve(["--ampipe-config", first, second], parser).words == ("--lr", "2")
+    assert resolve(["--ampipe-config", second, "--ampipe-config", first], parser).words == ("--lr", "1")
+    assert resolve([f"--ampipe-config={second}"], parser).words == ("--lr", "2")
+
+
+def test_a_switch_can_be_taken_back_and_a_value_undone(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    on = write(tmp_path / "on.yaml", "swiglu: true\nno-rope-fusion: true\npartial: true\nlr: 3\n")
+    off = write(tmp_path / "off.yaml", "swiglu: false\nno-rope-fusion: false\npartial: false\nlr: null\n")
+    assert resolve(["--ampipe-config", on], parser).words == (
+        ("--swiglu", "--no-rope-fusion", "--partial", "--lr", "3")
+    )
+    assert resolve(["--ampipe-config", on, off], parser).words == ("--no-partial",)
+    last = resolve(["--ampipe-config", on, "--no-partial"], parser)
+    assert last.words[-1] == "--no-partial" and "--partial" not in last.words
+    assert last.value("--partial") is False
+
+
+def test_two_spellings_are_one_flag(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    first = write(tmp_path / "1.yaml", "save-interval: 5\n")
+    second = write(tmp_path / "2.yaml", "persistent-save-interval: 6\n")
+    assert resolve(["--ampipe-config", first, second], parser).words == ("--persistent-save-interval", "6")
+    with pytest.raises(BadInput, match=r"sets the same as save-interval at .*:1"):
+        words_of(parser, tmp_path, "save-interval: 5\npersistent-save-interval: 6\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: 1e-4", ["--lr", "1e-4"]),
+        ("num-layers: 010", ["--num-layers", "010"]),
+        ("name: 12:30", ["--name", "12:30"]),
+        ("name: 2026-01-02", ["--name", "2026-01-02"]),
+        ("name: yes", ["--name", "yes"]),
+        ('name: "true"', ["--name", "true"]),
+        ("pad-id: -1", ["--pad-id", "-1"]),
+        ("name: -x", ["--name=-x"]),
+        ("onnx-safe: true", ["--onnx-safe", "true"]),
+        ("onnx-safe: false", []),
+        ("data-path: [0.3, a b, 0.7, c]", ["--data-path", "0.3", "a b", "0.7", "c"]),
+        ("data-path: a", ["--data-path", "a"]),
+        ("rampup:\n- 1\n- 2\n- 3", ["--rampup", "1", "2", "3"]),
+    ],
+)
+def test_values_are_the_words_a_command_line_would_have(
+    text: str, words: list[str], parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    assert words_of(parser, tmp_path, text) == words
+    parser.parse_args(words)
+
+
+def test_a_cluster_file_gives_its_flags_alone(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    cluster = "description: x\nranks_per_node: 8\nflags:\n  num-layers: 3\n  ampipe:\n    degree: 2\n"
+    assert words_of(parser, tmp_path, cluster) == ["--num-layers", "3", "--ampipe-degree", "2"]
+    for beside in ("lr: 2", "ampipe:\n  degree: 2"):
+        with pytest.raises(BadInput, match="stands beside the section 'flags:', and would not be read"):
+            words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{beside}\n")
+
+
+def test_what_the_parser_does_not_know_stays_on_the_command_line(
+    parser: argparse.ArgumentParser, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "a.yaml", "lr: 2\n")
+    found = resolve(["word", "--ampipe-config", file, "--own-flag", "3", "--swiglu"], parser)
+    assert found.words == ("--lr", "2", "word", "--own-flag", "3", "--swiglu")
+    assert found.unknown == ("word", "--own-flag", "3")
+    assert "--own-flag 3" in settings.as_yaml(found)
+
+
+def test_yaml_goes_back_to_the_same_command_line(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    words = [
+        *("--lr", "1e-4", "--swiglu", "--no-rope-fusion", "--no-partial", "--onnx-safe", "yes"),
+        *("--persistent-save-interval", "7", "--data-path", "0.5", "true", "null", "a # b", "--rampup"),
+        *("1", "2", "3", "--name", "two\nlines: 'x'", "--pad-id", "-1", "--ampipe-degree", "4"),
+        *("--ampipe-trace-dir=é: [x", "--num-layers=12"),
+    ]
+    found = resolve(words, parser)
+    text = settings.as_yaml(found, notes=["first note"])
+    assert text.startswith("# first note\n")
+    assert len(text.splitlines()) == 1 + len(found.settings) + len(["ampipe:"]), "a setting on a line"
+    again = resolve(["--ampipe-config", write(tmp_path / "resolved.yaml", text)], parser)
+    assert parser.parse_args(again.words) == parser.parse_args(words)
+    assert settings.as_yaml(again).partition("  #")[0] == settings.as_yaml(found).partition("  #")[0]
+    shell = settings.as_command(found)
+    assert parser.parse_args(shlex.split(shell.replace("\\\n", " "))) == parser.parse_args(words)
+
+
+def test_the_record_stands_beside_the_logs(
+    parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, save, trace = (str(tmp_path / name) for name in ("board", "deep/save", "trace"))
+    for words in (
+        ["--ampipe-trace-dir", trace],
+        ["--save", save, "--ampipe-trace-dir", trace],
+        ["--save", save, "--tensorboard-dir", board],
+    ):
+        found = resolve([*words, "--lr", "2"], parser)
+        monkeypatch.setenv("RANK", "1")
+        assert settings.write_beside_logs(found, notes=[]) is None
+        monkeypatch.setenv("RANK", "0")
+        path = settings.write_beside_logs(found, notes=[])
+        assert path == Path(words[-1] if "--tensorboard-dir" in words else words[1]) / "resolved.yaml"
+        assert parser.parse_args(resolve(["--ampipe-config", str(path)], parser).words).lr == 2
+        assert [file.name for file in path.parent.iterdir()] == ["resolved.yaml"]
+    for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
+        assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
+    write(tmp_path / "file", "")
+    with pytest.raises(BadInput, match=r"--save .*: cannot be written to"):
+        settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])
+
+
+def test_a_launch_that_reads_no_files_refuses_the_flag(parser: argparse.ArgumentParser) -> None:
+    with pytest.raises(BadInput, match="--ampipe-config a b: this launch parses flags without reading files"):
+        flags.config_from_args(parser.parse_args(["--ampipe-config", "a", "b"]))
+
+
+def test_config_needs_megatron_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ampipe.cli", "config", "--ampipe-config", "tiny"],
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "ampipe: PyTorch cannot be imported (no torch here). Run: pip install torch"
+    )
+
+
+def test_names_are_found_files_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(text: str) -> Path:
+        return find_config(text, folders=["models"], flag="--x", what="model")
+
+    monkeypatch.chdir(tmp_path)
+    assert find("tiny") == ROOT / "configs/models/tiny.yaml"
+    assert shown(find("tiny")) == "configs/models/tiny.yaml"
+    write(tmp_path / "tiny", "")
+    assert find("tiny") == Path("tiny")
+    with pytest.raises(BadInput, match=r"--x mixtral-8x7: is neither a file .*mean mixtral-8x7b\?"):
+        find("mixtral-8x7")
+
+
+def test_no_two_of_our_configurations_have_one_name() -> None:
+    each = [config_names(folder) for folder in ("models", "clusters", "runs")]
+    assert len(config_names("models", "clusters", "runs")) == sum(map(len, each))
+
+
+@pytest.mark.parametrize("name", config_names("models", "runs"))
+def test_our_files_read_alike_with_and_without_types(name: str) -> None:
+    """The planner reads models with YAML's own types, a launch as text: 1e-4 would be two things."""
+    path = config_names("models", "runs")[name]
+    typed = load(path, what="x", remedy="x")
+    text = load(path, what="x", remedy="x", scalars_as_text=True)
+    for key, value in text.items():
+        if path.parent.name == "models" and isinstance(value, str) and value[0].isdigit():
+            assert float(value) == typed[key]
+
+
+def test_a_wheel_holds_the_configurations(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    build = ["-q", "egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
+    subprocess.run([sys.executable, "setup.py", *build], cwd=ROOT, check=True, timeout=60)
+    held = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    copy = tmp_path / "lib" / "megatron_ampipe" / "configs"
+    assert {path.relative_to(copy) for path in copy.rglob("*.yaml")} == held
+    # Found there, too, by what was installed.
+    code = "from megatron_ampipe import shipped; print(shipped.configs_folder())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "lib")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == str(copy), done.stderr
+    assert configs_folder() == ROOT / "configs"
