@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ TOOLS = {
     "config": "show and check the configuration that YAML files and flags make together",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
+    "sbatch": "write a SLURM job script for a training run, show it, and submit it",
 }
 
 _EPILOG = """\
@@ -88,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         parsed = parse(words)
+        # For what a tool writes, which says how it was made.
+        parsed.command_line = shlex.join(["ampipe", *words])
         return int(parsed.run(parsed))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
