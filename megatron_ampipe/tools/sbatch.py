@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.shipped import find_config
 from megatron_ampipe.tools.slurm.job import Job, render
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SUFFIX = ".yaml"
 SAVE_INTERVAL = 500
 """Iterations between checkpoints, where neither the command nor a file of the run says it."""
 
@@ -100,14 +99,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
     Raises:
         BadInput: an argument or a file is refused.
     """
-    files = [
-        _find(flag, text, folder)
-        for flag, text, folder in (
-            ("--model", arguments.model, "models"),
-            ("--run", arguments.run_file, "runs"),
-        )
-        if text is not None
-    ]
+    files = _files(arguments)
     if not files and not arguments.flags:
         raise BadInput(
             "--model",
@@ -115,15 +107,12 @@ def make_job(arguments: argparse.Namespace) -> Job:
             rule="there is nothing to train",
             remedy="Give --model mixtral-8x7b, a YAML file of your own, or Megatron's flags behind --.",
         )
-    documents = {
-        path: load(path, what="file", remedy="Look at configs/models for the form.") for path in files
-    }
-    for path, document in documents.items():
+    for path, document in files.values():
         _check(path, document)
     _check_flags(arguments.flags)
-    name = arguments.job_name or (files[0].stem if files else "ampipe")
+    name = arguments.job_name or (Path(arguments.model).stem if arguments.model else "ampipe")
     own = arguments.save_interval
-    said = any("save-interval" in document for document in documents.values())
+    said = any("save-interval" in document for _, document in files.values())
     return Job(
         command=arguments.command_line,
         name=name,
@@ -131,7 +120,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
         gpus_per_node=_gpus_per_node(arguments),
         time=arguments.time,
         folder=arguments.folder or f"runs/{name}",
-        training=[*(["--ampipe-config", *map(_shown, files)] if files else []), *arguments.flags],
+        training=[*(["--ampipe-config", *files] if files else []), *arguments.flags],
         save_interval=own if own is not None or said else SAVE_INTERVAL,
         save_before_end_s=arguments.save_before_end,
         max_restarts=arguments.max_restarts,
@@ -154,8 +143,7 @@ def _gpus_per_node(arguments: argparse.Namespace) -> int:
                 remedy="Add --gpus-per-node 8, or a cluster file: --cluster FILE.",
             )
         return own
-    path = _find("--cluster", arguments.cluster, "clusters")
-    document = load(path, what="cluster", remedy="Make one with 'ampipe profile'.")
+    path, document = _read("--cluster", arguments.cluster, "cluster")
     found = document.get("ranks_per_node")
     if not isinstance(found, int) or found < 1:
         raise BadInput(
@@ -172,6 +160,31 @@ def _gpus_per_node(arguments: argparse.Namespace) -> int:
             remedy="Leave it out, or leave --cluster out.",
         )
     return found
+
+
+def _files(arguments: argparse.Namespace) -> dict[str, tuple[Path, LinedMapping]]:
+    """What the launch is to read, in its order: by the name in the job script, the file and what it says.
+
+    Files of ours keep their name, which every node knows; others are named from where the job is submitted.
+    """
+    found: dict[str, tuple[Path, LinedMapping]] = {}
+    for flag, text, what in (
+        ("--model", arguments.model, "model"),
+        ("--cluster", arguments.cluster, "cluster"),
+        ("--run", arguments.run_file, "run"),
+    ):
+        if text is None:
+            continue
+        path, document = _read(flag, text, what)
+        # A cluster file belongs to 'ampipe plan'; only its section of flags concerns a launch.
+        if what != "cluster" or "flags" in document:
+            found[str(text)] = (path, document)
+    return found
+
+
+def _read(flag: str, text: str, what: str) -> tuple[Path, LinedMapping]:
+    path = find_config(text, folders=[f"{what}s"], flag=flag, what=what)
+    return path, load(path, what=what, remedy=f"Look at configs/{what}s for the form.")
 
 
 def _check(path: Path, document: LinedMapping) -> None:
@@ -196,30 +209,6 @@ def _check_flags(flags: Sequence[str]) -> None:
                 rule="is set by the job script, which goes on from its own checkpoints",
                 remedy="Leave it out behind --; 'ampipe sbatch' has --folder and --save-interval before it.",
             )
-
-
-def _find(flag: str, text: str, folder: str) -> Path:
-    """A file that exists, or the one of that name in a folder of ``configs``."""
-    as_file, by_name = Path(text), CONFIGS / folder / f"{text}{SUFFIX}"
-    if as_file.is_file():
-        return as_file
-    if by_name.is_file() and as_file.name == text:
-        return by_name
-    known = sorted(path.stem for path in (CONFIGS / folder).glob(f"*{SUFFIX}"))
-    raise BadInput(
-        flag,
-        text or "(empty)",
-        rule=f"is neither a file nor a name in configs/{folder}",
-        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
-    )
-
-
-def _shown(path: Path) -> str:
-    """Relative to where the job is submitted from, where that is possible."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path.resolve())
 
 
 def _write(script: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A training job of two nodes through a stand-in for SLURM: it trains, and goes on where it was interrupted."""
+"""A training job of two nodes through a stand-in for SLURM: it trains, and goes on where it was stopped."""
 
 import os
 import re
@@ -112,9 +112,8 @@ def test_the_job_comes_to_its_end_in_the_third_attempt(interrupted: Cluster) -> 
 def test_the_loss_curve_is_that_of_the_unbroken_run(unbroken: Cluster, interrupted: Cluster) -> None:
     expected = _logged(unbroken, attempt=0)
     attempts = [_logged(interrupted, attempt=number) for number in range(3)]
-    checkpoints = [
-        int(found) for found in re.findall(r"goes on from checkpoint (\d+)", interrupted.said(NAME))
-    ]
+    resumed = re.findall(r"goes on from checkpoint (\d+)", interrupted.said(NAME))
+    checkpoints = [int(iteration) for iteration in resumed]
     assert [run.iterations[0] - 1 for run in attempts] == [0, *checkpoints]
     assert KILLED_AFTER // SAVE_INTERVAL * SAVE_INTERVAL <= checkpoints[0] <= attempts[0].iterations[-1]
     for number, run in enumerate(attempts):
