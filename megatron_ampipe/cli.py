@@ -23,6 +23,7 @@ TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
     "config": "show and check the configuration that YAML files and flags make together",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
+    "doctor": "check an environment: packages, ranks, and whether overlap happens on this machine",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
     "sbatch": "write a SLURM job script for a training run, show it, and submit it",
 }
