@@ -33,6 +33,7 @@ examples:
   ampipe data --output data/stdlib          a dataset from Python's own source, to try things with
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
   ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
+  ampipe doctor                             is everything there, and does overlap happen here?
   ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings these files make, checked
 
 'ampipe COMMAND --help' explains one command.

@@ -55,7 +55,7 @@ OPTIONAL_PIECES = (
         module="flash_attn",
         minimum=FLASH_ATTN_BOTTOM_RIGHT,
         fallback="local layers attend with torch's own kernels",
-        lost="the fastest attention of chunks in Megatron's local layers on a GPU",
+        lost="its attention in Megatron's local layers on a GPU",
         remedy="pip install --no-build-isolation 'flash-attn>=2.1', with CUDA's compiler at hand",
     ),
     OptionalPiece(

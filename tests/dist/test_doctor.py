@@ -1,4 +1,4 @@
-"""``ampipe doctor`` with real ranks: whether they agree, and whether overlap is seen where it happens alone."""
+"""``ampipe doctor`` with real ranks: whether they agree, and whether overlap is seen only where it happens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ranks_of_torchrun_that_are_set_up_differently_are_told_apart(tmp_path: 
 @pytest.mark.parametrize(
     ("executor", "least", "most"), [("ThreadExecutor", 0.6, 1.0), ("SequentialExecutor", 0.0, 0.3)]
 )
-def test_overlap_is_seen_where_it_happens_alone(
+def test_overlap_is_seen_only_where_it_happens(
     executor: str, least: float, most: float, tmp_path: Path
 ) -> None:
     """With a transfer that sleeps, so that it takes no processor time from the computation."""

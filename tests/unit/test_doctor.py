@@ -194,7 +194,7 @@ def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(ranks, "_SOURCES", str(tmp_path))
     begin = time.monotonic()
-    with pytest.raises(RunFailed, match="did not come to an end within 1 s(?s:.*)waiting for a peer"):
+    with pytest.raises(RunFailed, match=r"did not come to an end within 1 s(?s:.*)waiting for a peer"):
         ranks.start(2, on_gpu=False, time_limit_s=1.0)
     assert time.monotonic() - begin < 10
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

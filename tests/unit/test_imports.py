@@ -51,7 +51,9 @@ def test_plan_stands_behind_the_walls_once_it_exists() -> None:
         "megatron_ampipe.errors",
         "megatron_ampipe.schedule",
         "megatron_ampipe.timeline",
+        "megatron_ampipe.tools.doctor",
         "megatron_ampipe.tools.draw",
+        "megatron_ampipe.tools.sbatch",
     ],
 )
 def test_importing_it_imports_neither_torch_nor_megatron(module: str) -> None:
