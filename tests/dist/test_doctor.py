@@ -1,4 +1,4 @@
-"""``ampipe doctor`` with real ranks: whether they agree, and whether overlap is seen only where it happens."""
+"""``ampipe doctor``, real ranks: whether they agree, and whether overlap is seen only where it happens."""
 
 from __future__ import annotations
 
