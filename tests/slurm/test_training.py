@@ -2,14 +2,13 @@
 
 import os
 import re
-import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, TINY_GPT, TINY_MOE, Run
+from tests.megatron.launcher import MODULE, Run
 from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,25 +18,55 @@ SAVE_INTERVAL = 6
 KILLED_AFTER = 8
 ASKED_TO_STOP_AFTER = 19
 NAME = "tiny"
-WORDS = [
-    *shlex.split(f"--nodes 2 --gpus-per-node 1 --job-name {NAME} --save-interval {SAVE_INTERVAL} --"),
-    *TINY_GPT,
-    *TINY_MOE,
-    # With dropout, as Megatron's default is, so that the restored random state counts.
-    *shlex.split(
-        f"--mock-data --train-iters {NUM_ITERATIONS} --lr-decay-style constant "
-        "--expert-model-parallel-size 2 --ampipe-degree 4"
-    ),
-]
+MODEL = """
+num-layers: 2
+hidden-size: 64
+num-attention-heads: 4
+seq-length: 64
+max-position-embeddings: 64
+disable-bias-linear: true
+num-experts: 4
+moe-router-topk: 2
+moe-token-dispatcher-type: alltoall
+moe-router-load-balancing-type: aux_loss
+moe-aux-loss-coeff: 1.0e-2
+tokenizer-type: NullTokenizer
+vocab-size: 255
+"""
+RUN = f"""
+expert-model-parallel-size: 2
+mock-data: true
+micro-batch-size: 1
+global-batch-size: 4
+train-iters: {NUM_ITERATIONS}
+# With dropout, as Megatron's default is, so that the restored random state counts.
+lr: 1.0e-3
+lr-decay-style: constant
+save-interval: {SAVE_INTERVAL}
+log-interval: 1
+eval-iters: 0
+eval-interval: 100
+ampipe:
+  degree: 4
+"""
+WORDS = f"--nodes 2 --gpus-per-node 1 --job-name {NAME} --model model.yaml --run run.yaml".split()
 LAST_RANKS_NODE = 2
 """Where Megatron logs iterations."""
+
+
+def submitted(folder: Path) -> Cluster:
+    """A cluster with the job in it."""
+    (folder / "model.yaml").write_text(MODEL)
+    (folder / "run.yaml").write_text(RUN)
+    cluster = Cluster(folder)
+    cluster.submit(*WORDS)
+    return cluster
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A job that nothing happens to."""
-    cluster = Cluster(tmp_path_factory.mktemp("unbroken"))
-    cluster.submit(*WORDS)
+    cluster = submitted(tmp_path_factory.mktemp("unbroken"))
     cluster.wait(timeout_s=100)
     yield cluster
     cluster.end()
@@ -46,8 +75,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The same job. Its first attempt loses a rank, its second is asked to stop, its third is left alone."""
-    cluster = Cluster(tmp_path_factory.mktemp("interrupted"))
-    cluster.submit(*WORDS)
+    cluster = submitted(tmp_path_factory.mktemp("interrupted"))
     cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=100)
     ranks = [pid for pid in cluster.processes(MODULE) if _is_rank(pid)]
     assert len(ranks) == 2
