@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
 import shlex
 import shutil
@@ -17,6 +19,7 @@ from tests.slurm.cluster import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 FLAGS = ["--", "--lr", "1e-4"]
+COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
 
 
 @pytest.fixture
@@ -133,6 +136,34 @@ def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
     assert cluster.ampipe_sbatch(*words[:4], *FLAGS).returncode == 0
     assert cluster.state == "PENDING" and cluster.events == ""
     assert not list(cluster.folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("answer", "submitted"), [("y", True), ("", False), ("no", False)])
+def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster", fake_python="exit 0")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--nodes", "1", "--gpus-per-node", "1", *FLAGS],
+        cwd=cluster.folder, env=cluster.environment, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"Submit it? [y/N] " not in shown:
+        shown += os.read(ours, 65536)
+    os.write(ours, answer.encode() + b"\n")
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:
+        # The other end of a terminal that is gone.
+        pass
+    os.close(ours)
+    assert process.wait(timeout=30) == 0
+    assert b"#SBATCH --nodes=1" in shown
+    assert (b"Submitted batch job" in shown) == submitted
+    if submitted:
+        assert cluster.wait() == "COMPLETED"
+    assert (cluster.state == "COMPLETED") == submitted
 
 
 def test_what_sbatch_refuses_is_an_error(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ COMMANDS = {
     "pip install -e .": "tests/unit/test_scripts.py",
     "ampipe config": "tests/megatron/test_settings.py",
     "ampipe data": "tests/unit/test_data.py",
+    "ampipe doctor": "tests/dist/test_doctor.py",
     "ampipe draw": "tests/unit/test_draw.py",
+    "ampipe sbatch": "tests/slurm/test_sbatch.py",
+    "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor": "tests/dist/test_doctor.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),
