@@ -50,13 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
         BadInput: the JSON cannot be written where it should be.
     """
     _check_target(arguments.json)
-    rank = os.environ.get("RANK")
-    if rank is not None and int(rank) != 0:
-        return _as_peer(quick=arguments.quick)
+    started = "RANK" in os.environ
+    # Before the packages are looked at, which takes a while: the other ranks are waiting.
+    met = _meet(quick=arguments.quick) if started else None
+    if started and int(os.environ["RANK"]) != 0:
+        return 0
     found = pieces.examine()
     findings = report.Findings(pieces=found.table, notes=environment.notes(has_gpu=bool(found.gpus)))
     findings.problems += [_problem(piece) for piece in found.table if piece.is_problem]
-    _ask_ranks(findings, found, quick=arguments.quick, started=rank is not None)
+    if "version" not in found.torch:
+        findings.not_measured = "because torch cannot be imported"
+    elif arguments.quick and not started:
+        findings.not_measured = "as --quick asks"
+    else:
+        _judge(findings, met or _start(found), quick=arguments.quick)
     _write(findings.document(), arguments.json)
     if arguments.json != "-":
         from rich.console import Console
@@ -66,27 +73,30 @@ def run(arguments: argparse.Namespace) -> int:
     return findings.exit_code
 
 
-def _as_peer(*, quick: bool) -> int:
-    """Another rank than the first takes part, and says nothing."""
-    from megatron_ampipe.tools.checkup.rank import examine
-
-    examine(measure_overlap=not quick)
-    return 0
-
-
-def _ask_ranks(findings: report.Findings, found: pieces.Pieces, *, quick: bool, started: bool) -> None:
-    """Fill in what only ranks can tell."""
-    if "version" not in found.torch:
-        findings.not_measured = "because torch cannot be imported"
-        return
-    if quick and not started:
-        findings.not_measured = "as --quick asks"
-        return
+def _meet(*, quick: bool) -> dict[str, Any] | str:
+    """Take part as one of the ranks that torchrun has started: what was found, or why nothing was."""
     try:
-        answers = _answers(found, quick=quick, started=started)
+        from megatron_ampipe.tools.checkup.rank import examine
+
+        return examine(measure_overlap=not quick)
+    # A torch that cannot be imported, a peer that is not there, a network that does not work.
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"the ranks that torchrun has started cannot meet ({type(error).__name__}: {error})"
+
+
+def _start(found: pieces.Pieces) -> dict[str, Any] | str:
+    """Start ranks on this machine: what they found, or why they found nothing."""
+    try:
+        return ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
     except RunFailed as error:
+        return str(error)
+
+
+def _judge(findings: report.Findings, answers: dict[str, Any] | str, *, quick: bool) -> None:
+    """Fill in what only ranks can tell."""
+    if isinstance(answers, str):
         findings.not_measured = "because the ranks failed"
-        findings.problems.append(str(error))
+        findings.problems.append(answers)
         return
     findings.ranks, findings.overlap = answers["ranks"], answers["overlap"]
     findings.differences = ranks.differences(findings.ranks)
@@ -99,14 +109,6 @@ def _ask_ranks(findings: report.Findings, found: pieces.Pieces, *, quick: bool, 
             "communication does not overlap with computation on this machine. Look at the variables above; "
             "with another process on the GPUs, ask again when it is gone."
         )
-
-
-def _answers(found: pieces.Pieces, *, quick: bool, started: bool) -> dict[str, Any]:
-    if started:
-        from megatron_ampipe.tools.checkup.rank import examine
-
-        return examine(measure_overlap=not quick)
-    return ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
 
 
 def _problem(piece: pieces.Piece) -> str:

@@ -53,6 +53,21 @@ def test_ranks_of_torchrun_that_are_set_up_differently_are_told_apart(tmp_path: 
     assert done.stdout.count("What a training run uses") == 1, "the first rank alone speaks"
 
 
+def test_a_peer_that_is_lost_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    """It leaves before the ranks have met; the first rank then says what it misses."""
+    script = tmp_path / "rank.sh"
+    command = f"{sys.executable} -m megatron_ampipe.cli doctor --quick --json health.json"
+    # Alone in a world of two, and without torchrun, which would end it as well.
+    script.write_text(
+        f"export RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1; {command}\n"
+    )
+    done = run(["bash", str(script)], folder=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (problem,) = json.loads((tmp_path / "health.json").read_text())["problems"]
+    assert problem.startswith("the ranks that torchrun has started cannot meet (")
+
+
 @pytest.mark.parametrize(
     ("executor", "least", "most"), [("ThreadExecutor", 0.6, 1.0), ("SequentialExecutor", 0.0, 0.3)]
 )

@@ -8,6 +8,7 @@ two: 100 % is as if it cost nothing, 0 % is one after the other. Imports torch, 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def measure(device: str) -> dict[str, Any]:
     for repeat in range(_WARM_UP + _REPEATS):
         # In turns, so that a machine that becomes slower hits all alike.
         for index, order in enumerate((communication, computation, together)):
-            seconds = work.slowest(lambda order=order: work.run(order))
+            seconds = work.slowest(functools.partial(work.run, order))
             if repeat >= _WARM_UP:
                 samples[index].append(seconds)
     times_s = [statistics.median(found) for found in samples]
@@ -125,6 +126,7 @@ class _Work:
             self._received.copy_(self._rows)
             return
         share = [self._rows.shape[0] // self._ranks] * self._ranks
+        assert dist.group.WORLD is not None
         exchange_rows([self._rows], send=share, receive=share, group=dist.group.WORLD)
 
     def _choose_size(self) -> None:
