@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.runtime.collectives import exchange_rows
+from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, Order, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Kind, Stage
@@ -113,21 +113,20 @@ class _Work:
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)
 
-    def _run_stage(self, stage: Stage) -> None:
+    def _run_stage(self, stage: Stage) -> Transfer | None:
         if stage.kind is Kind.DISPATCH:
-            self._exchange()
-            return
+            return self._exchange()
         for _ in range(self._products_per_chunk):
             torch.mm(self._matrix, self._matrix, out=self._product)
+        return None
 
-    def _exchange(self) -> None:
+    def _exchange(self) -> Transfer:
         if self._ranks == 1:
             # One GPU has nobody to exchange with; what can be seen is whether its streams overlap.
-            self._received.copy_(self._rows)
-            return
+            return Transfer((self._received.copy_(self._rows),))
         share = [self._rows.shape[0] // self._ranks] * self._ranks
         assert dist.group.WORLD is not None
-        exchange_rows([self._rows], send=share, receive=share, group=dist.group.WORLD)
+        return exchange_rows([self._rows], send=share, receive=share, group=dist.group.WORLD)
 
     def _choose_size(self) -> None:
         """Decided by figures that all ranks share, so that all exchange alike."""
