@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,11 @@ from tests.megatron.launcher import REPOSITORY, environment, torchrun_command
 pytestmark = [pytest.mark.timeout(180), pytest.mark.world_size(2)]
 
 
-def run(command: list[str], *, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], *, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A command that writes ``health.json`` in the folder."""
     return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150
-    )  # fmt: skip
+        command, cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=150
+    )
 
 
 def test_the_doctor_starts_ranks_and_measures(tmp_path: Path) -> None:
@@ -53,15 +54,13 @@ def test_ranks_of_torchrun_that_are_set_up_differently_are_told_apart(tmp_path: 
     assert done.stdout.count("What a training run uses") == 1, "the first rank alone speaks"
 
 
-def test_a_peer_that_is_lost_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
-    """It leaves before the ranks have met; the first rank then says what it misses."""
-    script = tmp_path / "rank.sh"
-    command = f"{sys.executable} -m megatron_ampipe.cli doctor --quick --json health.json"
-    # Alone in a world of two, and without torchrun, which would end it as well.
-    script.write_text(
-        f"export RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1; {command}\n"
-    )
-    done = run(["bash", str(script)], folder=tmp_path)
+def test_ranks_that_cannot_meet_are_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    """As one of two, at a port that something else listens on."""
+    command = [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick", "--json", "health.json"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        done = run(command, folder=tmp_path, **rank, **place)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (problem,) = json.loads((tmp_path / "health.json").read_text())["problems"]
