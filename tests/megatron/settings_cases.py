@@ -100,6 +100,10 @@ WRONG = {
         "{line}2: --ampipe-schedule moe-only: has no effect at --ampipe-degree 1",
         "ampipe:\n  schedule: moe-only",
     ),
+    "own-degree-word": Wrong(
+        "{line}2: degree four: is neither a whole number nor auto. Write 'degree: 4'",
+        "ampipe:\n  degree: four",
+    ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),
     "own-no-section": Wrong(
         "ampipe: is a section, and holds settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"

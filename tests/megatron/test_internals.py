@@ -747,8 +747,10 @@ INTERNALS = [
         ),
     ),
     Internal("core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec", "tools/benchmark"),
-    Internal("core.parallel_state.initialize_model_parallel", "tools/benchmark"),
-    Internal("core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark"),
+    Internal("core.parallel_state.initialize_model_parallel", "tools/benchmark tools/profiling"),
+    Internal(
+        "core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark tools/profiling"
+    ),
     Internal("core.transformer.spec_utils.build_module", "tools/benchmark"),
     Internal("core.transformer.transformer_config.TransformerConfig", "tools/benchmark"),
 ]

@@ -176,12 +176,12 @@ def _check(entry: Entry, action: argparse.Action, text: str) -> None:
     try:
         value = convert(text)
     except Exception as error:
-        raise _wrong_type(entry, action, text) from error
+        raise _wrong_type(entry, action, text, error) from error
     if action.choices is not None and value not in action.choices:
         raise _wrong_choice(entry, action, text)
 
 
-def _wrong_type(entry: Entry, action: argparse.Action, text: str) -> BadInput:
+def _wrong_type(entry: Entry, action: argparse.Action, text: str, error: Exception) -> BadInput:
     if action.choices is not None and action.type not in (int, float):
         return _wrong_choice(entry, action, text)
     if action.type is int:
@@ -196,7 +196,11 @@ def _wrong_type(entry: Entry, action: argparse.Action, text: str) -> BadInput:
             f"Write for example '{entry.key}: \"([0]*1+[1]*3)\"'.",
             value=text,
         )
-    return entry.refuse("is not what the flag takes", f"Write {_example(action)}.", value=text)
+    # A type of ours says itself what it takes; argparse's own way of saying it ends with the value.
+    own = isinstance(error, argparse.ArgumentTypeError)
+    rule = str(error).partition(": ")[0] if own else "is not what the flag takes"
+    remedy = f"Write '{entry.key}: 4'." if own else f"Write {_example(action)}."
+    return entry.refuse(rule, remedy, value=text)
 
 
 def _wrong_choice(entry: Entry, action: argparse.Action, text: str) -> BadInput:
