@@ -20,12 +20,10 @@ from rich.table import Table
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.model import find_model, read_model, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.rows import even_chunks
-from megatron_ampipe.plan.search import DEGREES, NAMED
-from megatron_ampipe.plan.workload import find_model, read_model, workload_of
-from megatron_ampipe.schedule import build
+from megatron_ampipe.plan.search import DEGREES, candidates
 
 _EPILOG = """\
 examples:
@@ -162,16 +160,11 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
             peak_bytes(workload, forward_degree=1, backward_degree=1),
         )
     ]
-    for degree in degrees:
-        if degree > workload.rows:
-            continue
-        for name in NAMED:
-            schedule = build(name, degree=degree, features=workload.features)
-            lengths = even_chunks(workload.rows, degree)
-            time = predictor.pass_us(schedule, lengths)
-            hidden = predictor.timeline(schedule, lengths).hidden_share
-            memory = peak_bytes(workload, forward_degree=degree, backward_degree=degree)
-            rows.append(_row(degree, name, time.forward, time.backward, total, hidden, memory))
+    for one in candidates(predictor, degrees):
+        degree, name = one.schedule.degree, one.schedule.name
+        hidden = predictor.timeline(one.schedule, one.lengths).hidden_share
+        memory = peak_bytes(workload, forward_degree=degree, backward_degree=degree)
+        rows.append(_row(degree, name, one.time.forward, one.time.backward, total, hidden, memory))
     return rows
 
 

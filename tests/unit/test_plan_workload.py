@@ -10,7 +10,8 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.flags import known_flags
-from megatron_ampipe.plan.workload import Workload, find_model, read_model, workload_of
+from megatron_ampipe.plan.model import find_model, read_model, workload_of
+from megatron_ampipe.plan.workload import Workload
 
 PLAIN = """\
 num-layers: 12

@@ -1,0 +1,295 @@
+"""Reads a model file without Megatron, and makes a workload of it.
+
+A model file holds Megatron's flags without their dashes (``num-layers: 12``) and, in a section ``ampipe:``,
+those of AMPipe. Flags that no size depends on are accepted when Megatron has them. Called by ``ampipe plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import Cluster, Dtype
+from megatron_ampipe.plan.flags import ampipe_keys, known_flags
+from megatron_ampipe.plan.records import nearest, refuse
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.yaml_lines import LinedMapping, load
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs/models"
+SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model file, checked for its names and not yet for its values.
+
+    Attributes:
+        path: The file.
+        values: Megatron's flags, and what was set on the command line over them.
+        lines: Where each stands; 0 for what was set on the command line.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+
+def find_model(text: str) -> Path:
+    """The file that ``--model`` means: one that exists, or the name of one in ``configs/models``.
+
+    Raises:
+        BadInput: neither.
+    """
+    as_file, by_name = Path(text), CONFIGS / f"{text}{SUFFIX}"
+    if as_file.is_file():
+        return as_file
+    if by_name.is_file() and Path(text).name == text:
+        return by_name
+    known = sorted(path.stem for path in CONFIGS.glob(f"*{SUFFIX}"))
+    raise BadInput(
+        "--model",
+        text or "(empty)",
+        rule="is neither a file nor a model of ours",
+        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
+    )
+
+
+def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> ModelFile:
+    """Read a model file and check its keys.
+
+    Args:
+        path: The file.
+        overrides: Flags from the command line, which win.
+
+    Raises:
+        BadInput: a key is no flag; names file, line and the nearest flag.
+    """
+    top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
+    values: dict[str, Any] = dict(top)
+    section = values.pop("ampipe", LinedMapping(1))
+    if not isinstance(section, LinedMapping):
+        refuse(
+            path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
+        )
+    for key in section:
+        if key not in ampipe_keys():
+            refuse(path, section.lines[key], f"ampipe.{key}", "is no setting", nearest(key, ampipe_keys()))
+    for key in values:
+        if key not in known_flags():
+            refuse(path, top.lines[key], key, "is no flag of Megatron's", _nearest_flag(key))
+    lines = dict(top.lines)
+    for key, value in (overrides or {}).items():
+        if key not in known_flags():
+            raise BadInput("--set", key, rule="is no flag of Megatron's", remedy=_nearest_flag(key))
+        values[key], lines[key] = value, 0
+    return ModelFile(path, values, lines)
+
+
+def workload_of(
+    model: ModelFile, cluster: Cluster, *, ranks: int | None = None, imbalance: float = 1.0
+) -> tuple[Workload, tuple[str, ...]]:
+    """The block of a model on a cluster.
+
+    Args:
+        model: What :func:`read_model` read.
+        cluster: Gives the dtype and the parallel sizes that the model does not name.
+        ranks: How many there are in the whole run; those of one node if None.
+        imbalance: See :class:`Workload`.
+
+    Returns:
+        The workload, and a sentence for each thing that was assumed because the model does not say it.
+
+    Raises:
+        BadInput: a value is missing or cannot be; names file and line.
+    """
+    return _Builder(model, cluster, ranks or cluster.ranks_per_node, imbalance).build()
+
+
+class _Builder:
+    def __init__(self, model: ModelFile, cluster: Cluster, ranks: int, imbalance: float) -> None:
+        self._model, self._cluster, self._ranks, self._imbalance = model, cluster, ranks, imbalance
+        self._assumed: list[str] = []
+
+    def build(self) -> tuple[Workload, tuple[str, ...]]:
+        hidden, heads = self._whole("hidden-size"), self._whole("num-attention-heads")
+        head_size = self._whole("kv-channels", default=max(1, hidden // heads))
+        ffn = self._whole("ffn-hidden-size", default=4 * hidden)
+        experts = self._whole("num-experts")
+        sequence_length = self._whole("seq-length")
+        latent = self._on("multi-latent-attention")
+        value_size = self._whole("v-head-dim", default=128) if latent else head_size
+        projections, key_value_width = self._projections(hidden, heads, head_size, latent=latent)
+        sizes = self._parallel_sizes(experts)
+        capacity = self._number("moe-expert-capacity-factor")
+        workload = Workload(
+            sequence_length=sequence_length,
+            batch=self._whole("micro-batch-size", default=1),
+            hidden=hidden,
+            heads=heads,
+            head_size=self._latent_head() if latent else head_size,
+            value_size=value_size,
+            projections=projections,
+            key_value_width=key_value_width,
+            experts=experts,
+            topk=self._whole("moe-router-topk", default=2),
+            ffn=self._whole("moe-ffn-hidden-size", default=ffn),
+            gated=self._on("swiglu"),
+            shared_ffn=self._whole("moe-shared-expert-intermediate-size", default=0) or None,
+            # Megatron takes a negative factor for none.
+            capacity=capacity if capacity is not None and capacity >= 0 else None,
+            padded=self._on("moe-pad-expert-input-to-capacity"),
+            imbalance=self._imbalance,
+            grouped=self._on("moe-grouped-gemm"),
+            dispatcher=self._dispatcher(),
+            dtype=self._dtype(),
+            losses=self._has_losses(),
+            window=self._window(),
+            latent=latent,
+            fused_gradients=not self._on("no-gradient-accumulation-fusion"),
+            recomputes=self._model.values.get("recompute-granularity") == "full",
+            **sizes,
+        )
+        self._check(workload)
+        return workload, tuple(self._assumed)
+
+    def _projections(
+        self, hidden: int, heads: int, head_size: int, *, latent: bool
+    ) -> tuple[tuple[tuple[int, int], ...], int]:
+        if not latent:
+            groups = heads
+            if self._on("group-query-attention"):
+                groups = self._whole("num-query-groups", default=1)
+            width = 2 * groups * head_size
+            return ((hidden, heads * head_size + width),), width
+        rank = self._whole("kv-lora-rank", default=32)
+        nope = self._whole("qk-head-dim", default=128)
+        rotary = self._whole("qk-pos-emb-head-dim", default=64)
+        value = self._whole("v-head-dim", default=128)
+        products = [(hidden, rank + rotary), (rank, heads * (nope + value))]
+        query = heads * (nope + rotary)
+        if compressed := self._whole("q-lora-rank", default=0):
+            products += [(hidden, compressed), (compressed, query)]
+        else:
+            products.append((hidden, query))
+        return tuple(products), heads * (nope + rotary + value)
+
+    def _latent_head(self) -> int:
+        return self._whole("qk-head-dim", default=128) + self._whole("qk-pos-emb-head-dim", default=64)
+
+    def _parallel_sizes(self, experts: int) -> dict[str, int]:
+        tensor = self._whole("tensor-model-parallel-size", default=1)
+        context = self._whole("context-parallel-size", default=1)
+        pipeline = self._whole("pipeline-model-parallel-size", default=1)
+        expert_tensor = self._whole("expert-tensor-parallel-size", default=tensor)
+        stage = self._ranks // pipeline
+        if "expert-model-parallel-size" in self._model.values:
+            expert = self._whole("expert-model-parallel-size")
+        else:
+            room = max(1, stage // expert_tensor)
+            expert = max(size for size in range(1, min(room, experts) + 1) if experts % size == 0)
+            self._assumed.append(
+                f"expert-model-parallel-size {expert}: the model names none; its experts are spread over "
+                f"{self._ranks} ranks as far as they divide"
+            )
+        return {"tensor": tensor, "context": context, "expert": expert, "expert_tensor": expert_tensor}
+
+    def _dtype(self) -> Dtype:
+        if "fp8-format" in self._model.values:
+            return "fp8"
+        for name in ("bf16", "fp16"):
+            if self._on(name):
+                return name
+        known = self._cluster.compute.gemm
+        found: Dtype = next((name for name in ("bf16", "fp16") if name in known), "fp32")
+        self._assumed.append(f"{found}: the model names no precision")
+        return found
+
+    def _dispatcher(self) -> str:
+        found = self._model.values.get("moe-token-dispatcher-type", "allgather")
+        if found not in ("alltoall", "allgather"):
+            self._refuse("moe-token-dispatcher-type", "cannot be pipelined", "Use alltoall or allgather.")
+        return str(found)
+
+    def _has_losses(self) -> bool:
+        kinds = self._model.values.get("moe-router-load-balancing-type", "aux_loss")
+        coefficients = self._model.values.get("moe-aux-loss-coeff", 0.0)
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+        balances = any("aux_loss" in str(kind) for kind in kinds) and any(coefficients)
+        return balances or bool(self._number("moe-z-loss-coeff"))
+
+    def _window(self) -> int | None:
+        found = self._model.values.get("window-size")
+        if found is None:
+            return None
+        parts = found if isinstance(found, list) else str(found).strip("()").split(",")
+        try:
+            left, right = (int(part) for part in parts)
+        except ValueError:
+            self._refuse("window-size", "is not two whole numbers", "Write for example '128,0'.")
+        if right != 0:
+            self._refuse("window-size", "looks ahead, which is not causal", "Write for example '128,0'.")
+        return left if left >= 0 else None
+
+    def _check(self, workload: Workload) -> None:
+        slices = workload.tensor * workload.context * (2 if workload.context > 1 else 1)
+        if workload.sequence_length % slices:
+            multiple = -(-workload.sequence_length // slices) * slices
+            rule = f"must be a multiple of {slices} for this tensor and context parallelism"
+            self._refuse("seq-length", rule, f"Write for example {multiple}.")
+        if workload.experts % workload.expert:
+            key = "expert-model-parallel-size"
+            self._refuse(key, f"does not divide {workload.experts} experts", "Choose a divisor.")
+        if workload.topk > workload.experts:
+            rule = f"is above num-experts {workload.experts}"
+            self._refuse("moe-router-topk", rule, f"Choose at most {workload.experts}.")
+        needed = workload.expert * workload.expert_tensor
+        if needed > self._ranks:
+            rule = f"{needed} ranks share the experts of a layer, and there are {self._ranks}"
+            self._refuse("expert-model-parallel-size", rule, f"Give --ranks {needed} or more.")
+
+    def _whole(self, key: str, *, default: int | None = None) -> int:
+        found = self._model.values.get(key)
+        if found is None:
+            if default is None:
+                line = f"{self._model.path}:1:"
+                raise BadInput(
+                    line, key, rule="is missing", remedy=f"Add '{key}: ...', or give --set {key}=..."
+                )
+            return default
+        if type(found) is not int or found < (0 if default == 0 else 1):
+            self._refuse(key, "must be a whole number of at least 1", "Write for example 8.")
+        return found
+
+    def _number(self, key: str) -> float | None:
+        found = self._model.values.get(key)
+        if found is None:
+            return None
+        try:
+            # YAML reads 1e-3, without a point, as text.
+            return float(found)
+        except (TypeError, ValueError):
+            self._refuse(key, "must be a number", "Write for example 1.25.")
+
+    def _on(self, key: str) -> bool:
+        found = self._model.values.get(key, False)
+        if not isinstance(found, bool):
+            self._refuse(key, "must be true or false", f"Write '{key}: true'.")
+        return found
+
+    def _refuse(self, key: str, rule: str, remedy: str) -> NoReturn:
+        shown = f"{key} {self._model.values.get(key, '(default)')}"
+        line = self._model.lines.get(key, 1)
+        if line == 0:
+            raise BadInput("--set", shown, rule=rule, remedy=remedy)
+        refuse(self._model.path, line, shown, rule, remedy)
+
+
+def _nearest_flag(key: str) -> str:
+    if (dashed := key.replace("_", "-").lstrip("-")) in known_flags():
+        return f"Write {dashed}."
+    close = nearest(key, known_flags())
+    return close if close.startswith("Did") else "Write the flag as Megatron has it, without dashes."
