@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.records import read_record, write_record
-from megatron_ampipe.yaml_lines import load
+from megatron_ampipe.plan.flags import known_flags
+from megatron_ampipe.plan.records import nearest, read_record, refuse, write_record
+from megatron_ampipe.yaml_lines import LinedMapping, load
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/clusters"
 SUFFIX = ".yaml"
@@ -241,10 +242,20 @@ class Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
+    A section ``flags:`` holds flags for launches on the cluster: its names are checked, and it is left alone.
+
     Raises:
         BadInput: naming the file, the line, the key and the nearest legal one.
     """
     top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the form.")
+    flags = top.pop("flags", LinedMapping(1))
+    if not isinstance(flags, LinedMapping):
+        refuse(
+            path, top.lines["flags"], "flags", "must hold keys with values", "Write 'bf16: true' below it."
+        )
+    for key in flags:
+        if key not in known_flags() and key != "ampipe":
+            refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
     return dataclasses.replace(cluster, path=str(path), lines=lines)
 

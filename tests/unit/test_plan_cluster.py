@@ -95,6 +95,19 @@ def test_a_figure_that_only_some_workloads_need_is_refused_when_it_is_needed() -
         cluster.gemm("fp8")
 
 
+def test_flags_for_launches_are_left_alone_and_their_names_checked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = find_cluster("a800x8-20gbps").read_text()
+    path.write_text(text + "flags:\n  bf16: true\n  ampipe:\n    degree: 4\n")
+    assert read_cluster(path) == read_cluster(find_cluster("a800x8-20gbps"))
+    path.write_text(text + "flags:\n  bf61: true\n")
+    with pytest.raises(BadInput, match=r"mine\.yaml:\d+: flags\.bf61: is no flag\. Did you mean bf16"):
+        read_cluster(path)
+    path.write_text(text + "flags: true\n")
+    with pytest.raises(BadInput, match="must hold keys"):
+        read_cluster(path)
+
+
 def test_unknown_names_list_what_there_is() -> None:
     with pytest.raises(BadInput, match="dgx-h100"):
         find_cluster("dgx-h200")
