@@ -14,9 +14,10 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
+from megatron_ampipe.plan.model import ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.workload import ModelFile, Workload, workload_of
+from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 
 _FLAGS = (
