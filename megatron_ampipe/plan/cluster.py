@@ -17,7 +17,7 @@ from typing import Literal
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.flags import known_flags
 from megatron_ampipe.plan.records import nearest, read_record, refuse, write_record
-from megatron_ampipe.shipped import find_config
+from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 Basis = Literal["measured", "derived", "datasheet"]
@@ -255,7 +255,7 @@ def read_cluster(path: Path) -> Cluster:
         if key not in known_flags() and key != "ampipe":
             refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
-    return dataclasses.replace(cluster, path=str(path), lines=lines)
+    return dataclasses.replace(cluster, path=shown(path), lines=lines)
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
