@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -22,9 +23,11 @@ TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
     "config": "show and check the configuration that YAML files and flags make together",
     "data": "turn a directory of text files into a dataset that Megatron trains on",
-    "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
+    "doctor": "check an environment: packages, ranks, and whether overlap happens on this machine",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
+    "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
+    "sbatch": "write a SLURM job script for a training run, show it, and submit it",
 }
 
 _EPILOG = """\
@@ -33,6 +36,7 @@ examples:
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
   ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
   ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree, and why
+  ampipe doctor                             is everything there, and does overlap happen here?
   ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings these files make, checked
 
 'ampipe COMMAND --help' explains one command.
@@ -91,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         parsed = parse(words)
+        # For what a tool writes, which says how it was made.
+        parsed.command_line = shlex.join(["ampipe", *words])
         return int(parsed.run(parsed))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0

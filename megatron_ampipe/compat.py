@@ -3,15 +3,70 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from packaging.version import Version
 
 from megatron_ampipe.errors import EnvironmentMissing
 
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.19"}
+MINIMUM_PYTHON = "3.12"
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionalPiece:
+    """A package that is used where it is installed, and never imported where it is not.
+
+    Attributes:
+        name: As people call it.
+        distribution: As pip calls it.
+        module: What importing it imports.
+        minimum: Oldest version that is used; None for any.
+        fallback: What takes its place, for the start-up table.
+        lost: What cannot be had without it.
+        remedy: How to get it.
+    """
+
+    name: str
+    distribution: str
+    module: str
+    minimum: str | None = None
+    fallback: str
+    lost: str
+    remedy: str
+
+
+OPTIONAL_PIECES = (
+    OptionalPiece(
+        name="Transformer Engine",
+        distribution="transformer-engine",
+        module="transformer_engine.pytorch",
+        fallback="Megatron's local layers, which --transformer-impl local asks for",
+        lost="Megatron's default layers on a GPU, FP8, fused routing and permutation",
+        remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', with CUDA's compiler at hand",
+    ),
+    OptionalPiece(
+        name="flash-attn",
+        distribution="flash-attn",
+        module="flash_attn",
+        minimum=FLASH_ATTN_BOTTOM_RIGHT,
+        fallback="local layers attend with torch's own kernels",
+        lost="its attention in Megatron's local layers on a GPU",
+        remedy="pip install --no-build-isolation 'flash-attn>=2.1', with CUDA's compiler at hand",
+    ),
+    OptionalPiece(
+        name="apex",
+        distribution="apex",
+        module="apex.optimizers",
+        fallback="Adam and norms of Transformer Engine where it is installed, else of torch",
+        lost="fused norms in Megatron's local layers; fused Adam where Transformer Engine is absent too",
+        remedy="build it from NVIDIA's repository apex; PyPI's apex is another program",
+    ),
+)
 
 
 @cache
@@ -50,6 +105,34 @@ def has_flash_attn() -> bool:
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is there."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+@cache
+def has_apex() -> bool:
+    """Whether NVIDIA's apex is there; PyPI has another program of that name."""
+    found = importlib.util.find_spec("apex")
+    folders = [] if found is None else found.submodule_search_locations or []
+    return any((Path(folder) / "optimizers").is_dir() for folder in folders)
+
+
+def has_piece(piece: OptionalPiece) -> bool:
+    """Whether an optional package is there in a version that is used. Imports nothing."""
+    return {
+        "Transformer Engine": has_transformer_engine,
+        "flash-attn": has_flash_attn,
+        "apex": has_apex,
+    }[piece.name]()
+
+
+def missing_pieces() -> list[tuple[OptionalPiece, str]]:
+    """The optional packages that are not used here, each with the reason."""
+    found = []
+    for piece in OPTIONAL_PIECES:
+        if not has_piece(piece):
+            version = installed_version(piece.distribution) if piece.minimum is not None else None
+            reason = "not installed" if version is None else f"{version} is older than {piece.minimum}"
+            found.append((piece, reason))
+    return found
 
 
 @cache

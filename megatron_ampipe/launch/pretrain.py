@@ -121,6 +121,7 @@ def prepare_training(
     from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+    from megatron_ampipe.launch.exit_signal import keep_from_children
     from megatron_ampipe.launch.metrics import logged
     from megatron_ampipe.launch.trace import recorded, write_trace
 
@@ -130,6 +131,7 @@ def prepare_training(
         args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)
         check_required(args)
         check_data_paths(args)
+        keep_from_children(args)
         model_config = gpt_config_from_args(args)
         context = attach(args, model_config, adjustments=adjustments)
         run_config = pretrain_cfg_container_from_args(args, model_config)

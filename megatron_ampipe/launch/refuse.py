@@ -76,8 +76,19 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     parser.error = error
     for action in parser._actions:
         _name_choices(action)
+        _repair_help(action)
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None
+
+
+def _repair_help(action: argparse.Action) -> None:
+    """Let ``--help`` work although a text of Megatron's has a bare percent sign, which argparse chokes on."""
+    if not action.help:
+        return
+    try:
+        action.help % vars(action)
+    except (ValueError, TypeError, KeyError):
+        action.help = action.help.replace("%", "%%")
 
 
 def _name_choices(action: argparse.Action) -> None:

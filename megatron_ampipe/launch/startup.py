@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe import compat
 from megatron_ampipe.launch.host import Adjustment
 
 
@@ -28,6 +29,8 @@ def print_startup_table(rows: Sequence[tuple[str, str]], adjustments: Sequence[A
         table.add_row(name, value, "")
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
+    for piece, reason in compat.missing_pieces():
+        table.add_row(piece.name, reason, piece.fallback)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         table.add_row(
             "note",

@@ -109,6 +109,7 @@ def main() -> None:
         "as_yaml": command("config", *tiny, "--lr", "0.5", "--ampipe-degree", "4"),
         "as_command": command("config", "--format", "command", *tiny, "--lr", "0.5"),
         "refused": command("config", *tiny, "--num-layers", "two"),
+        "help": parser.format_help(),
     }
     Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(report))
 

@@ -28,10 +28,13 @@ COMMANDS = {
     "ampipe config": "tests/megatron/test_settings.py",
     "ampipe data": "tests/unit/test_data.py",
     "ampipe bench": "tests/dist/test_bench.py",
+    "ampipe doctor": "tests/dist/test_doctor.py",
     "ampipe draw": "tests/unit/test_draw.py",
-    "ampipe profile": "tests/dist/test_profile.py",
-    "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
     "ampipe plan": "tests/unit/test_plan_tool.py",
+    "ampipe profile": "tests/dist/test_profile.py",
+    "ampipe sbatch": "tests/slurm/test_sbatch.py",
+    "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor": "tests/dist/test_doctor.py",
+    "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),

@@ -50,8 +50,10 @@ def test_plan_stands_behind_the_walls() -> None:
         "megatron_ampipe.plan.strategies",
         "megatron_ampipe.schedule",
         "megatron_ampipe.timeline",
+        "megatron_ampipe.tools.doctor",
         "megatron_ampipe.tools.draw",
         "megatron_ampipe.tools.plan",
+        "megatron_ampipe.tools.sbatch",
     ],
 )
 def test_importing_it_imports_neither_torch_nor_megatron(module: str) -> None:

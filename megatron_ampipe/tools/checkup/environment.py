@@ -1,0 +1,83 @@
+"""Environment variables that make runs slow or different. Called by ``ampipe doctor`` and by its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")
+COMPARED_NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
+"""Name what a node calls its own hardware."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something about a variable that its user should know.
+
+    Attributes:
+        name: Of the variable.
+        value: As it is set; None where it is not.
+        means: What it does to a run.
+        remedy: What to do.
+    """
+
+    name: str
+    value: str | None
+    means: str
+    remedy: str
+
+
+def compared(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that should be alike on every rank."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if (name in COMPARED_NAMES or name.startswith(COMPARED_PREFIXES)) and name not in MAY_DIFFER
+    }
+
+
+def notes(environ: Mapping[str, str] = os.environ, *, has_gpu: bool) -> list[Note]:
+    """What is to be said about the variables that are set."""
+    found = []
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if has_gpu or connections is not None:
+        found.append(_connections(connections))
+    for name, means, remedy in _HARMFUL:
+        value = environ.get(name, "0")
+        if value not in ("", "0"):
+            found.append(Note(name=name, value=value, means=means, remedy=remedy))
+    return found
+
+
+def _connections(value: str | None) -> Note:
+    if value == "1":
+        return Note(
+            name="CUDA_DEVICE_MAX_CONNECTIONS",
+            value=value,
+            means="one hardware queue: keeps communication from overlapping",
+            remedy="unset it. With tensor or context parallelism Megatron demands 1 on Hopper and older GPUs",
+        )
+    return Note(
+        name="CUDA_DEVICE_MAX_CONNECTIONS",
+        value=value,
+        means="several hardware queues: communication can overlap",
+        remedy="nothing to do",
+    )
+
+
+_SLOW_WAY = "takes a fast way between GPUs away"
+_HARMFUL = (
+    ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for: nothing overlaps", "unset it; it is for debugging"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "the host waits for every collective: nothing overlaps", "unset it"),
+    ("NCCL_P2P_DISABLE", _SLOW_WAY, "unset it, unless this machine hangs without it"),
+    ("NCCL_IB_DISABLE", "takes InfiniBand and RoCE away", "unset it where there is such a network"),
+    ("NCCL_SHM_DISABLE", _SLOW_WAY, "unset it"),
+)

@@ -1,0 +1,249 @@
+"""Which packages are there, in which version, and whether they can be imported. Imports none of them itself.
+
+A package counts as broken when it is installed and cannot be imported; that is found out in a process of its
+own (:mod:`.probe`). Called by ``ampipe doctor``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_ampipe import compat
+from megatron_ampipe.tools.checkup.probe import MEGATRON, TORCH
+
+_SOURCES = str(Path(__file__).resolve().parents[3])
+_PROBE_TIMEOUT_S = 120
+_LOG_LINES = 5
+
+
+class Status(StrEnum):
+    """What there is to say of a piece, in a word."""
+
+    OK = "ok"
+    MISSING = "missing"
+    TOO_OLD = "too old"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One line of the doctor's first table.
+
+    Attributes:
+        name: As people call it.
+        status: See :class:`Status`.
+        found: The version, or what stands in for one.
+        needed: Which version is needed, and for what.
+        required: Whether training is impossible without it.
+        lost: What cannot be had while it is not ``ok``.
+        remedy: How to get it.
+    """
+
+    name: str
+    status: Status
+    found: str
+    needed: str
+    required: bool
+    lost: str
+    remedy: str
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether the doctor calls this ill: what is required is not well, or what is optional is broken."""
+        return self.status is not Status.OK and (self.required or self.status is Status.BROKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """All pieces, and what the probe found out about torch.
+
+    Attributes:
+        table: In the order of the table.
+        torch: The probe's answer, ``error`` in it where torch cannot be imported.
+    """
+
+    table: tuple[Piece, ...]
+    torch: Mapping[str, Any]
+
+    @property
+    def gpus(self) -> list[str]:
+        """Names of the GPUs that torch sees."""
+        return list(self.torch.get("gpus", []))
+
+
+def examine() -> Pieces:
+    """Look at everything that a training run may need."""
+    optional = [piece for piece in compat.OPTIONAL_PIECES if compat.has_piece(piece)]
+    modules = [TORCH, MEGATRON, *(piece.module for piece in optional)]
+    answers = probe([name for name in modules if importlib.util.find_spec(_root_of(name)) is not None])
+    torch = answers.get(TORCH, {"error": None})
+    table = (
+        _python(),
+        _required(
+            TORCH,
+            TORCH,
+            answers,
+            lost="everything",
+            remedy="pip install torch, as pytorch.org says for the machine's CUDA",
+        ),
+        _cuda(torch),
+        _nccl(torch),
+        _required(
+            MEGATRON,
+            "megatron-core",
+            answers,
+            lost="training; schedules and pictures can still be made",
+            remedy=f"pip install 'megatron-core[training]>={compat.MINIMUM_VERSIONS['megatron-core']}'",
+        ),
+        *(_optional(piece, answers) for piece in compat.OPTIONAL_PIECES),
+    )
+    return Pieces(table, torch)
+
+
+def probe(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Import each of these, in order, in another process; if that dies, go on with the next in a new one."""
+    answers: dict[str, dict[str, Any]] = {}
+    while names:
+        command = [sys.executable, "-m", "megatron_ampipe.tools.checkup.probe", *names]
+        path = os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")]))
+        try:
+            done = subprocess.run(
+                command,
+                env=os.environ | {"PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_PROBE_TIMEOUT_S,
+            )
+            lines, errors, end = done.stdout, done.stderr, _how_it_ended(done.returncode)
+        except subprocess.TimeoutExpired as error:
+            lines, errors = (_text(stream) for stream in (error.stdout, error.stderr))
+            end = f"does not end: importing it took more than {_PROBE_TIMEOUT_S} s"
+        begun = names[0]
+        for line in lines.splitlines():
+            found = json.loads(line)
+            begun = found.get("begin", begun)
+            if "piece" in found:
+                answers[found.pop("piece")] = found
+        if begun not in answers:
+            tail = " ".join(errors.splitlines()[-_LOG_LINES:])
+            answers[begun] = {"error": " ".join(filter(None, [end, tail]))}
+        names = [name for name in names if name not in answers]
+    return answers
+
+
+def _python() -> Piece:
+    found = platform.python_version()
+    well = sys.version_info[:2] >= tuple(map(int, compat.MINIMUM_PYTHON.split(".")))
+    return Piece(
+        name="Python",
+        status=Status.OK if well else Status.TOO_OLD,
+        found=found,
+        needed=f">= {compat.MINIMUM_PYTHON}",
+        required=True,
+        lost="everything",
+        remedy="make the environment with a newer Python",
+    )
+
+
+def _required(
+    name: str, distribution: str, answers: Mapping[str, Mapping[str, Any]], *, lost: str, remedy: str
+) -> Piece:
+    minimum = compat.MINIMUM_VERSIONS[distribution]
+    version = compat.installed_version(distribution)
+    answer = answers.get(name)
+    status, found = Status.OK, str(version) if version is not None else "a checkout"
+    if answer is None:
+        status, found = Status.MISSING, "-"
+    elif answer.get("error") is not None:
+        status, found = Status.BROKEN, f"{found}: {answer['error']}"
+    elif version is not None and version < Version(minimum):
+        status = Status.TOO_OLD
+    return Piece(
+        name=name,
+        status=status,
+        found=found,
+        needed=f">= {minimum}",
+        required=True,
+        lost=lost,
+        remedy=remedy,
+    )
+
+
+def _optional(piece: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Piece:
+    version = compat.installed_version(piece.distribution)
+    found = str(version) if version is not None else "-"
+    answer = answers.get(piece.module)
+    if not compat.has_piece(piece):
+        status = Status.MISSING if version is None or piece.minimum is None else Status.TOO_OLD
+    elif answer is None or answer.get("error") is not None:
+        status = Status.BROKEN
+        found = f"{found}: {answer['error'] if answer else 'cannot be found'}"
+    else:
+        status = Status.OK
+    return Piece(
+        name=piece.name,
+        status=status,
+        found=found,
+        needed=f"optional, >= {piece.minimum}" if piece.minimum else "optional",
+        required=False,
+        lost=piece.lost,
+        remedy=piece.remedy,
+    )
+
+
+def _cuda(torch: Mapping[str, Any]) -> Piece:
+    gpus = torch.get("gpus") or []
+    found = f"{torch['cuda']}, {len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    if not gpus and torch.get("cuda"):
+        found = f"{torch['cuda']}, no GPU"
+    return Piece(
+        name="CUDA",
+        status=Status.OK if gpus else Status.MISSING,
+        found=found,
+        needed="optional",
+        required=False,
+        lost="speed: without a GPU Megatron trains on the CPU, which is for trying things",
+        remedy="a GPU, its driver, and a torch that is built for CUDA",
+    )
+
+
+def _nccl(torch: Mapping[str, Any]) -> Piece:
+    needed_here = bool(torch.get("gpus"))
+    version = torch.get("nccl")
+    return Piece(
+        name="NCCL",
+        status=Status.OK if version else Status.MISSING,
+        found=version or "-",
+        needed="for GPUs",
+        required=needed_here,
+        lost="communication between GPUs; CPUs use gloo",
+        remedy="a torch that is built for CUDA brings it",
+    )
+
+
+def _root_of(module: str) -> str:
+    return {TORCH: "torch", MEGATRON: "megatron"}.get(module, module.partition(".")[0])
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"importing it ended the process by {signal.Signals(-code).name}"
+    return f"importing it ended the process with code {code}"
+
+
+def _text(stream: bytes | str | None) -> str:
+    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""

@@ -1,0 +1,170 @@
+"""A cluster of loopback nodes made of the stub's commands: submits jobs, and says what became of them."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.megatron.launcher import Run, environment, parse
+
+STUB = Path(__file__).with_name("stub.py")
+COMMANDS = ("sbatch", "srun", "scontrol")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One attempt of a job that has ended."""
+
+    code: int
+    requeued: bool
+    left: int
+    """Processes that were still there when the job script had ended."""
+
+
+class Cluster:
+    """Where one job runs.
+
+    Args:
+        folder: From which the job is submitted; empty.
+        fake_python: A bash script that stands in for ``python`` inside the job; None for the real one.
+    """
+
+    def __init__(self, folder: Path, *, fake_python: str | None = None) -> None:
+        self.folder = folder
+        self._state = folder / "slurm-state"
+        self._bin = folder / "bin"
+        for path in (self._state, self._bin):
+            path.mkdir(parents=True)
+        for name in COMMANDS:
+            # The stub's own Python, whatever the job sees as python.
+            self._command(name, f'exec {sys.executable} {STUB} {name} "$@"')
+        if fake_python is not None:
+            self._command("python", fake_python)
+        self.job_id = _job_id_with_a_free_port()
+        (self._state / "job-id").write_text(str(self.job_id))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of the user who submits."""
+        path = [str(self._bin), str(Path(sys.executable).parent), os.environ["PATH"]]
+        kept = {name: value for name, value in environment().items() if not name.startswith("SLURM_")}
+        return {**kept, "PATH": os.pathsep.join(path), "SLURM_STUB_DIR": str(self._state)}
+
+    def ampipe_sbatch(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run ``ampipe sbatch`` as on a login node."""
+        return subprocess.run(
+            [sys.executable, "-m", "megatron_ampipe.cli", "sbatch", *words],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    def submit(self, *words: str) -> None:
+        """Make a job script and submit it."""
+        done = self.ampipe_sbatch("--submit", *words)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith(f"Submitted batch job {self.job_id}\n")
+
+    def until(self, happened: Callable[[], object], *, timeout_s: float = 30) -> None:
+        """Wait; fails the test, and ends the job, when it takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            if time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"nothing happened for {timeout_s} s\n{self.everything()}")
+            time.sleep(0.01)
+
+    def wait(self, *, timeout_s: float = 30) -> str:
+        """Until the job has ended for good; its last state."""
+        self.until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=timeout_s)
+        return self.state
+
+    def cancel(self) -> None:
+        """As ``scancel``: the job is no longer running, and its steps are ended."""
+        (self._state / "state").write_text("CANCELLED")
+        for pid in self.processes("srun"):
+            os.kill(pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """Whatever is left of the job, at once."""
+        for pid in self.processes(""):
+            os.kill(pid, signal.SIGKILL)
+
+    def processes(self, words: str) -> list[int]:
+        """Of this job, those whose command line contains ``words``; a rank is found by its module."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                mine = f"SLURM_STUB_DIR={self._state}".encode() in (entry / "environ").read_bytes()
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if mine and words in line:
+                found.append(int(entry.name))
+        return sorted(found)
+
+    @property
+    def state(self) -> str:
+        """As ``scontrol show job`` says."""
+        path = self._state / "state"
+        return path.read_text() if path.exists() else "PENDING"
+
+    @property
+    def attempts(self) -> list[Ended]:
+        """Those that have ended."""
+        pattern = r"^ended \d+ code (-?\d+) requeued (True|False) left (\d+)$"
+        return [
+            Ended(int(code), requeued == "True", int(left))
+            for code, requeued, left in re.findall(pattern, self.events, re.M)
+        ]
+
+    @property
+    def script_pid(self) -> int:
+        """Of the job script of the attempt that runs, which is whom SLURM sends USR1."""
+        return int(re.findall(r"^attempt \d+ pid (\d+)$", self.events, re.M)[-1])
+
+    @property
+    def events(self) -> str:
+        """What the stub noted."""
+        path = self._state / "events"
+        return path.read_text() if path.exists() else ""
+
+    def said(self, name: str) -> str:
+        """What the job script said, over all attempts."""
+        path = self.folder / f"{name}-{self.job_id}.out"
+        return path.read_text() if path.exists() else ""
+
+    def log(self, name: str, *, attempt: int, node: int) -> str:
+        """What a node's ranks said in one attempt."""
+        path = self.folder / f"runs/{name}/logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
+        return path.read_text() if path.exists() else ""
+
+    def losses(self, name: str, *, attempt: int, node: int) -> Run:
+        """What Megatron logged there."""
+        return parse(0, self.log(name, attempt=attempt, node=node))
+
+    def everything(self) -> str:
+        """All that was written, for the message of a failed test."""
+        logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/*/logs/*/*.log"), self._state / "events"]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
+
+    def _command(self, name: str, line: str) -> None:
+        path = self._bin / name
+        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+        path.chmod(0o755)
+
+
+def _job_id_with_a_free_port() -> int:
+    """The job script takes its port from the job's number."""
+    for job_id in range(os.getpid() % 10_000, os.getpid() % 10_000 + 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", 20_000 + job_id % 12_000))
+            except OSError:
+                continue
+            return job_id
+    raise AssertionError("no free port")

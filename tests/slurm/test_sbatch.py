@@ -1,0 +1,186 @@
+"""``ampipe sbatch``: the scripts that are shipped, what is refused, and that nothing is submitted unasked."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.cli import main
+from tests.slurm.cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
+FLAGS = ["--", "--lr", "1e-4"]
+COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's file, in the folder from which everything is called."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.yaml"
+    path.write_text("num-layers: 2\nhidden-size: 64\n")
+    return path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_scripts_are_what_their_first_lines_say(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To make them anew, run the command in their head."""
+    monkeypatch.chdir(ROOT)
+    text = path.read_text()
+    command = re.search(r"Made by:\n#   (ampipe sbatch .*)\n", text)
+    assert command is not None
+    words = shlex.split(command[1])[1:]
+    assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
+    # Without writing: the script is shown as well.
+    monkeypatch.setattr("megatron_ampipe.tools.sbatch._write", lambda script, path: None)
+    assert main(words) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_there_is_a_script_for_every_use() -> None:
+    assert {path.stem for path in SHIPPED} == {"one-node", "many-nodes", "container"}
+
+
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("shellcheck").exists(), reason="install the [test] extra"
+)
+@pytest.mark.parametrize("words", [[], ["--container", "registry/it's an image", "--mount", "/a:/b,/c:/d"]])
+def test_scripts_with_odd_words_are_clean(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = ["--folder", "a folder/it's $HOME", "--sbatch-option=--qos=high", "--account", "me"]
+    assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "8", *words, *odd, *FLAGS, "$(x) 'y'"]) == 0
+    script = capsys.readouterr().out
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    # Not what it says about '$': that is what the words are odd in.
+    command = [shellcheck, "--exclude=SC2016", "-"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "\n#SBATCH --qos=high\n#" in script and "\n#SBATCH --account=me\n" in script
+    assert "run_dir='a folder/it'\"'\"'s $HOME'\n" in script
+    assert """    --lr 1e-4 '$(x) '"'"'y'"'"''\n""" in script
+    assert ("--container-mounts" in script) == bool(words)
+
+
+def test_files_are_handed_to_the_launch_in_order(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model.parent / "data.yaml").write_text("lr: 1.0e-4\nsave-interval: 50\n")
+    words = ["sbatch", "--model", "small.yaml", "--run", "data.yaml", "--nodes", "1", "--gpus-per-node", "2"]
+    assert main(words) == 0
+    script = capsys.readouterr().out
+    assert "    --ampipe-config small.yaml data.yaml\n" in script
+    assert "--save-interval" not in script, "the file says it"
+    assert "#SBATCH --job-name=small\n" in script and "run_dir=runs/small\n" in script
+    assert main([*words, "--save-interval", "7"]) == 0
+    assert '--load "$checkpoints" --save-interval 7\n' in capsys.readouterr().out
+
+
+def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model.parent / "cluster.yaml").write_text("ranks_per_node: 4\nflags:\n  bf16: true\n")
+    assert main(["sbatch", "--model", "small.yaml", "--nodes", "1", "--cluster", "cluster.yaml"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --gpus-per-node=4\n" in script and "--nproc-per-node 4 " in script
+    assert "--ampipe-config small.yaml cluster.yaml\n" in script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus-per-node", "8"], "--model (not given): there is nothing to train. Give --model"),
+        (
+            ["--model", "small.yaml"],
+            "--gpus-per-node (not given): nothing says how many ranks a node gets. Add",
+        ),
+        (
+            ["--model", "mixtral-8x7", "--gpus-per-node", "8"],
+            "is neither a file nor a model of ours. Did you mean mixtral-8x7b?",
+        ),
+        (["--cluster", "four.yaml", "--gpus-per-node", "8", *FLAGS], "differs from ranks_per_node 4 of four"),
+        (["--cluster", "none.yaml", *FLAGS], "none.yaml:2:"),
+        (["--gpus-per-node", "8", "--time", "a day", *FLAGS], "--time a day: is not a duration"),
+        (["--gpus-per-node", "8", "--partition", "a b", *FLAGS], "--partition a b: holds a blank"),
+        (["--gpus-per-node", "8", "--mount", "/a:/b", *FLAGS], "--mount /a:/b: has no effect without a cont"),
+        (["--gpus-per-node", "8", "--sbatch-option=qos", *FLAGS], "does not begin with --"),
+        (["--gpus-per-node", "8", "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
+        (["--gpus-per-node", "8", "--", "--save=x"], "flag --save=x: is set by the job script"),
+        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "--output no/job.sbatch: its direct"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_wrong_is_refused_with_what_to_do(
+    words: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model.parent / "four.yaml").write_text("ranks_per_node: 4\n")
+    (model.parent / "none.yaml").write_text("a: 1\nranks_per_node: many\n")
+    (model.parent / "saves.yaml").write_text("num-layers: 2\nsave: here\n")
+    assert main(["sbatch", "--nodes", "2", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    words = ["--nodes", "2", "--gpus-per-node", "1", "--output", "job.sbatch", *FLAGS]
+    done = cluster.ampipe_sbatch(*words)
+    assert done.returncode == 0, done.stderr
+    assert (cluster.folder / "job.sbatch").read_text() == done.stdout
+    assert cluster.ampipe_sbatch(*words[:4], *FLAGS).returncode == 0
+    assert cluster.state == "PENDING" and cluster.events == ""
+    assert not list(cluster.folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("answer", "submitted"), [("y", True), ("", False), ("no", False)])
+def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster", fake_python="exit 0")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--nodes", "1", "--gpus-per-node", "1", *FLAGS],
+        cwd=cluster.folder, env=cluster.environment, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"Submit it? [y/N] " not in shown:
+        shown += os.read(ours, 65536)
+    os.write(ours, answer.encode() + b"\n")
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:
+        # The other end of a terminal that is gone.
+        pass
+    os.close(ours)
+    assert process.wait(timeout=30) == 0
+    assert b"#SBATCH --nodes=1" in shown
+    assert (b"Submitted batch job" in shown) == submitted
+    if submitted:
+        assert cluster.wait() == "COMPLETED"
+    assert (cluster.state == "COMPLETED") == submitted
+
+
+def test_what_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    words = ["--submit", "--nodes", "2", "--gpus-per-node", "1", "--sbatch-option=--nonsense=1", *FLAGS]
+    done = cluster.ampipe_sbatch(*words)
+    assert done.returncode == 3
+    assert "sbatch refused the script: " in done.stderr and "--nonsense=1" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="needs a machine without SLURM")
+def test_without_slurm_there_is_a_way_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sbatch", "--submit", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 1
+    assert "--output job.sbatch" in capsys.readouterr().err
+
+
+def test_the_template_is_in_the_package() -> None:
+    """Also where it is installed as a wheel: setup.py names it as package data."""
+    setup = (ROOT / "setup.py").read_text()
+    assert '"megatron_ampipe.tools.slurm": ["*.j2"]' in setup

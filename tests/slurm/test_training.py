@@ -1,0 +1,157 @@
+"""A training job of two nodes through a stand-in for SLURM: it trains, and goes on where it was stopped."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launcher import MODULE, Run
+from tests.slurm.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(240)
+
+NUM_ITERATIONS = 36
+SAVE_INTERVAL = 6
+KILLED_AFTER = 8
+ASKED_TO_STOP_AFTER = 19
+NAME = "tiny"
+MODEL = """
+num-layers: 2
+hidden-size: 64
+num-attention-heads: 4
+seq-length: 64
+max-position-embeddings: 64
+disable-bias-linear: true
+num-experts: 4
+moe-router-topk: 2
+moe-token-dispatcher-type: alltoall
+moe-router-load-balancing-type: aux_loss
+moe-aux-loss-coeff: 1.0e-2
+tokenizer-type: NullTokenizer
+vocab-size: 255
+"""
+RUN = f"""
+expert-model-parallel-size: 2
+mock-data: true
+micro-batch-size: 1
+global-batch-size: 4
+train-iters: {NUM_ITERATIONS}
+# With dropout, as Megatron's default is, so that the restored random state counts.
+lr: 1.0e-3
+lr-decay-style: constant
+save-interval: {SAVE_INTERVAL}
+log-interval: 1
+eval-iters: 0
+eval-interval: 100
+ampipe:
+  degree: 4
+"""
+WORDS = f"--nodes 2 --gpus-per-node 1 --job-name {NAME} --model model.yaml --run run.yaml".split()
+LAST_RANKS_NODE = 2
+"""Where Megatron logs iterations."""
+
+
+def submitted(folder: Path) -> Cluster:
+    """A cluster with the job in it."""
+    (folder / "model.yaml").write_text(MODEL)
+    (folder / "run.yaml").write_text(RUN)
+    cluster = Cluster(folder)
+    cluster.submit(*WORDS)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A job that nothing happens to."""
+    cluster = submitted(tmp_path_factory.mktemp("unbroken"))
+    cluster.wait(timeout_s=100)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The same job. Its first attempt loses a rank, its second is asked to stop, its third is left alone."""
+    cluster = submitted(tmp_path_factory.mktemp("interrupted"))
+    cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=100)
+    ranks = [pid for pid in cluster.processes(MODULE) if _is_rank(pid)]
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGKILL)
+    cluster.until(lambda: _last_iteration(cluster, attempt=1) >= ASKED_TO_STOP_AFTER, timeout_s=100)
+    os.kill(cluster.script_pid, signal.SIGUSR1)
+    cluster.wait(timeout_s=100)
+    yield cluster
+    cluster.end()
+
+
+def _is_rank(pid: int) -> bool:
+    return b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _last_iteration(cluster: Cluster, *, attempt: int) -> int:
+    return max(cluster.losses(NAME, attempt=attempt, node=LAST_RANKS_NODE).iterations, default=0)
+
+
+def _logged(cluster: Cluster, *, attempt: int) -> Run:
+    return cluster.losses(NAME, attempt=attempt, node=LAST_RANKS_NODE)
+
+
+def test_a_job_on_two_nodes_trains(unbroken: Cluster) -> None:
+    assert unbroken.state == "COMPLETED", unbroken.everything()
+    (attempt,) = unbroken.attempts
+    assert (attempt.code, attempt.requeued, attempt.left) == (0, False, 0)
+    run = _logged(unbroken, attempt=0)
+    assert run.iterations == list(range(1, NUM_ITERATIONS + 1))
+    assert run.lm_loss[-1] < run.lm_loss[0] - 0.05
+    assert f"finished; last checkpoint: {NUM_ITERATIONS}" in unbroken.said(NAME)
+
+
+def test_each_node_has_its_log(unbroken: Cluster) -> None:
+    first, second = (unbroken.log(NAME, attempt=0, node=node) for node in (1, 2))
+    assert "AMPipe" in first and "chunk boundaries" in first, "the start-up table, of rank 0"
+    assert "elapsed time per iteration" in second and "elapsed time per iteration" not in first
+
+
+def test_a_lost_rank_ends_the_attempt_and_requeues_the_job(interrupted: Cluster) -> None:
+    attempt = interrupted.attempts[0]
+    assert attempt.code != 0
+    assert attempt.requeued
+    assert attempt.left == 0, "every process of both nodes is gone"
+    assert _logged(interrupted, attempt=0).iterations[-1] < NUM_ITERATIONS
+    assert "failed with code" in interrupted.said(NAME)
+
+
+def test_a_job_that_is_asked_to_stop_saves_and_requeues(interrupted: Cluster) -> None:
+    attempt = interrupted.attempts[1]
+    assert (attempt.code, attempt.requeued, attempt.left) == (0, True, 0)
+    stopped_after = _logged(interrupted, attempt=1).iterations[-1]
+    assert ASKED_TO_STOP_AFTER <= stopped_after < NUM_ITERATIONS
+    assert f"goes on from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
+
+
+def test_the_job_comes_to_its_end_in_the_third_attempt(interrupted: Cluster) -> None:
+    assert interrupted.state == "COMPLETED", interrupted.everything()
+    assert [attempt.requeued for attempt in interrupted.attempts] == [True, True, False]
+
+
+def test_the_loss_curve_is_that_of_the_unbroken_run(unbroken: Cluster, interrupted: Cluster) -> None:
+    expected = _logged(unbroken, attempt=0)
+    attempts = [_logged(interrupted, attempt=number) for number in range(3)]
+    resumed = re.findall(r"goes on from checkpoint (\d+)", interrupted.said(NAME))
+    checkpoints = [int(iteration) for iteration in resumed]
+    assert [run.iterations[0] - 1 for run in attempts] == [0, *checkpoints]
+    assert KILLED_AFTER // SAVE_INTERVAL * SAVE_INTERVAL <= checkpoints[0] <= attempts[0].iterations[-1]
+    for number, run in enumerate(attempts):
+        first = run.iterations[0]
+        assert run.iterations == list(range(first, run.iterations[-1] + 1))
+        same = slice(first - 1, run.iterations[-1])
+        assert run.grad_norm == expected.grad_norm[same]
+        losses = expected.lm_loss[same]
+        if number > 0:
+            # What Megatron prints for the second iteration after a resume is the mean of the first two.
+            losses[1] = pytest.approx((losses[0] + losses[1]) / 2, abs=2e-6)
+        assert run.lm_loss == losses
+    assert attempts[2].iterations[-1] == NUM_ITERATIONS
