@@ -17,10 +17,8 @@ from typing import Literal
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.flags import known_flags
 from megatron_ampipe.plan.records import nearest, read_record, refuse, write_record
+from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs/clusters"
-SUFFIX = ".yaml"
 
 Basis = Literal["measured", "derived", "datasheet"]
 """``measured``: timed, by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
@@ -257,7 +255,7 @@ def read_cluster(path: Path) -> Cluster:
         if key not in known_flags() and key != "ampipe":
             refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
-    return dataclasses.replace(cluster, path=str(path), lines=lines)
+    return dataclasses.replace(cluster, path=shown(path), lines=lines)
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
@@ -277,15 +275,4 @@ def find_cluster(text: str) -> Path:
     Raises:
         BadInput: neither.
     """
-    as_file, by_name = Path(text), CONFIGS / f"{text}{SUFFIX}"
-    if as_file.is_file():
-        return as_file
-    if by_name.is_file() and Path(text).name == text:
-        return by_name
-    known = sorted(path.stem for path in CONFIGS.glob(f"*{SUFFIX}"))
-    raise BadInput(
-        "--cluster",
-        text or "(empty)",
-        rule="is neither a file nor a cluster of ours",
-        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
-    )
+    return find_config(text, folders=("clusters",), flag="--cluster", what="cluster")

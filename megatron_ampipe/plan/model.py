@@ -16,10 +16,8 @@ from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.flags import ampipe_keys, known_flags
 from megatron_ampipe.plan.records import nearest, refuse
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs/models"
-SUFFIX = ".yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +41,7 @@ def find_model(text: str) -> Path:
     Raises:
         BadInput: neither.
     """
-    as_file, by_name = Path(text), CONFIGS / f"{text}{SUFFIX}"
-    if as_file.is_file():
-        return as_file
-    if by_name.is_file() and Path(text).name == text:
-        return by_name
-    known = sorted(path.stem for path in CONFIGS.glob(f"*{SUFFIX}"))
-    raise BadInput(
-        "--model",
-        text or "(empty)",
-        rule="is neither a file nor a model of ours",
-        remedy=f"Give a YAML file, or one of {', '.join(known)}." if known else "Give a YAML file.",
-    )
+    return find_config(text, folders=("models",), flag="--model", what="model")
 
 
 def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> ModelFile:

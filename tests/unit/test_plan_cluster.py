@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.cluster import CONFIGS, find_cluster, read_cluster, write_cluster
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
+from megatron_ampipe.shipped import config_names
 
-SHIPPED = sorted(CONFIGS.glob("*.yaml"))
+SHIPPED = list(config_names("clusters").values())
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

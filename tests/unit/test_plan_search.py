@@ -68,7 +68,7 @@ def fastest_of_all(problem: OrderProblem) -> float:
     return min(problem.time((compute, comm)) for compute, comm in itertools.product(*lanes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems(degree=2))
 def test_two_chunks_are_ordered_as_well_as_can_be(
     case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],

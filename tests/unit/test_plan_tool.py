@@ -12,9 +12,11 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.model import read_model, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
+from megatron_ampipe.shipped import config_names
 from tests.plan_cases import cluster, workload
 from tests.unit.test_imports import heavy_modules_after
 from tests.unit.test_plan_workload import PLAIN
@@ -163,3 +165,12 @@ def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
     words = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]
     imported, shown = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
     assert imported == set() and "choice: " in shown
+
+
+@pytest.mark.parametrize("name", config_names("clusters"))
+def test_every_shipped_model_can_be_planned_on_every_shipped_cluster(name: str) -> None:
+    source = cluster(name)
+    for path in config_names("models").values():
+        block, _ = workload_of(read_model(path), source)
+        plan = make_plan(Predictor(block, source), full=False)
+        assert plan.predicted_speedup >= 1
