@@ -101,7 +101,7 @@ WRONG = {
         "ampipe:\n  schedule: moe-only",
     ),
     "own-degree-word": Wrong(
-        "{line}2: degree four: is neither a whole number nor auto. Write 'degree: 4'",
+        "{line}2: ampipe.degree: four: is neither a whole number nor auto. Write 'degree: 4'",
         "ampipe:\n  degree: four",
     ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),

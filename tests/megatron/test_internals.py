@@ -28,7 +28,7 @@ from tests.megatron.launcher import REPOSITORY, environment
 
 PACKAGE = REPOSITORY / "megatron_ampipe"
 DESIGN = REPOSITORY / "docs" / "design.md"
-ALL_OF_A_FOLDER = ("tools/benchmark",)
+ALL_OF_A_FOLDER = ("tools/benchmark", "tools/profiling")
 """Folders that stand in the table as one, in place of their files."""
 
 Definition = ast.FunctionDef | ast.ClassDef
