@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -76,6 +77,37 @@ def installed_version(distribution: str) -> Version | None:
         return Version(version(distribution))
     except PackageNotFoundError:
         return None
+
+
+def megatron_folder() -> Path | None:
+    """The folder of the ``megatron.core`` that an import finds, which may be a checkout's; None without one."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def megatron_version(folder: Path) -> Version:
+    """The version that a ``megatron/core`` folder says it is, read without importing it.
+
+    Raises:
+        EnvironmentMissing: its ``package_info.py`` is not there or of another form.
+    """
+    path = folder / "package_info.py"
+    text = path.read_text() if path.is_file() else ""
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
+    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+        raise EnvironmentMissing(f"{path} does not say which Megatron this is.")
+    numbers = ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return Version(numbers + found.get("PRE_RELEASE", ""))
+
+
+def describe_megatron() -> str:
+    """Which Megatron is used and where it lies, for the start-up table."""
+    folder = megatron_folder()
+    assert folder is not None, "called once Megatron has been imported"
+    return f"{megatron_version(folder)} from {folder.parent}"
 
 
 def require_peers() -> None:

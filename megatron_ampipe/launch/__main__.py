@@ -1,0 +1,8 @@
+"""``python -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags>``: a script of a Megatron-LM checkout."""
+
+import sys
+
+from megatron_ampipe.launch.script import main
+
+if __name__ == "__main__":
+    sys.exit(main())
