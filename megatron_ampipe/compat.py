@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import dataclass
 import re
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -108,6 +110,40 @@ def describe_megatron() -> str:
     folder = megatron_folder()
     assert folder is not None, "called once Megatron has been imported"
     return f"{megatron_version(folder)} from {folder.parent}"
+
+
+def moe_class(mlp: Any) -> type | None:
+    """The class of MoE layer that the ``mlp`` of a layer's submodules builds; None where it builds another.
+
+    A ``partial`` of the class since 0.18, a ``ModuleSpec`` before and where users write one.
+    """
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
+    return found if isinstance(found, type) and issubclass(found, BaseMoELayer) else None
+
+
+def moe_submodules(mlp: Any) -> Any:
+    """The ``MoESubmodules`` of an ``mlp`` that builds an MoE layer."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+
+
+def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
+    """The same ``mlp`` with other submodules."""
+    if isinstance(mlp, partial):
+        return partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+    return dataclasses.replace(mlp, submodules=submodules)
+
+
+def rotary_scale(attention: Any) -> float:
+    """YaRN's factor of an attention layer, which 0.19 keeps on the layer and others work out at every use."""
+    if hasattr(attention, "_yarn_concentration_factor"):
+        return float(attention._yarn_concentration_factor)
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor_from_config,
+    )
+
+    return float(_yarn_get_concentration_factor_from_config(attention.config))
 
 
 def require_peers() -> None:
