@@ -1,4 +1,4 @@
-"""``python -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags>``: a script of a Megatron-LM checkout."""
+"""A checkout's own script: ``torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags>``."""
 
 import sys
 

@@ -51,9 +51,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
 
     Raises:
         BadInput: a flag is wrong or a combination is not supported.
-        EnvironmentMissing: torch or Megatron is too old.
     """
-    compat.require_peers()
     config = flags.config_from_args(args)
     megatron = ("Megatron", compat.describe_megatron())
     if config.degree == 1:

@@ -154,14 +154,13 @@ class Hooks:
 
         @functools.wraps(pretrain)
         def training(*args: Any, **kwargs: Any) -> Any:
-            from megatron_ampipe.launch.trace import traced
+            from megatron_ampipe.launch.trace import traced_when_called
 
             self.training = True
-            if self._context is None or not self._context.recorder.enabled:
-                return pretrain(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
-            step = bound.arguments["forward_step_func"]
-            bound.arguments["forward_step_func"] = traced(step, self._context, self._args)
+            bound.arguments["forward_step_func"] = traced_when_called(
+                bound.arguments["forward_step_func"], lambda: (self._context, self._args)
+            )
             return pretrain(*bound.args, **bound.kwargs)
 
         return training

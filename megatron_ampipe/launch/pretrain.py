@@ -78,23 +78,24 @@ def import_megatron() -> bool:
         Whether there is a GPU.
 
     Raises:
-        EnvironmentMissing: torch or Megatron is not there.
+        EnvironmentMissing: torch or Megatron is not there, or too old.
     """
     try:
         import torch  # noqa: F401
     except ImportError as error:
         raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
+    on_gpu = host.gpu_available()
     try:
-        if host.gpu_available():
+        if on_gpu:
             import megatron.training.training  # noqa: F401
-
-            return True
-        host.install()
+        else:
+            host.install()
     except ImportError as error:
         raise EnvironmentMissing(
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
-    return False
+    compat.require_peers()
+    return on_gpu
 
 
 def prepare_training(
@@ -111,13 +112,15 @@ def prepare_training(
 
     Raises:
         BadInput: Megatron or AMPipe refuses the arguments.
+        EnvironmentMissing: This Megatron cannot build a model from a configuration.
     """
+    compat.require_model_from_configuration()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_ampipe.launch import gpt
+    from megatron_ampipe.launch import gpt, patched
     from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
@@ -126,6 +129,7 @@ def prepare_training(
     from megatron_ampipe.launch.trace import recorded, write_trace
 
     sys.argv = [PROGRAM_NAME, *arguments]
+    patched.give_way()
     use_built_helpers()
     with refuse_as_bad_input():
         args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)

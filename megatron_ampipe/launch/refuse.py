@@ -1,6 +1,6 @@
 """How a launch ends on bad input: one message, no traceback, the same exit code on every rank.
 
-Called by :mod:`.pretrain`, :mod:`.script` and :mod:`.hooks`. Not for failures during training, whose traceback is wanted.
+Called by the ways to launch. Not for failures during training, whose traceback is wanted.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
-The script runs as ``__main__``, with its own folder first on the path, as it does when it is launched by hand:
-the ``megatron`` package beside it is the one that is imported. What reaches into it is in :mod:`.hooks`.
+The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
+``megatron`` package beside it is the one that is imported. What reaches into it is in :mod:`.hooks`.
 Called by ``python -m megatron_ampipe.launch``.
 """
 

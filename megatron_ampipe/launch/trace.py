@@ -1,4 +1,7 @@
-"""What of a run is recorded, and the trace that each rank writes. Called by :mod:`.pretrain`."""
+"""What of a run is recorded, and the trace that each rank writes.
+
+Called by :mod:`.pretrain`, :mod:`.hooks` and :mod:`.patched`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
@@ -65,11 +67,32 @@ def recorded(
     return step
 
 
+def traced_when_called(
+    forward_step: ForwardStep, settings: Callable[[], tuple[AMPipeContext | None, argparse.Namespace]]
+) -> ForwardStep:
+    """As :func:`traced`, for a forward step that is handed over before the arguments are parsed (0.17).
+
+    Args:
+        forward_step: Megatron's.
+        settings: Asked at the first call for what :func:`traced` takes.
+    """
+    steps: list[ForwardStep] = []
+
+    @functools.wraps(forward_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not steps:
+            steps.append(traced(forward_step, *settings()))
+        return steps[0](*args, **kwargs)
+
+    return step
+
+
 def write_trace(context: AMPipeContext | None) -> None:
     """Write this rank's trace, if one was asked for and anything was recorded."""
     if context is None or context.config.trace_dir is None:
         return
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    # Not from the process group, which may have been taken down by now.
+    rank = int(os.environ.get("RANK", "0"))
     labels = {"degree": str(context.config.degree), "schedule": context.config.schedule}
     timeline = context.recorder.timeline(rank=rank, labels=labels)
     if timeline.spans:

@@ -10,8 +10,8 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.training import get_args, inprocess_restart, pretrain
 from megatron.training import arguments as megatron_arguments
+from megatron.training import get_args, inprocess_restart, pretrain
 from model_builder import build_model
 
 try:
