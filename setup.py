@@ -43,7 +43,7 @@ setup(
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.6",
-        "megatron-core[training]>=0.19",
+        "megatron-core[training]>=0.17",
         "Jinja2>=3.1",
         "PyYAML>=6.0",
         "matplotlib>=3.8",

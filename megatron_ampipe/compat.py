@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
-from dataclasses import dataclass
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ PRETRAIN_GPT_MEGATRON = "0.19"
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalPiece:
     """A package that is used where it is installed, and never imported where it is not.
 
@@ -175,7 +175,9 @@ def require_peers() -> None:
                 f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"
             )
-    if megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1]):
+    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
+    # Once for all ranks.
+    if is_newer and os.environ.get("RANK", "0") == "0":
         missing = missing_internals()
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "

@@ -1,4 +1,4 @@
-"""The Megatrons that tests run against: the environment's own, and the older ones that test.sh puts beside it."""
+"""The Megatrons that tests run against: the environment's own, and the older ones that test.sh installs."""
 
 from __future__ import annotations
 

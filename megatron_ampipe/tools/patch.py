@@ -1,4 +1,4 @@
-"""``ampipe patch``: puts AMPipe's flags into a Megatron-LM tree, checks whether they are in it, takes them out.
+"""``ampipe patch``: puts AMPipe's flags into a Megatron-LM tree, or takes them out.
 
 What is inserted, and the checksums of every touched file before and after, lie in ``patches/`` by version of
 Megatron; the inserted lines call :mod:`megatron_ampipe.launch.patched`. A file that is neither the release's
@@ -19,6 +19,15 @@ from pathlib import Path
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+
+_EPILOG = """\
+examples:
+  ampipe patch check Megatron-LM       does it fit, or is it in it already
+  ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 4 needs no launcher
+  ampipe patch revert Megatron-LM      gives back the release, to the byte
+
+Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. docs/checkout.md has both.
+"""
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
@@ -103,10 +112,11 @@ class Patch:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``ampipe patch``."""
+    parser.epilog = _EPILOG
     parser.add_argument(
         "action",
         choices=("apply", "check", "revert"),
-        help="check writes nothing and says what would be done",
+        help="apply puts it in, revert takes it out, check writes nothing and says whether it is in or fits",
     )
     parser.add_argument(
         "path", type=Path, metavar="PATH", help="a Megatron-LM checkout, the folder with megatron/ in it"

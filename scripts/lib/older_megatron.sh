@@ -6,12 +6,12 @@
 # .venv/megatron-core-0.18/.ampipe-requirement what is in that folder; written last
 
 install_older_megatrons() {
-    local list=$root/tests/older_megatron.txt requirement version folder
+    local list=${root:?}/tests/older_megatron.txt requirement version folder
     [ -e "$list" ] || return 0
     while IFS= read -r requirement; do
         case $requirement in '' | '#'*) continue ;; esac
         version=${requirement#*==}
-        folder=$venv/megatron-core-${version%.*}
+        folder=${venv:?}/megatron-core-${version%.*}
         if [ ! -e "$folder/.ampipe-requirement" ] || [ "$(cat "$folder/.ampipe-requirement")" != "$requirement" ]; then
             install_older_megatron "$requirement" "$folder"
         fi
@@ -24,7 +24,7 @@ install_older_megatron() {
     rm -rf "$partial"
     mkdir -p "$partial"
     # Its dependencies are those of the newer one, which are there.
-    "$python" -m pip install --no-input --disable-pip-version-check --quiet --no-cache-dir --no-deps \
+    "${python:?}" -m pip install --no-input --disable-pip-version-check --quiet --no-cache-dir --no-deps \
         --target "$partial" "$requirement" </dev/null >"$partial.log" 2>&1 ||
         fail "$requirement cannot be installed:" "$(tail -n 5 "$partial.log")"
     printf '%s\n' "$requirement" >"$partial/.ampipe-requirement"

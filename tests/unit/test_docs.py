@@ -31,6 +31,9 @@ COMMANDS = {
     "ampipe draw": "tests/unit/test_draw.py",
     "ampipe sbatch": "tests/slurm/test_sbatch.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor": "tests/dist/test_doctor.py",
+    "ampipe patch": "tests/unit/test_patch.py",
+    "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.launch": "tests/megatron/test_checkout.py",
+    "torchrun --standalone --nproc-per-node 2 Megatron-LM/pretrain_gpt.py": "tests/megatron/test_checkout.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),

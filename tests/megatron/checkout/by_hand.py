@@ -1,4 +1,4 @@
-"""Launches a script as ``python SCRIPT FLAGS`` does, on a machine without a GPU: the host platform and no more.
+"""Launches a script as ``python SCRIPT FLAGS`` does, without a GPU: adds the host platform and no more.
 
 What a GPU is to a launch by hand, this is to a test of one. Not a way to use AMPipe: there is nothing of it
 here that the script does not bring by itself.
