@@ -29,7 +29,12 @@ examples:
 Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. docs/checkout.md has both.
 """
 
-PATCHES = Path(__file__).resolve().parents[2] / "patches"
+_PACKAGE = Path(__file__).resolve().parents[1]
+PATCHES = next(
+    (found for parent in (_PACKAGE, _PACKAGE.parent) if (found := parent / "patches").is_dir()),
+    _PACKAGE.parent / "patches",
+)
+"""In the package where a wheel brought them, else beside it in a checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Patch:
 
         Raises:
             BadInput: There is no Megatron in it, or of a version without a patch.
+            EnvironmentMissing: The patches were not installed.
         """
         core = tree / "megatron" / "core"
         if not core.is_dir():
@@ -66,6 +72,10 @@ class Patch:
                 "PATH", tree, rule=str(error).removesuffix("."), remedy="Name a release of Megatron-LM."
             ) from error
         version = f"{found.major}.{found.minor}"
+        if not PATCHES.is_dir():
+            raise EnvironmentMissing(
+                "This installation has no patches. In a checkout of AMPipe, run: pip install -e ."
+            )
         folder = PATCHES / version
         if not folder.is_dir():
             known = sorted(each.name for each in PATCHES.iterdir() if each.is_dir())

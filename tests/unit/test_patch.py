@@ -142,6 +142,14 @@ def test_without_git_nothing_is_written(
     assert _files(tree) == before
 
 
+def test_an_installation_without_patches_says_so(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_ampipe.tools.patch.PATCHES", tmp_path / "nowhere")
+    assert run("apply", tree) == 1
+    assert "This installation has no patches" in capsys.readouterr().err
+
+
 def test_a_patch_that_does_not_give_what_it_says_is_not_written(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
