@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-DATA = ("configs",)
+DATA = ("configs", "patches")
 """Folders of the checkout that a wheel holds in the package, where megatron_ampipe/shipped.py finds them."""
 
 

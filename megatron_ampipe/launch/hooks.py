@@ -108,9 +108,11 @@ class Hooks:
         @functools.wraps(validate)
         def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from megatron_ampipe.launch.attach import prepare
+            from megatron_ampipe.launch.exit_signal import keep_from_children
 
             with refuse_as_bad_input():
                 validated = validate(args, *rest, **kwargs)
+            keep_from_children(args)
             self._args = args
             self._context = prepare(args, adjustments=self._adjustments)
             return validated
@@ -157,11 +159,11 @@ class Hooks:
 
         @functools.wraps(pretrain)
         def training(*args: Any, **kwargs: Any) -> Any:
-            from megatron_ampipe.launch.trace import traced_when_called
+            from megatron_ampipe.launch.trace import recorded_when_called
 
             self.training = True
             bound = signature.bind(*args, **kwargs)
-            bound.arguments["forward_step_func"] = traced_when_called(
+            bound.arguments["forward_step_func"] = recorded_when_called(
                 bound.arguments["forward_step_func"], lambda: (self._context, self._args)
             )
             return pretrain(*bound.args, **bound.kwargs)

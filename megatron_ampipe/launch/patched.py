@@ -78,9 +78,9 @@ def forward_step(step: Any) -> Any:
     """The forward step, which tells the recorder its iteration; called in ``pretrain``."""
     if _gives_way:
         return step
-    from megatron_ampipe.launch.trace import traced_when_called
+    from megatron_ampipe.launch.trace import recorded_when_called
 
-    return traced_when_called(step, _settings)
+    return recorded_when_called(step, _settings)
 
 
 def _settings() -> tuple[Any, Any]:

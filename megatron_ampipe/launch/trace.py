@@ -6,6 +6,7 @@ Called by :mod:`.pretrain`, :mod:`.hooks` and :mod:`.patched`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.metrics import is_measured
+from megatron_ampipe.launch.metrics import is_measured, logged
 from megatron_ampipe.layers.context import AMPipeContext
 
 ForwardStep = Callable[..., Any]
@@ -67,21 +68,24 @@ def recorded(
     return step
 
 
-def traced_when_called(
+def recorded_when_called(
     forward_step: ForwardStep, settings: Callable[[], tuple[AMPipeContext | None, argparse.Namespace]]
 ) -> ForwardStep:
-    """As :func:`traced`, for a forward step that is handed over before the arguments are parsed (0.17).
+    """As :func:`recorded`, and log our figures, where the arguments are parsed later or by others.
 
     Args:
         forward_step: Megatron's.
-        settings: Asked at the first call for what :func:`traced` takes.
+        settings: Asked at the first call for what :func:`recorded` takes.
     """
     steps: list[ForwardStep] = []
+    until_the_end = contextlib.ExitStack()
 
     @functools.wraps(forward_step)
     def step(*args: Any, **kwargs: Any) -> Any:
         if not steps:
-            steps.append(traced(forward_step, *settings()))
+            context, parsed = settings()
+            until_the_end.enter_context(logged(context, parsed))
+            steps.append(recorded(forward_step, context, parsed))
         return steps[0](*args, **kwargs)
 
     return step
