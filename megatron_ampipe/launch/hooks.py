@@ -47,9 +47,6 @@ class Hooks:
         from megatron.core.models.gpt import GPTModel
         from megatron.training import arguments, initialize, training
 
-        from megatron_ampipe.launch import patched
-
-        patched.give_way()
         arguments.parse_args = self._parse(arguments.parse_args)
         arguments.validate_args = self._validate(arguments.validate_args)
         for name in ("parse_args", "validate_args"):

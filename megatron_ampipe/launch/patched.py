@@ -41,6 +41,7 @@ def accept(args: Any) -> None:
         return
     from megatron_ampipe import compat
     from megatron_ampipe.launch.attach import prepare
+    from megatron_ampipe.launch.exit_signal import keep_from_children
     from megatron_ampipe.launch.trace import write_trace
 
     try:
@@ -48,6 +49,7 @@ def accept(args: Any) -> None:
         _args, _context = args, prepare(args, adjustments=[])
     except AMPipeError as error:
         sys.exit(end_with(error))
+    keep_from_children(args)
     # The training loop has no place of ours to write it in; a run that fails leaves a trace as well.
     atexit.register(write_trace, _context)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.config import refuse_unsupported
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.launch import flags, host, settings
+from megatron_ampipe.launch import flags, host, patched, settings
 from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -72,7 +72,7 @@ def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adj
 
 
 def import_megatron() -> bool:
-    """Import what trains, on the host platform where there is no GPU.
+    """Import what trains, on the host platform where there is no GPU; the way in is ours, not a patch's.
 
     Returns:
         Whether there is a GPU.
@@ -95,6 +95,7 @@ def import_megatron() -> bool:
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
     compat.require_peers()
+    patched.give_way()
     return on_gpu
 
 
@@ -120,7 +121,7 @@ def prepare_training(
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_ampipe.launch import gpt, patched
+    from megatron_ampipe.launch import gpt
     from megatron_ampipe.launch.attach import attach
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
@@ -129,7 +130,6 @@ def prepare_training(
     from megatron_ampipe.launch.trace import recorded, write_trace
 
     sys.argv = [PROGRAM_NAME, *arguments]
-    patched.give_way()
     use_built_helpers()
     with refuse_as_bad_input():
         args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)
