@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-DATA = ("configs",)
+DATA = ("configs", "patches")
 """Folders of the checkout that a wheel holds in the package, where megatron_ampipe/shipped.py finds them."""
 
 
@@ -46,7 +46,7 @@ setup(
     python_requires=">=3.12",
     install_requires=[
         "torch>=2.6",
-        "megatron-core[training]>=0.19",
+        "megatron-core[training]>=0.17",
         "Jinja2>=3.1",
         "PyYAML>=6.0",
         "matplotlib>=3.8",

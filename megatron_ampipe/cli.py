@@ -25,6 +25,7 @@ TOOLS = {
     "data": "turn a directory of text files into a dataset that Megatron trains on",
     "doctor": "check an environment: packages, ranks, and whether overlap happens on this machine",
     "draw": "draw the timeline that a run recorded: what computed while what travelled",
+    "patch": "put AMPipe's flags into a Megatron-LM checkout, or take them out",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
     "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
     "sbatch": "write a SLURM job script for a training run, show it, and submit it",
@@ -38,6 +39,7 @@ examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree, and why
   ampipe doctor                             is everything there, and does overlap happen here?
   ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings these files make, checked
+  ampipe patch check Megatron-LM            whether the patch for this checkout fits or is in it
 
 'ampipe COMMAND --help' explains one command.
 

@@ -1,23 +1,38 @@
-"""The only place that asks which optional package or which Megatron this is."""
+"""The only place that asks which optional package or which Megatron this is.
+
+Every difference between Megatron's versions that the code has to know of has its function here. Imports
+Megatron inside functions only, so that anyone can ask for a version first.
+"""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib
 import importlib.util
-from dataclasses import dataclass
-from functools import cache
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
 from megatron_ampipe.errors import EnvironmentMissing
 
-MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.19"}
+MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
 MINIMUM_PYTHON = "3.12"
+SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
+"""The versions that the tests run with; exactly which, say constraints.txt and tests/older_megatron.txt."""
+PRETRAIN_GPT_MEGATRON = "0.19"
+"""The first that builds a GPT model from a configuration, which megatron_ampipe.pretrain_gpt rests on."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalPiece:
     """A package that is used where it is installed, and never imported where it is not.
 
@@ -78,20 +93,156 @@ def installed_version(distribution: str) -> Version | None:
         return None
 
 
+def megatron_folder() -> Path | None:
+    """The folder of the ``megatron.core`` that an import finds, maybe a checkout's; None without one."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
+def megatron_version(folder: Path) -> Version:
+    """The version that a ``megatron/core`` folder says it is, read without importing it.
+
+    Raises:
+        EnvironmentMissing: its ``package_info.py`` is not there or of another form.
+    """
+    path = folder / "package_info.py"
+    text = path.read_text() if path.is_file() else ""
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
+    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+        raise EnvironmentMissing(f"{path} does not say which Megatron this is.")
+    numbers = ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return Version(numbers + found.get("PRE_RELEASE", ""))
+
+
+def describe_megatron() -> str:
+    """Which Megatron is used and where it lies, for the start-up table."""
+    folder = megatron_folder()
+    assert folder is not None, "called once Megatron has been imported"
+    return f"{megatron_version(folder)} from {folder.parent}"
+
+
+def moe_class(mlp: Any) -> type | None:
+    """The class of MoE layer that the ``mlp`` of a layer's submodules builds; None where it builds another.
+
+    A ``partial`` of the class since 0.18, a ``ModuleSpec`` before and where users write one.
+    """
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
+    return found if isinstance(found, type) and issubclass(found, BaseMoELayer) else None
+
+
+def moe_submodules(mlp: Any) -> Any:
+    """The ``MoESubmodules`` of an ``mlp`` that builds an MoE layer."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+
+
+def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
+    """The same ``mlp`` with other submodules."""
+    if isinstance(mlp, partial):
+        return partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+    return dataclasses.replace(mlp, submodules=submodules)
+
+
+def rotary_scale(attention: Any) -> float:
+    """YaRN's factor of an attention layer, which 0.19 keeps on the layer and others work out at every use."""
+    if hasattr(attention, "_yarn_concentration_factor"):
+        return float(attention._yarn_concentration_factor)
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        _yarn_get_concentration_factor_from_config,
+    )
+
+    return float(_yarn_get_concentration_factor_from_config(attention.config))
+
+
 def require_peers() -> None:
-    """Refuse to run on a torch or a Megatron that is too old.
+    """Refuse to run on a torch or a Megatron that is too old, and warn of a Megatron that is too new.
+
+    Called once Megatron has been imported, and before anything of ours that builds on it.
 
     Raises:
         EnvironmentMissing: naming what was found and what is needed.
     """
-    for distribution, minimum in MINIMUM_VERSIONS.items():
-        found = installed_version(distribution)
-        # A Megatron-LM checkout on the path is no installed distribution; its version is not ours to know.
+    folder = megatron_folder()
+    megatron = megatron_version(folder) if folder is not None else None
+    for distribution, found in (("torch", installed_version("torch")), ("megatron-core", megatron)):
+        minimum = MINIMUM_VERSIONS[distribution]
         if found is not None and found < Version(minimum):
             raise EnvironmentMissing(
                 f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"
             )
+    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
+    # Once for all ranks.
+    if is_newer and os.environ.get("RANK", "0") == "0":
+        missing = missing_internals()
+        warnings.warn(
+            f"Megatron {megatron} is newer than the versions AMPipe is tested with "
+            f"({', '.join(SUPPORTED_MEGATRON)}). "
+            + (f"Not found in it: {', '.join(missing)}." if missing else "All names it builds on are there."),
+            stacklevel=2,
+        )
+
+
+def require_model_from_configuration() -> None:
+    """Refuse ``megatron_ampipe.pretrain_gpt`` on a Megatron that cannot build a model from a configuration.
+
+    Raises:
+        EnvironmentMissing: naming the way that works on it.
+    """
+    folder = megatron_folder()
+    assert folder is not None, "called once Megatron has been imported"
+    found = megatron_version(folder)
+    if _release(found) < Version(PRETRAIN_GPT_MEGATRON):
+        raise EnvironmentMissing(
+            f"megatron-core {found} builds no GPT model by itself; that began with {PRETRAIN_GPT_MEGATRON}. "
+            "Launch the script of your Megatron-LM checkout: -m megatron_ampipe.launch PATH/pretrain_gpt.py "
+            "with the same flags."
+        )
+
+
+def missing_internals() -> list[str]:
+    """What AMPipe imports of Megatron and this Megatron does not have, each with the file that needs it.
+
+    Reads the import statements of the package itself, its tools aside. Imports Megatron, so on a machine
+    without a GPU only after the host platform.
+
+    Returns:
+        Such as ``"megatron.core.mpu (launch/gpt.py)"``; empty where all is there.
+    """
+    package = Path(__file__).parent
+    missing = []
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package)
+        if file.parts[0] != "tools":
+            names = sorted(set(_megatron_imports(path)))
+            missing += [f"{name} ({file.as_posix()})" for name in names if not _exists(name)]
+    return missing
+
+
+def _megatron_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("megatron."))
+
+
+def _exists(name: str) -> bool:
+    """Whether an import statement would find ``name``, a module or a name in one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(name))
+    except ImportError:
+        return False
+
+
+def _release(found: Version) -> Version:
+    """Major and minor, so that a release candidate counts as its release."""
+    return Version(f"{found.major}.{found.minor}")
 
 
 @cache

@@ -15,6 +15,9 @@ while [ -L "$script" ]; do
 done
 # shellcheck source=scripts/lib/environment.sh
 . "$(dirname -- "$script")/lib/environment.sh"
+# shellcheck source=scripts/lib/older_megatron.sh
+. "$root/scripts/lib/older_megatron.sh"
+install_older_megatrons
 
 # One thread per process: the tests start several processes and share the cores between them.
 export OMP_NUM_THREADS=1

@@ -1,6 +1,6 @@
 """Puts AMPipe into a Megatron run: checks, layer specification, start-up table.
 
-Called by :mod:`.pretrain`.
+Called by :mod:`.pretrain` and :mod:`.hooks`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import training
-from megatron.training.models.gpt import default_layer_spec
 
 from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS, refuse_unsupported
@@ -32,11 +31,24 @@ from megatron_ampipe.schedule import Chunk, SequenceLayout
 def attach(
     args: argparse.Namespace, model_config: Any, *, adjustments: Sequence[host.Adjustment]
 ) -> AMPipeContext | None:
-    """Make ``model_config`` build pipelined layers, and print the start-up table on rank 0.
+    """As :func:`prepare`, and make ``model_config`` build pipelined layers.
 
     Args:
         args: Megatron's validated arguments.
         model_config: Megatron's ``GPTModelConfig``; left as it is at degree 1.
+        adjustments: What the host platform chose, for the table.
+    """
+    context = prepare(args, adjustments=adjustments)
+    if context is not None:
+        model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
+    return context
+
+
+def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment]) -> AMPipeContext | None:
+    """Hold the arguments against every rule, and print the start-up table on rank 0.
+
+    Args:
+        args: Megatron's validated arguments.
         adjustments: What the host platform chose, for the table.
 
     Returns:
@@ -44,12 +56,11 @@ def attach(
 
     Raises:
         BadInput: a flag is wrong or a combination is not supported.
-        EnvironmentMissing: torch or Megatron is too old.
     """
-    compat.require_peers()
     config = flags.config_from_args(args)
+    megatron = ("Megatron", compat.describe_megatron())
     if not config.pipelined:
-        rows = [("degree", "1: Megatron's own layers")]
+        rows = [megatron, ("degree", "1: Megatron's own layers")]
         if config.plan is not None:
             rows.append(("why", read_pipeline(args, config.plan).reason))
         print_startup_table(rows, adjustments)
@@ -62,25 +73,15 @@ def attach(
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
     )
-    model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
     layout = SequenceLayout(
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
     )
     on_gpu = not host.installed()
-    transformer = model_config.transformer
-    kernel = kernel_name(
-        local=transformer.transformer_impl == "local",
-        on_gpu=on_gpu,
-        dtype=transformer.params_dtype,
-        context_parallel=transformer.context_parallel_size > 1,
-        latent=transformer.multi_latent_attention,
-        dropout=transformer.attention_dropout > 0,
-        window=transformer.window_size is not None,
-    )
     rows = [
+        megatron,
         *_choose(args, context, layout),
-        ("attention", kernel),
+        ("attention", _attention_kernel(args, on_gpu=on_gpu)),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
     ]
@@ -121,6 +122,18 @@ def _choose(
     ]
 
 
+def _attention_kernel(args: argparse.Namespace, *, on_gpu: bool) -> str:
+    return kernel_name(
+        local=args.transformer_impl == "local",
+        on_gpu=on_gpu,
+        dtype=args.params_dtype,
+        context_parallel=args.context_parallel_size > 1,
+        latent=args.multi_latent_attention,
+        dropout=args.attention_dropout > 0,
+        window=args.window_size is not None,
+    )
+
+
 def _boundaries(chunks: Sequence[Chunk]) -> str:
     """Where the first rank's rows are cut, as rows of its residual stream."""
     ends = [chunk.hidden[-1].local_end for chunk in chunks]
@@ -129,6 +142,8 @@ def _boundaries(chunks: Sequence[Chunk]) -> str:
 
 def _layer_spec(context: AMPipeContext, model_config: Any, vp_stage: int | None = None) -> Any:
     """A ``GPTModelConfig.transformer_layer_spec``: Megatron's own choice, its MoE layers pipelined."""
+    from megatron.training.models.gpt import default_layer_spec
+
     return pipelined(default_layer_spec(model_config, vp_stage), context)
 
 

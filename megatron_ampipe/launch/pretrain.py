@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.config import refuse_unsupported
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
-from megatron_ampipe.launch import flags, host, settings
+from megatron_ampipe.launch import flags, host, patched, settings
 from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -72,29 +72,31 @@ def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adj
 
 
 def import_megatron() -> bool:
-    """Import what trains, on the host platform where there is no GPU.
+    """Import what trains, on the host platform where there is no GPU; the way in is ours, not a patch's.
 
     Returns:
         Whether there is a GPU.
 
     Raises:
-        EnvironmentMissing: torch or Megatron is not there.
+        EnvironmentMissing: torch or Megatron is not there, or too old.
     """
     try:
         import torch  # noqa: F401
     except ImportError as error:
         raise EnvironmentMissing(f"PyTorch cannot be imported ({error}). Run: pip install torch") from error
+    on_gpu = host.gpu_available()
     try:
-        if host.gpu_available():
+        if on_gpu:
             import megatron.training.training  # noqa: F401
-
-            return True
-        host.install()
+        else:
+            host.install()
     except ImportError as error:
         raise EnvironmentMissing(
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
-    return False
+    compat.require_peers()
+    patched.give_way()
+    return on_gpu
 
 
 def prepare_training(
@@ -111,7 +113,9 @@ def prepare_training(
 
     Raises:
         BadInput: Megatron or AMPipe refuses the arguments.
+        EnvironmentMissing: This Megatron cannot build a model from a configuration.
     """
+    compat.require_model_from_configuration()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args

@@ -1,6 +1,6 @@
 """How a launch ends on bad input: one message, no traceback, the same exit code on every rank.
 
-Called by :mod:`.pretrain`. Not for failures during training, whose traceback is wanted.
+Called by the ways to launch. Not for failures during training, whose traceback is wanted.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput
@@ -52,11 +53,9 @@ def refuse_as_bad_input() -> Iterator[None]:
     except AMPipeError:
         raise
     except Exception as error:
-        place = error.__traceback__
-        while place.tb_next is not None:
-            place = place.tb_next
+        place = _origin(error)
         path = place.tb_frame.f_code.co_filename
-        if not isinstance(error, _CHECKS) and "megatron_ampipe" in Path(path).parts:
+        if not isinstance(error, _CHECKS) and raised_in("megatron_ampipe", error):
             raise
         line = linecache.getline(path, place.tb_lineno).strip()
         raise BadInput(
@@ -65,6 +64,19 @@ def refuse_as_bad_input() -> Iterator[None]:
             rule=str(error).strip().rstrip(".") or line,
             remedy=f"The check is at {path}:{place.tb_lineno}.",
         ) from error
+
+
+def raised_in(package: str, error: BaseException) -> bool:
+    """Whether the line that raised ``error`` stands in a file of ``package``."""
+    return package in Path(_origin(error).tb_frame.f_code.co_filename).parts
+
+
+def _origin(error: BaseException) -> TracebackType:
+    """The innermost frame."""
+    place = error.__traceback__
+    while place.tb_next is not None:
+        place = place.tb_next
+    return place
 
 
 def report_parser_errors(parser: argparse.ArgumentParser) -> None:

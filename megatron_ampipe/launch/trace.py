@@ -1,19 +1,22 @@
-"""What of a run is recorded, and the trace that each rank writes. Called by :mod:`.pretrain`."""
+"""What of a run is recorded, and the trace that each rank writes.
+
+Called by :mod:`.pretrain`, :mod:`.hooks` and :mod:`.patched`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.metrics import is_measured
+from megatron_ampipe.launch.metrics import is_measured, logged
 from megatron_ampipe.layers.context import AMPipeContext
 
 ForwardStep = Callable[..., Any]
@@ -65,11 +68,35 @@ def recorded(
     return step
 
 
+def recorded_when_called(
+    forward_step: ForwardStep, settings: Callable[[], tuple[AMPipeContext | None, argparse.Namespace]]
+) -> ForwardStep:
+    """As :func:`recorded`, and log our figures, where the arguments are parsed later or by others.
+
+    Args:
+        forward_step: Megatron's.
+        settings: Asked at the first call for what :func:`recorded` takes.
+    """
+    steps: list[ForwardStep] = []
+    until_the_end = contextlib.ExitStack()
+
+    @functools.wraps(forward_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not steps:
+            context, parsed = settings()
+            until_the_end.enter_context(logged(context, parsed))
+            steps.append(recorded(forward_step, context, parsed))
+        return steps[0](*args, **kwargs)
+
+    return step
+
+
 def write_trace(context: AMPipeContext | None) -> None:
     """Write this rank's trace, if one was asked for and anything was recorded."""
     if context is None or context.config.trace_dir is None:
         return
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    # Not from the process group, which may have been taken down by now.
+    rank = int(os.environ.get("RANK", "0"))
     pipeline = context.pipeline
     labels = {"degree": str(pipeline.degree), "schedule": pipeline.name}
     if pipeline.of_backward != pipeline.degree:

@@ -77,7 +77,7 @@ def _rotate(
             tensor,
             embedding,
             config=config,
-            mscale=attention._yarn_concentration_factor,
+            mscale=compat.rotary_scale(attention),
             cp_group=attention.pg_collection.cp,
         )
         for tensor, embedding in zip((query, key), embeddings, strict=True)

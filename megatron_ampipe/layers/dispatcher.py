@@ -68,7 +68,7 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         by_rank = gathered.wait().view(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)
         by_local_expert = by_rank[:, :, first:last].contiguous()
         received = by_local_expert.sum(dim=2)
-        own = by_rank[self.tp_rank, self.ep_rank]
+        own = by_rank[self.tp_rank, self.ep_group.rank()]
         self.input_splits = own.view(self.ep_size, self.num_local_experts).sum(dim=1).tolist()
         self.output_splits = received[self.tp_rank].tolist()
         self.output_splits_tp = received.sum(dim=1)

@@ -78,7 +78,7 @@ def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
     replaced = {
         name: dataclasses.replace(layer, module=HybridAttentionLayer)
         for name in ("attention_layer", "mla_layer")
-        if isinstance(layer := getattr(submodules, name), ModuleSpec)
+        if isinstance(layer := getattr(submodules, name, None), ModuleSpec)
         and layer.module is TransformerLayer
         and layer.submodules.self_attention.module in (SelfAttention, MLASelfAttention)
     }

@@ -6,7 +6,6 @@ Dense layers, and everything at degree 1, stay the stock classes. Called by ``la
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -16,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
@@ -40,10 +40,11 @@ def pipelined(
 
 
 def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
-    build_mlp = spec.submodules.mlp
-    if getattr(build_mlp, "func", None) is not MoELayer:
+    moe = compat.moe_class(spec.submodules.mlp)
+    if moe is None:
         return spec
-    _require(spec.module, (TransformerLayer,), "layer")
+    _require(moe, (MoELayer,), "layer")
+    _require(spec.module, (TransformerLayer,), "block")
     _require(spec.submodules.self_attention.module, (SelfAttention, MLASelfAttention), "attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
@@ -54,9 +55,9 @@ def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
 
 def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     """An MoE layer's submodules with the router that can route chunk by chunk."""
-    moe = submodules.mlp.keywords["submodules"]
+    moe = compat.moe_submodules(submodules.mlp)
     _require(moe.router, (TopKRouter,), "router")
-    mlp = partial(MoELayer, submodules=dataclasses.replace(moe, router=ChunkRouter))
+    mlp = compat.with_moe_submodules(submodules.mlp, dataclasses.replace(moe, router=ChunkRouter))
     return dataclasses.replace(submodules, mlp=mlp)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -18,6 +17,7 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.executors import CudaExecutor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from tests.dist import logged_losses
 from tests.dist.cases import Case
 
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
@@ -121,7 +121,7 @@ def run(
         if case.rope
         else None
     )
-    get_moe_metrics_tracker().clear()
+    logged_losses.clear()
     for parameter in layer.parameters():
         parameter.grad = None
     output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
@@ -135,8 +135,8 @@ def run(
         )
     for name, buffer in layer.named_buffers():
         found[f"buffer {name}"] = buffer.clone()
-    for name, metric in get_moe_metrics_tracker().metrics.items():
-        found[f"logged {name}"] = metric.values.clone()
+    for name, values in logged_losses.by_name().items():
+        found[f"logged {name}"] = values
     return found
 
 

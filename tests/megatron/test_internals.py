@@ -268,13 +268,17 @@ INTERNALS = [
         "layers/attention.py",
         (
             sets("core_attention", "linear_proj", "layer_number", "pg_collection"),
-            sets("hidden_size_per_attention_head", "_yarn_concentration_factor", "checkpoint_core_attention"),
+            sets("hidden_size_per_attention_head", "checkpoint_core_attention"),
             says(
-                "mscale=self._yarn_concentration_factor",
                 "(self.linear_proj)(core_attn_out)",
                 method="forward",
             ),
         ),
+    ),
+    Internal(
+        "core.models.common.embeddings.yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config",
+        "compat.py",
+        (begins_with("config"),),
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
@@ -355,9 +359,10 @@ INTERNALS = [
             says("output = output + shared_expert_output", method="postprocess"),
         ),
     ),
+    Internal("core.transformer.moe.moe_layer.BaseMoELayer", "compat.py"),
     Internal(
         "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
-        "layers/spec.py",
+        "compat.py layers/spec.py",
         (says("return partial(MoELayer, submodules=MoESubmodules("),),
     ),
     Internal(
@@ -523,15 +528,34 @@ INTERNALS = [
     Internal(
         "training.models.gpt.default_layer_spec", "launch/attach.py", (begins_with("config", "vp_stage"),)
     ),
-    Internal("core.utils.unwrap_model", "launch/trace.py", (begins_with("model"),)),
+    Internal("core.utils.unwrap_model", "launch/trace.py launch/hooks.py", (begins_with("model"),)),
+    Internal(
+        "core.models.gpt.GPTModel",
+        "launch/hooks.py launch/patched.py",
+        (begins_with("config", "transformer_layer_spec", method="__init__"),),
+    ),
+    Internal("training.initialize", "launch/hooks.py"),
+    Internal(
+        "training.training.setup_model_and_optimizer",
+        "launch/hooks.py",
+        (says("return (model, optimizer, opt_param_scheduler)"),),
+    ),
     Internal(
         "training.arguments.parse_and_validate_args",
-        "launch/pretrain.py",
-        (takes("extra_args_provider", "args_defaults"),),
+        "launch/pretrain.py launch/hooks.py",
+        (takes("extra_args_provider", "args_defaults"), says("parse_args(", "validate_args(")),
     ),
     Internal("training.arguments.add_megatron_arguments", "launch/pretrain.py", (begins_with("parser"),)),
-    Internal("training.arguments.parse_args", "launch/pretrain.py", (begins_with("extra_args_provider"),)),
-    Internal("training.arguments.validate_args", "launch/pretrain.py", (begins_with("args", "defaults"),)),
+    Internal(
+        "training.arguments.parse_args",
+        "launch/pretrain.py launch/hooks.py",
+        (begins_with("extra_args_provider"),),
+    ),
+    Internal(
+        "training.arguments.validate_args",
+        "launch/pretrain.py launch/hooks.py",
+        (begins_with("args", "defaults"), says("return args")),
+    ),
     Internal("training.argument_utils.gpt_config_from_args", "launch/pretrain.py", (begins_with("args"),)),
     Internal(
         "training.argument_utils.pretrain_cfg_container_from_args",
@@ -540,8 +564,9 @@ INTERNALS = [
     ),
     Internal(
         "training.pretrain",
-        "launch/pretrain.py",
+        "launch/pretrain.py launch/hooks.py",
         (
+            says("setup_model_and_optimizer("),
             begins_with(
                 "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func"
             ),
@@ -555,7 +580,7 @@ INTERNALS = [
     Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
     Internal(
         "training.training",
-        "launch/pretrain.py launch/attach.py launch/host/megatron.py launch/metrics.py",
+        "launch/pretrain.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
     ),
     Internal(

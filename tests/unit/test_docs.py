@@ -35,6 +35,9 @@ COMMANDS = {
     "ampipe sbatch": "tests/slurm/test_sbatch.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor": "tests/dist/test_doctor.py",
     "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
+    "ampipe patch": "tests/unit/test_patch.py",
+    "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.launch": "tests/megatron/test_checkout.py",
+    "torchrun --standalone --nproc-per-node 2 Megatron-LM/pretrain_gpt.py": "tests/megatron/test_checkout.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.pretrain_gpt": (
         "tests/megatron/test_pretrain.py"
     ),

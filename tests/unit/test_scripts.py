@@ -125,6 +125,37 @@ def test_first_run_installs_and_the_second_installs_nothing(checkout: Checkout) 
     assert second.stdout == ""
 
 
+def test_older_megatrons_are_installed_once_each_in_a_folder_of_its_own(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    (checkout.root / "tests").mkdir()
+    (checkout.root / "tests/older_megatron.txt").write_text("# which\nmegatron-core==0.18.2\n")
+    assert checkout.run().returncode == 0
+    older = checkout.installs[1:]
+    assert len(older) == 1
+    assert "--no-deps --target" in older[0]
+    assert older[0].endswith(" megatron-core==0.18.2")
+    assert (checkout.root / ".venv/megatron-core-0.18/.ampipe-requirement").is_file()
+
+    assert checkout.run().returncode == 0
+    assert checkout.installs == []
+
+    (checkout.root / "tests/older_megatron.txt").write_text("megatron-core==0.18.3\n")
+    assert checkout.run().returncode == 0
+    assert [line.rpartition("==")[2] for line in checkout.installs] == ["0.18.3"]
+
+
+def test_an_older_megatron_that_cannot_be_installed_ends_the_run(checkout: Checkout) -> None:
+    checkout.add_python("python3.12", "3.12.4")
+    assert checkout.run().returncode == 0
+    (checkout.root / "tests").mkdir()
+    (checkout.root / "tests/older_megatron.txt").write_text("megatron-core==0.18.2\n")
+    failed = checkout.run(PIP_DOES="echo no such wheel; exit 1")
+    assert failed.returncode == 1
+    assert "megatron-core==0.18.2 cannot be installed:" in failed.stderr
+    assert "no such wheel" in failed.stderr
+    assert not (checkout.root / ".venv/megatron-core-0.18").exists()
+
+
 def test_the_well_tried_python_is_preferred_to_the_newest(checkout: Checkout) -> None:
     for version in ("3.14.1", "3.13.2", "3.12.4"):
         checkout.add_python(f"python{version[:4]}", version)

@@ -1,0 +1,37 @@
+"""The losses that Megatron's routers log, of any version of Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    def _tracker() -> dict[str, Any]:
+        tracked: dict[str, Any] = get_moe_metrics_tracker().metrics
+        return tracked
+
+    def _values(entry: Any) -> torch.Tensor:
+        values: torch.Tensor = entry.values
+        return values
+
+except ImportError:
+    # 0.17.
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker as _tracker
+
+    def _values(entry: Any) -> torch.Tensor:
+        values: torch.Tensor = entry["values"]
+        return values
+
+
+def clear() -> None:
+    """Set all of them to zero."""
+    for entry in _tracker().values():
+        _values(entry).zero_()
+
+
+def by_name() -> dict[str, torch.Tensor]:
+    """What has been logged since, per layer."""
+    return {name: _values(entry).clone() for name, entry in _tracker().items()}

@@ -1,0 +1,49 @@
+"""Blocks on the older Megatrons that are supported, against those Megatrons' own layers.
+
+One case of every kind that :mod:`.test_parity` holds against the newest Megatron. Whole training runs on
+them are in tests/megatron/test_checkout.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.compat import SUPPORTED_MEGATRON
+from tests.dist.launch import run_workers
+from tests.dist.test_parity import TOLERANCE
+from tests.megatrons import OLDER, REQUIREMENTS, folder_of
+
+CASES = (
+    *("degree1-ampipe-thread", "degree4-ampipe-thread", "degree3-moe-only-sequential"),
+    *("top2-several", "only-z-batch3", "capacity-aux-z", "length33-degree4-batch1"),
+    *("rope-gqa-swiglu-rms", "qk-layernorm", "shared", "recompute-moe", "fp32-residual"),
+    *("tp-ampipe", "cp-ampipe", "tp-experts-moe-only"),
+)
+
+
+@pytest.fixture(scope="module", params=OLDER)
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder_of(request.param)))
+        return run_workers(
+            "tests.dist.parity_worker", CASES, world_size=2, folder=tmp_path_factory.mktemp("versions")
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_stock_of_that_version(name: str, reports: list[Any]) -> None:
+    for rank, results in enumerate(reports):
+        result = results[name]
+        assert "error" not in result, f"rank {rank}:\n{result['error']}"
+        assert result["class"] == ("TransformerLayer" if "degree1" in name else "AMPipeTransformerLayer")
+        wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
+        assert not wrong, f"rank {rank} differs from stock: {wrong}"
+
+
+def test_what_is_said_to_be_supported_is_tested() -> None:
+    constraints = (REQUIREMENTS.parents[1] / "constraints.txt").read_text()
+    (newest,) = [line for line in constraints.splitlines() if line.startswith("megatron-core==")]
+    tested = {*OLDER, newest.removeprefix("megatron-core==").rpartition(".")[0]}
+    assert tested == set(SUPPORTED_MEGATRON)

@@ -1,0 +1,32 @@
+"""Lays out folders that look like a Megatron-LM checkout, of each supported version."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.megatrons import megatron_of
+
+SCRIPTS = ("pretrain_gpt.py", "model_builder.py")
+
+
+def lay_out(folder: Path, version: str, *, copy: bool = False) -> Path:
+    """A checkout in ``folder``.
+
+    Args:
+        folder: Is made.
+        version: Major and minor, such as ``"0.18"``.
+        copy: With a ``megatron`` of its own to write in, instead of a link.
+
+    Returns:
+        Its training script.
+    """
+    folder.mkdir()
+    if copy:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(megatron_of(version), folder / "megatron", ignore=ignored)
+    else:
+        (folder / "megatron").symlink_to(megatron_of(version))
+    for name in SCRIPTS:
+        shutil.copy(Path(__file__).parent / name, folder)
+    return folder / SCRIPTS[0]

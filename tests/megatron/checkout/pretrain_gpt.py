@@ -1,0 +1,87 @@
+"""Trains a GPT model through the calls that Megatron-LM's own ``pretrain_gpt.py`` makes, of any version.
+
+Knows nothing of AMPipe. Data in whole sequences, no tensor or context parallelism: what the tests launch.
+Copied beside a ``megatron`` folder by :mod:`.layout`; the module ``model_builder`` lies there too.
+"""
+
+import functools
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.training import arguments as megatron_arguments
+from megatron.training import get_args, inprocess_restart, pretrain
+from model_builder import build_model
+
+try:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+except ImportError:
+    from megatron.training.global_vars import get_tokenizer
+
+    def build_tokenizer(args):
+        return get_tokenizer()
+
+
+DEFAULTS = {"tokenizer_type": "NullTokenizer"}
+
+
+def datasets(sizes, vp_stage=None):
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None,
+        blend_per_split=None,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+
+
+datasets.is_distributed = True
+
+
+def loss(mask, losses):
+    total = (losses.view(-1).float() * mask.view(-1)).sum()
+    count = mask.sum().detach().to(torch.int)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+def forward_step(data, model):
+    batch = {name: value.cuda() for name, value in next(data).items() if torch.is_tensor(value)}
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses, functools.partial(loss, batch["loss_mask"].float())
+
+
+def main():
+    run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    rest = (ModelType.encoder_or_decoder, forward_step)
+    if not hasattr(megatron_arguments, "parse_and_validate_args"):
+        # 0.17: the loop parses the arguments itself.
+        run(datasets, build_model, *rest, args_defaults=DEFAULTS, store=store)
+        return
+    from megatron.training import argument_utils
+
+    args = megatron_arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        # 0.19: the loop builds the model from its configuration.
+        model = argument_utils.gpt_config_from_args(args)
+        run(argument_utils.pretrain_cfg_container_from_args(args, model), datasets, *rest, store=store)
+    else:
+        run(argument_utils.pretrain_cfg_container_from_args(args), datasets, build_model, *rest, store=store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""A Megatron-LM checkout's own script, of every supported version: with our launcher, and with our patch.
+
+A run is launched once, when the first test asks for it, and shared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.checkout.layout import lay_out
+from tests.megatron.launcher import (
+    MOCK_DATA,
+    TINY_GPT,
+    TINY_MOE,
+    Run,
+    execute,
+    pretrain,
+    torchrun_command,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+CHECKOUT = Path(__file__).parent / "checkout"
+FLAGS = [
+    *TINY_GPT,
+    *TINY_MOE,
+    *MOCK_DATA,
+    *shlex.split("--expert-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0"),
+]
+DEGREE_4 = ["--ampipe-degree", "4"]
+TOLERANCE = 1e-5
+"""Relative difference of losses that fp32 rounding explains; measured: 2e-7."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One run of a checkout's script."""
+
+    version: str
+    way: str = "launcher"
+    """``launcher``; ``by hand`` without it; ``entry`` for our entry instead of the script."""
+    patched: bool = False
+    """The tree has the patch in it."""
+    flags: tuple[str, ...] = ()
+
+
+LAUNCHES = {
+    "entry": Launch("0.19", way="entry"),
+    "0.19": Launch("0.19"),
+    "0.19-degree4": Launch("0.19", flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/trace")),
+    "0.18": Launch("0.18"),
+    "0.18-degree4-on-patched": Launch("0.18", patched=True, flags=tuple(DEGREE_4)),
+    "0.18-patched": Launch(
+        "0.18", way="by hand", patched=True, flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced")
+    ),
+    "0.17": Launch("0.17"),
+    "0.17-degree4": Launch("0.17", flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/trace017")),
+}
+
+
+class Launches:
+    """The runs of this module by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: dict[str, Run] = {}
+
+    def __getitem__(self, name: str) -> Run:
+        if name not in self._runs:
+            self._runs[name] = self._run(name, LAUNCHES[name])
+            assert self._runs[name].exit_code == 0, self._runs[name].output[-6000:]
+        return self._runs[name]
+
+    def _run(self, name: str, launch: Launch) -> Run:
+        flags = [*FLAGS, *(flag.format(folder=self.folder) for flag in launch.flags)]
+        if launch.way == "entry":
+            return pretrain(*flags)
+        script = str(lay_out(self.folder / name, launch.version, copy=launch.patched))
+        if launch.patched:
+            _patch(script)
+        if launch.way == "launcher":
+            return execute(torchrun_command("-m", "megatron_ampipe.launch", script, *flags))
+        return execute(torchrun_command(str(CHECKOUT / "by_hand.py"), script, *flags))
+
+
+def _patch(script: str) -> None:
+    from megatron_ampipe.cli import main
+
+    assert main(["patch", "apply", str(Path(script).parent)]) == 0
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("checkouts"))
+
+
+def _logged(run: Run) -> dict[str, list[float]]:
+    assert run.iterations == [1, 2, 3, 4]
+    return {"lm loss": run.lm_loss, "load_balancing_loss": run.load_balancing_loss, "norm": run.grad_norm}
+
+
+def test_unchanged_launch_equals_our_entry(launches: Launches) -> None:
+    """The checkout's script and ours train the same model on the same data, to the last digit."""
+    assert _logged(launches["0.19"]) == _logged(launches["entry"])
+    assert "1: Megatron's own layers" in launches["0.19"].output
+
+
+@pytest.mark.parametrize(
+    ("name", "stock"),
+    [
+        ("0.19-degree4", "0.19"),
+        ("0.18-degree4-on-patched", "0.18"),
+        ("0.18-patched", "0.18"),
+        ("0.17-degree4", "0.17"),
+    ],
+)
+def test_degree_4_equals_degree_1(name: str, stock: str, launches: Launches) -> None:
+    expected, found = _logged(launches[stock]), _logged(launches[name])
+    assert expected["lm loss"][-1] < expected["lm loss"][0] - 0.05, "a run that learns nothing proves little"
+    for loss, values in expected.items():
+        tolerance = 1.001e-3 if loss == "norm" else TOLERANCE
+        assert found[loss] == pytest.approx(values, rel=tolerance), loss
+    assert "chunk boundaries" in launches[name].output
+
+
+@pytest.mark.parametrize("name", ["0.19-degree4", "0.18-patched", "0.17-degree4"])
+def test_table_names_the_megatron_of_the_checkout(name: str, launches: Launches) -> None:
+    # A long path is folded in the table.
+    output = re.sub(r"[│\s]", "", launches[name].output)
+    found = re.search(r"Megatron(0\.\d+)\.\d+from(\S*?)megatrondegree", output)
+    assert found is not None
+    assert found[1] == LAUNCHES[name].version
+    assert found[2] == f"{launches.folder}/{name}/"
+
+
+@pytest.mark.parametrize(
+    ("name", "trace"),
+    [("0.19-degree4", "trace"), ("0.18-patched", "traced"), ("0.17-degree4", "trace017")],
+)
+def test_every_rank_writes_its_trace(name: str, trace: str, launches: Launches) -> None:
+    """Which also says that the layers of every rank were pipelined."""
+    assert launches[name].exit_code == 0
+    for rank in (0, 1):
+        events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
+        assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "script (not given): the first argument is the script to run"),
+        (["--ampipe-degree", "4"], "script --ampipe-degree: the first argument is the script to run"),
+        (["no/such.py"], "script no/such.py: is not there"),
+        (["tests"], "script tests: is a folder. Name the script in it: tests/pretrain_gpt.py"),
+    ],
+)
+def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    from megatron_ampipe.launch.script import main
+
+    assert main(words) == 2
+    assert f"error: {expected}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "expected"),
+    [
+        ("print('trained')", DEGREE_4, "did not read its arguments with Megatron's parser"),
+        (
+            "from megatron.training.arguments import parse_and_validate_args\n"
+            "raise SystemExit(0 if parse_and_validate_args() else 1)",
+            [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"],
+            "it built no GPT model of Megatron's",
+        ),
+        (
+            "from megatron.training.arguments import parse_and_validate_args as p\np()",
+            [*FLAGS, *DEGREE_4, "--spec", "mine", "layers", "--expert-model-parallel-size", "1"],
+            "a layer specification of one's own cannot be pipelined yet",
+        ),
+    ],
+    ids=["no-parser", "no-model", "refused"],
+)
+def test_a_run_without_ampipe_is_no_success(
+    source: str, flags: list[str], expected: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *flags, num_ranks=1))
+    assert run.exit_code == 1
+    assert expected in run.error
+    assert "exitcode  : 2" in run.output
+
+
+def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
+    script = lay_out(tmp_path / "checkout", "0.18").with_name("other_model.py")
+    shutil.copy(CHECKOUT / "other_model.py", script)
+    flags = [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"]
+    run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *flags, num_ranks=1))
+    assert "it trains a Line, and only GPT models can be pipelined" in run.error
+
+
+def test_script_knows_nothing_of_ampipe() -> None:
+    for name in ("pretrain_gpt.py", "model_builder.py"):
+        source = (CHECKOUT / name).read_text().split('"""')[2]
+        assert "ampipe" not in source

@@ -1,0 +1,107 @@
+"""What is said of a Megatron that is too old, too new, or lacks a part that only our entry needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from megatron_ampipe import compat
+from megatron_ampipe.errors import EnvironmentMissing
+from tests.megatron.launcher import REPOSITORY, environment
+from tests.megatrons import OLDER, folder_of, megatron_of
+
+OF_OUR_ENTRY = {"launch/attach.py", "launch/gpt.py", "launch/pretrain.py"}
+"""Files whose imports an older Megatron may lack: they are used by megatron_ampipe.pretrain_gpt alone."""
+OF_HYBRID_MODELS = {"layers/hybrid.py"}
+
+_LIST = """
+import json
+from megatron_ampipe.launch import host
+host.install()
+from megatron_ampipe import compat
+print(json.dumps(compat.missing_internals()))
+"""
+
+
+def _missing(version: str) -> list[str]:
+    path = [str(REPOSITORY), *([str(folder_of(version))] if version in OLDER else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST],
+        cwd=REPOSITORY,
+        env=environment() | {"PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
+def test_a_supported_megatron_has_what_its_ways_need(version: str) -> None:
+    missing = _missing(version)
+    files = {entry.rpartition("(")[2].removesuffix(")") for entry in missing}
+    if version == compat.PRETRAIN_GPT_MEGATRON:
+        assert not missing
+    else:
+        assert files - OF_HYBRID_MODELS == OF_OUR_ENTRY if version == "0.17" else files == OF_OUR_ENTRY
+
+
+def _pretend(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an import find a Megatron that says it is of this version."""
+    major, minor, patch = version.split(".")
+    text = f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "rc1"\n'
+    (tmp_path / "package_info.py").write_text(text)
+    monkeypatch.setattr(compat, "megatron_folder", lambda: tmp_path)
+
+
+def test_a_newer_megatron_is_warned_of_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend("0.20.0", tmp_path, monkeypatch)
+    monkeypatch.setattr(compat, "missing_internals", lambda: ["megatron.core.gone (layers/spec.py)"])
+    with pytest.warns(UserWarning) as said:
+        compat.require_peers()
+    assert len(said) == 1
+    message = str(said[0].message)
+    assert "Megatron 0.20.0rc1 is newer" in message
+    assert "Not found in it: megatron.core.gone (layers/spec.py)." in message
+
+
+def test_the_warning_comes_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend("0.20.0", tmp_path, monkeypatch)
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.require_peers()
+
+
+def test_another_release_of_a_tested_version_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend("0.19.9", tmp_path, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.require_peers()
+
+
+def test_an_older_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend("0.16.2", tmp_path, monkeypatch)
+    with pytest.raises(EnvironmentMissing, match=r"megatron-core 0.16.2rc1 is too old: AMPipe needs 0.17"):
+        compat.require_peers()
+
+
+def test_our_entry_names_the_launcher_on_an_older_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "megatron_folder", lambda: megatron_of("0.18") / "core")
+    with pytest.raises(EnvironmentMissing, match=r"-m megatron_ampipe.launch PATH/pretrain_gpt.py"):
+        compat.require_model_from_configuration()
+
+
+@pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
+def test_a_version_is_read_without_an_import(version: str) -> None:
+    found = compat.megatron_version(megatron_of(version) / "core")
+    assert Version(version) <= found < Version(f"0.{int(version[2:]) + 1}")

@@ -1,0 +1,163 @@
+"""``ampipe patch`` on the sources of every supported Megatron; nothing is imported of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.compat import SUPPORTED_MEGATRON
+from megatron_ampipe.tools.patch import PATCHES, Patch
+from tests.megatrons import megatron_of
+
+PACKAGE_INFO = "megatron/core/package_info.py"
+
+
+def _files(tree: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The touched files of the version that the test asks for (0.18), and the one that says which it is."""
+    source = megatron_of(getattr(request, "param", "0.18")).parent
+    names = [PACKAGE_INFO, *Patch.of(source).original]
+    for name in names:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / name, tmp_path / "tree" / name)
+    return tmp_path / "tree"
+
+
+def run(action: str, tree: Path) -> int:
+    return main(["patch", action, str(tree)])
+
+
+@pytest.mark.parametrize("tree", SUPPORTED_MEGATRON, indirect=True)
+def test_round_trip_to_the_byte(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    released = _files(tree)
+    assert run("check", tree) == 0
+    assert "fits, and is not in" in capsys.readouterr().out
+    assert _files(tree) == released
+
+    assert run("apply", tree) == 0
+    patched = _files(tree)
+    changed = {name for name in released if patched[name] != released[name]}
+    assert changed == set(released) - {PACKAGE_INFO}
+    for name in changed:
+        compile(patched[name], name, "exec")
+    assert run("check", tree) == 0
+    assert "the patch" in (said := capsys.readouterr().out) and "is in" in said.splitlines()[-1]
+
+    assert run("revert", tree) == 0
+    assert _files(tree) == released
+
+
+def test_a_patch_for_every_supported_version() -> None:
+    assert {path.name for path in PATCHES.iterdir() if path.is_dir()} == set(SUPPORTED_MEGATRON)
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_patches_insert_and_copy_nothing(version: str) -> None:
+    """Lines of Megatron's, as context or taken out, would begin with a blank or a minus sign."""
+    lines = (PATCHES / version / "ampipe.patch").read_text().splitlines()
+    kinds = {line[:3] for line in lines}
+    assert kinds <= {"---", "+++", "@@ ", "+  "}
+    inserted = [line for line in lines if line.startswith("+  ")]
+    assert len(inserted) == 10
+    assert all("ampipe" in line for line in inserted)
+
+
+def _other_version(tree: Path) -> None:
+    path = tree / PACKAGE_INFO
+    path.write_text(path.read_text().replace("MINOR = 18", "MINOR = 16"))
+
+
+def _no_version(tree: Path) -> None:
+    (tree / PACKAGE_INFO).write_text("")
+
+
+def _changed(tree: Path) -> None:
+    with (tree / "megatron/training/training.py").open("a") as file:
+        file.write("\n")
+
+
+def _missing(tree: Path) -> None:
+    (tree / "megatron/training/arguments.py").unlink()
+
+
+def _half(tree: Path) -> None:
+    name = "megatron/training/training.py"
+    released = (tree / name).read_bytes()
+    assert run("apply", tree) == 0
+    (tree / name).write_bytes(released)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (_other_version, "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone"),
+        (_no_version, "does not say which Megatron this is"),
+        (_changed, "not as in the releases of 0.18 that were tested: megatron/training/training.py."),
+        (_missing, "not as in the releases of 0.18 that were tested: megatron/training/arguments.py."),
+        (_half, "only a part of the patch is in it, and not in megatron/training/training.py"),
+        (lambda tree: shutil.rmtree(tree / "megatron/core"), "there is no megatron/core in it"),
+    ],
+    ids=["other-version", "no-version", "changed", "missing", "half", "no-megatron"],
+)
+@pytest.mark.parametrize("action", ["apply", "check", "revert"])
+def test_another_tree_is_refused_and_left_alone(
+    action: str,
+    spoil: Callable[[Path], None],
+    expected: str,
+    tree: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(tree)
+    before = _files(tree)
+    assert run(action, tree) == 2
+    assert expected in capsys.readouterr().err
+    assert _files(tree) == before
+
+
+def test_what_is_done_is_not_done_twice(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("revert", tree) == 2
+    assert "the patch is not in it" in capsys.readouterr().err
+    assert run("apply", tree) == 0
+    patched = _files(tree)
+    assert run("apply", tree) == 2
+    assert "the patch is in it already" in capsys.readouterr().err
+    assert _files(tree) == patched
+
+
+def test_without_git_nothing_is_written(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _files(tree)
+    monkeypatch.setenv("PATH", "")
+    assert run("apply", tree) == 1
+    assert "git is needed" in capsys.readouterr().err
+    assert _files(tree) == before
+
+
+def test_an_installation_without_patches_says_so(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_ampipe.tools.patch.PATCHES", tmp_path / "nowhere")
+    assert run("apply", tree) == 1
+    assert "This installation has no patches" in capsys.readouterr().err
+
+
+def test_a_patch_that_does_not_give_what_it_says_is_not_written(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(PATCHES, tmp_path / "patches")
+    diff = tmp_path / "patches/0.18/ampipe.patch"
+    diff.write_text(diff.read_text().replace("@@ -113,0 +114,2", "@@ -112,0 +113,2"))
+    monkeypatch.setattr("megatron_ampipe.tools.patch.PATCHES", tmp_path / "patches")
+    before = _files(tree)
+    with pytest.raises(AssertionError, match="do not belong together"):
+        run("apply", tree)
+    assert _files(tree) == before
