@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise RunFailed(f"{arguments.output} cannot be written ({error.strerror})") from error
     _show(profile)
+    for odd in profile.left_out:
+        print(f"note: {odd}")
     print(f"wrote {arguments.output}")
     return 0
 

@@ -169,6 +169,23 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 
 
+def test_only_megatrons_exchange_may_be_without_a_line() -> None:
+    report = report_of_truth()
+    times = iter((900.0, 20000.0, 1000.0, 90000.0, 2000.0, 5000.0, 70000.0, 3000.0))
+    for sample in report["samples"]:
+        if sample["family"] == "intra.stock_all_to_all":
+            sample["us"] = next(times)
+    profile = assemble(CASE, [report], ranks_per_node=2, description="d", source="s")
+    (odd,) = profile.left_out
+    assert odd.startswith("intra.stock_all_to_all: ")
+    assert profile.cluster.intra is not None
+    assert set(profile.cluster.intra) == {"all_to_all", "all_gather", "reduce_scatter"}
+    for sample in report["samples"]:
+        sample["family"] = sample["family"].replace("stock_all_to_all", "all_to_all")
+    with pytest.raises(RunFailed, match=r"intra\.all_to_all: "):
+        assemble(CASE, [report], ranks_per_node=2, description="d", source="s")
+
+
 # Predictions beside measurements
 
 
