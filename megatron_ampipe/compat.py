@@ -117,8 +117,20 @@ def megatron_version(folder: Path) -> Version:
     return Version(numbers + found.get("PRE_RELEASE", ""))
 
 
+def found_version(distribution: str) -> Version | None:
+    """The version that an import would find: for megatron-core maybe a checkout's; None where it is absent.
+
+    Raises:
+        EnvironmentMissing: a Megatron does not say its version.
+    """
+    if distribution != "megatron-core":
+        return installed_version(distribution)
+    folder = megatron_folder()
+    return megatron_version(folder) if folder is not None else None
+
+
 def describe_megatron() -> str:
-    """Which Megatron is used and where it lies, for the start-up table."""
+    """Which Megatron is used and where it lies, for the start-up table and ``ampipe doctor``."""
     folder = megatron_folder()
     assert folder is not None, "called once Megatron has been imported"
     return f"{megatron_version(folder)} from {folder.parent}"
@@ -166,18 +178,16 @@ def require_peers() -> None:
     Raises:
         EnvironmentMissing: naming what was found and what is needed.
     """
-    folder = megatron_folder()
-    megatron = megatron_version(folder) if folder is not None else None
-    for distribution, found in (("torch", installed_version("torch")), ("megatron-core", megatron)):
-        minimum = MINIMUM_VERSIONS[distribution]
+    for distribution, minimum in MINIMUM_VERSIONS.items():
+        found = found_version(distribution)
         if found is not None and found < Version(minimum):
             raise EnvironmentMissing(
                 f"{distribution} {found} is too old: AMPipe needs {minimum} or later. "
                 f"Run: pip install '{distribution}>={minimum}'"
             )
-    is_newer = megatron is not None and _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
+    megatron = found_version("megatron-core")
     # Once for all ranks.
-    if is_newer and os.environ.get("RANK", "0") == "0":
+    if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
         missing = missing_internals()
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
@@ -185,6 +195,11 @@ def require_peers() -> None:
             + (f"Not found in it: {', '.join(missing)}." if missing else "All names it builds on are there."),
             stacklevel=2,
         )
+
+
+def is_untested(megatron: Version) -> bool:
+    """Whether a Megatron is newer than every one that AMPipe is tested with."""
+    return _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
 
 
 def require_model_from_configuration() -> None:

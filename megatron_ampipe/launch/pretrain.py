@@ -248,7 +248,7 @@ def record_settings(words: Sequence[str], adjustments: Sequence[host.Adjustment]
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    versions = [f"{name} {compat.installed_version(name)}" for name in compat.MINIMUM_VERSIONS]
+    versions = [f"{name} {compat.found_version(name)}" for name in compat.MINIMUM_VERSIONS]
     notes = [
         f"A run on {os.environ.get('WORLD_SIZE', '1')} ranks with megatron-ampipe {__version__}, "
         f"{', '.join(versions)}. Given to {settings.CONFIG_FLAG}, this file repeats it.",

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
 from megatron_ampipe.tools.checkup.overlap_figures import PARTLY
 
@@ -80,7 +80,7 @@ def _meet(*, quick: bool) -> dict[str, Any] | str:
 
         return examine(measure_overlap=not quick)
     # A torch that cannot be imported, a peer that is not there, a network that does not work.
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (EnvironmentMissing, ImportError, OSError, RuntimeError, ValueError) as error:
         return f"the ranks that torchrun has started cannot meet ({type(error).__name__}: {error})"
 
 

@@ -6,8 +6,10 @@ Each environment is a folder put first on the path: a package in it hides the in
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.tools.checkup import environment, ranks
+from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
+from tests.megatrons import megatron_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE_TORCH = """
@@ -126,6 +130,48 @@ def test_the_installed_environment_is_well() -> None:
     assert code == 0, errors + str(document.get("problems"))
     assert {status(document, name)[0] for name in ("Python", "torch", "Megatron")} == {"ok"}
     assert document["format"] == "ampipe-doctor-1" and document["healthy"] is True
+    (megatron,) = [piece for piece in document["pieces"] if piece["name"] == "Megatron"]
+    assert megatron["needed"] == ">= 0.17; tested: 0.17, 0.18, 0.19"
+    assert megatron["found"].endswith(f" from {megatron_of('0.19')}") and megatron["lacks"] == []
+
+
+def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """With another one installed; names that only our own entry needs are not in it."""
+    (tmp_path / "megatron").symlink_to(megatron_of("0.18"))
+    code, document, errors = diagnose(tmp_path)
+    assert code == 0, errors + str(document.get("problems"))
+    word, found = status(document, "Megatron")
+    assert word == "ok" and re.fullmatch(rf"0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron", found)
+    (megatron,) = [piece for piece in document["pieces"] if piece["name"] == "Megatron"]
+    assert "megatron.training.models.gpt.default_layer_spec (launch/attach.py)" in megatron["lacks"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "word", "is_problem"),
+    [
+        (None, "missing", True),
+        ({"version": "0.16.1 from a"}, "too old", True),
+        ({"error": "ImportError: no"}, "broken", True),
+        ({"version": "0.17.0rc1 from a", "lacks": []}, "too old", True),
+        ({"version": "0.17.0 from a", "lacks": ["megatron.core.b (c.py)"]}, "ok", False),
+        ({"version": "0.20.0 from a", "lacks": ["megatron.core.b (c.py)"]}, "untested", False),
+    ],
+)
+def test_what_is_said_of_a_megatron(
+    answer: dict[str, Any] | None, word: str, is_problem: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {} if answer is None else {"Megatron": answer}
+    monkeypatch.setattr(pieces, "probe", lambda names: answers)
+    (piece,) = [piece for piece in pieces.examine().table if piece.name == "Megatron"]
+    assert (piece.status, piece.is_problem) == (word, is_problem)
+    lacks = () if answer is None else tuple(answer.get("lacks", ()))
+    assert piece.lacks == lacks
+    findings = report.Findings(pieces=[piece], notes=[])
+    console = Console(file=io.StringIO(), width=140)
+    report.show(findings, console)
+    said = console.file.getvalue()
+    assert ("megatron.core.b (c.py)" in said) == bool(lacks)
+    assert ("what needs them fails" in said) == (word == "untested")
 
 
 def test_json_goes_to_a_file_and_tables_to_the_terminal(tmp_path: Path) -> None:

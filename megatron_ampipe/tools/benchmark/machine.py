@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import megatron_ampipe
-from megatron_ampipe.compat import installed_version
+from megatron_ampipe.compat import found_version
 
 
 def hardware() -> dict[str, object]:
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
     """Of Python, of what computes, and of ourselves, to the commit where there is one."""
     found = {"python": platform.python_version(), "megatron-ampipe": megatron_ampipe.__version__}
     for name in ("torch", "megatron-core", "transformer-engine", "flash-attn"):
-        version = installed_version(name)
+        version = found_version(name)
         if version is not None:
             found[name] = str(version)
     commit = _commit()

@@ -36,6 +36,7 @@ class Status(StrEnum):
     MISSING = "missing"
     TOO_OLD = "too old"
     BROKEN = "broken"
+    UNTESTED = "untested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Piece:
         required: Whether training is impossible without it.
         lost: What cannot be had while it is not ``ok``.
         remedy: How to get it.
+        lacks: Names that AMPipe imports and that are not in it, each with the file that needs it.
     """
 
     name: str
@@ -59,11 +61,15 @@ class Piece:
     required: bool
     lost: str
     remedy: str
+    lacks: tuple[str, ...] = ()
 
     @property
     def is_problem(self) -> bool:
         """Whether the doctor calls this ill: what is required is not well, or what is optional is broken."""
-        return self.status is not Status.OK and (self.required or self.status is Status.BROKEN)
+        # A launch only warns of what is untested, too.
+        if self.status in (Status.OK, Status.UNTESTED):
+            return False
+        return self.required or self.status is Status.BROKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +98,10 @@ def examine() -> Pieces:
     torch = answers.get(TORCH, {"error": None})
     table = (
         _python(),
-        _required(
-            TORCH,
-            TORCH,
-            answers,
-            lost="everything",
-            remedy="pip install torch, as pytorch.org says for the machine's CUDA",
-        ),
+        _torch(answers.get(TORCH)),
         _cuda(torch),
         _nccl(torch),
-        _required(
-            MEGATRON,
-            "megatron-core",
-            answers,
-            lost="training; schedules and pictures can still be made",
-            remedy=f"pip install 'megatron-core[training]>={compat.MINIMUM_VERSIONS['megatron-core']}'",
-        ),
+        _megatron(answers.get(MEGATRON)),
         *(_optional(piece, answers) for piece in compat.OPTIONAL_PIECES),
     )
     return Pieces(table, torch)
@@ -159,28 +153,61 @@ def _python() -> Piece:
     )
 
 
-def _required(
-    name: str, distribution: str, answers: Mapping[str, Mapping[str, Any]], *, lost: str, remedy: str
-) -> Piece:
-    minimum = compat.MINIMUM_VERSIONS[distribution]
-    version = compat.installed_version(distribution)
-    answer = answers.get(name)
-    status, found = Status.OK, str(version) if version is not None else "a checkout"
-    if answer is None:
-        status, found = Status.MISSING, "-"
-    elif answer.get("error") is not None:
-        status, found = Status.BROKEN, f"{found}: {answer['error']}"
-    elif version is not None and version < Version(minimum):
-        status = Status.TOO_OLD
+def _torch(answer: Mapping[str, Any] | None) -> Piece:
+    minimum = compat.MINIMUM_VERSIONS["torch"]
+    status, found, _ = _state("torch", answer)
     return Piece(
-        name=name,
+        name=TORCH,
         status=status,
         found=found,
         needed=f">= {minimum}",
         required=True,
+        lost="everything",
+        remedy="pip install torch, as pytorch.org says for the machine's CUDA",
+    )
+
+
+def _megatron(answer: Mapping[str, Any] | None) -> Piece:
+    """The Megatron that a launch from here imports, a checkout's where that comes first."""
+    minimum, newest = compat.MINIMUM_VERSIONS["megatron-core"], compat.SUPPORTED_MEGATRON[-1]
+    status, found, version = _state("megatron-core", answer)
+    lost = "training; schedules and pictures can still be made"
+    remedy = f"pip install 'megatron-core[training]>={minimum}'"
+    if status is Status.OK and version is not None and compat.is_untested(version):
+        status = Status.UNTESTED
+        lost = "certainty: AMPipe's tests have not run with it"
+        remedy = f"pip install 'megatron-core[training]=={newest}.*'"
+    return Piece(
+        name=MEGATRON,
+        status=status,
+        found=found,
+        needed=f">= {minimum}; tested: {', '.join(compat.SUPPORTED_MEGATRON)}",
+        required=True,
         lost=lost,
         remedy=remedy,
+        lacks=tuple((answer or {}).get("lacks", ())),
     )
+
+
+def _state(distribution: str, answer: Mapping[str, Any] | None) -> tuple[Status, str, Version | None]:
+    """Status of a required package, its version and where it lies in words, and its version.
+
+    Args:
+        distribution: As pip calls it.
+        answer: The probe's; None where the package is not there.
+    """
+    version = compat.installed_version(distribution)
+    if answer is None:
+        return Status.MISSING, "-", version
+    if "version" in answer:
+        # What was imported need not be what pip installed.
+        version = Version(answer["version"].partition(" ")[0])
+    found = answer.get("version") or (str(version) if version is not None else "a checkout")
+    if answer.get("error") is not None:
+        return Status.BROKEN, f"{found}: {answer['error']}", version
+    if version is not None and version < Version(compat.MINIMUM_VERSIONS[distribution]):
+        return Status.TOO_OLD, found, version
+    return Status.OK, found, version
 
 
 def _optional(piece: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Piece:

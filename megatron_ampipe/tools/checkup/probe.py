@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from megatron_ampipe import compat
 from megatron_ampipe.errors import AMPipeError
 
 TORCH, MEGATRON = "torch", "Megatron"
@@ -41,11 +42,11 @@ def look_at(piece: str) -> dict[str, Any]:
     if piece == TORCH:
         return _torch()
     if piece == MEGATRON:
-        from megatron_ampipe.launch.pretrain import prepare_platform
+        from megatron_ampipe.launch.pretrain import import_megatron
 
         # What a launch does first.
-        prepare_platform([])
-        return {}
+        import_megatron()
+        return {"version": compat.describe_megatron(), "lacks": compat.missing_internals()}
     importlib.import_module(piece)
     return {}
 

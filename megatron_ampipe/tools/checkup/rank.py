@@ -70,7 +70,7 @@ def facts(device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
     for name in ("megatron-core", *(piece.distribution for piece in compat.OPTIONAL_PIECES)):
-        found = compat.installed_version(name)
+        found = compat.found_version(name)
         versions[name] = str(found) if found is not None else None
     return {"host": socket.gethostname(), "versions": versions, "environment": compared(os.environ)}
 

@@ -14,7 +14,13 @@ from megatron_ampipe.tools.checkup.pieces import Piece, Status
 from megatron_ampipe.tools.checkup.ranks import Difference
 
 FORMAT = "ampipe-doctor-1"
-_COLOURS = {Status.OK: "green", Status.MISSING: "yellow", Status.TOO_OLD: "red", Status.BROKEN: "red"}
+_COLOURS = {
+    Status.OK: "green",
+    Status.MISSING: "yellow",
+    Status.UNTESTED: "yellow",
+    Status.TOO_OLD: "red",
+    Status.BROKEN: "red",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +68,11 @@ class Findings:
 def show(findings: Findings, console: Console) -> None:
     """Print the tables, then the problems."""
     console.print(_pieces(findings.pieces))
+    for piece in findings.pieces:
+        if piece.lacks:
+            known = "AMPipe is tested without them" if piece.status is Status.OK else "what needs them fails"
+            names = ", ".join(piece.lacks)
+            console.print(f"not in this {piece.name}: {names}; {known}", markup=False, soft_wrap=True)
     if findings.notes:
         console.print(_notes(findings.notes))
     if len(findings.ranks) > 1:
