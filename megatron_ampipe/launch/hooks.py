@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch.pretrain import record_settings
 from megatron_ampipe.launch.refuse import refuse_as_bad_input, report_parser_errors
 
 Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -28,11 +29,13 @@ class Hooks:
 
     Args:
         script: How the user named the script, for messages.
+        words: The command line behind the script, as the user gave it.
         adjustments: What the host platform added to the command line.
     """
 
-    def __init__(self, script: str, adjustments: Sequence[host.Adjustment]) -> None:
+    def __init__(self, script: str, words: Sequence[str], adjustments: Sequence[host.Adjustment]) -> None:
         self._script = script
+        self._words = words
         self._adjustments = adjustments
         self._args: Any = None
         self._context: Any = None
@@ -100,7 +103,7 @@ class Hooks:
         return parsing
 
     def _validate(self, validate: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's ``validate_args``, then our refusals and the start-up table."""
+        """Megatron's ``validate_args``, then our refusals, the start-up table, and the run's record."""
 
         @functools.wraps(validate)
         def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -112,6 +115,7 @@ class Hooks:
             keep_from_children(args)
             self._args = args
             self._context = prepare(args, adjustments=self._adjustments)
+            record_settings(self._words, self._adjustments, script=self._script)
             return validated
 
         return validating

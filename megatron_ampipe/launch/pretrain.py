@@ -235,13 +235,18 @@ def check_launch(words: Sequence[str]) -> None:
         refuse_unsupported(flags.config_from_args(args), args)
 
 
-def record_settings(words: Sequence[str], adjustments: Sequence[host.Adjustment]) -> None:
+def record_settings(
+    words: Sequence[str], adjustments: Sequence[host.Adjustment], *, script: str | None = None
+) -> None:
     """Write ``resolved.yaml`` beside the logs: a file for ``--ampipe-config`` that repeats this run.
+
+    Flags that a script adds to Megatron's are no settings of a file; they stand there as a comment.
 
     Args:
         words: The command line as the user gave it.
         adjustments: What was added to it. It stands there as a comment, so that the file also fits a machine
             that needs no adjustment.
+        script: What was run, where that is not our entry.
 
     Raises:
         BadInput: Nothing can be written where the run's logs go.
@@ -249,8 +254,9 @@ def record_settings(words: Sequence[str], adjustments: Sequence[host.Adjustment]
     if int(os.environ.get("RANK", "0")) != 0:
         return
     versions = [f"{name} {compat.found_version(name)}" for name in compat.MINIMUM_VERSIONS]
+    run = "A run" if script is None else f"A run of {script}"
     notes = [
-        f"A run on {os.environ.get('WORLD_SIZE', '1')} ranks with megatron-ampipe {__version__}, "
+        f"{run} on {os.environ.get('WORLD_SIZE', '1')} ranks with megatron-ampipe {__version__}, "
         f"{', '.join(versions)}. Given to {settings.CONFIG_FLAG}, this file repeats it.",
         *(f"Added: {' '.join(change.arguments)} ({change.reason})" for change in adjustments),
     ]

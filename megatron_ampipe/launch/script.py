@@ -92,7 +92,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> int:
     sys.path[0] = str(script.resolve().parent)
     adjusted, adjustments = prepare_platform(arguments)
     use_built_helpers()
-    hooks = Hooks(str(script), adjustments)
+    hooks = Hooks(str(script), arguments, adjustments)
     hooks.install()
     sys.argv = [str(script), *adjusted]
     code = 0

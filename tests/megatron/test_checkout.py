@@ -35,6 +35,13 @@ FLAGS = [
     *shlex.split("--expert-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0"),
 ]
 DEGREE_4 = ["--ampipe-degree", "4"]
+SETTINGS = """\
+train-iters: 9
+ampipe:
+  degree: 4
+"""
+# The flag in front of the last is the script's own.
+FROM_FILE = shlex.split("--ampipe-config {folder}/settings.yaml --greeting well met --ampipe-trace-dir")
 TOLERANCE = 1e-5
 """Relative difference of losses that fp32 rounding explains; measured: 2e-7."""
 
@@ -54,14 +61,14 @@ class Launch:
 LAUNCHES = {
     "entry": Launch("0.19", way="entry"),
     "0.19": Launch("0.19"),
-    "0.19-degree4": Launch("0.19", flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/trace")),
+    "0.19-degree4": Launch("0.19", flags=(*FROM_FILE, "{folder}/trace")),
     "0.18": Launch("0.18"),
     "0.18-degree4-on-patched": Launch("0.18", patched=True, flags=tuple(DEGREE_4)),
     "0.18-patched": Launch(
         "0.18", way="by hand", patched=True, flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/traced")
     ),
     "0.17": Launch("0.17"),
-    "0.17-degree4": Launch("0.17", flags=(*DEGREE_4, "--ampipe-trace-dir", "{folder}/trace017")),
+    "0.17-degree4": Launch("0.17", flags=(*FROM_FILE, "{folder}/trace017")),
 }
 
 
@@ -70,6 +77,7 @@ class Launches:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        (folder / "settings.yaml").write_text(SETTINGS)
         self._runs: dict[str, Run] = {}
 
     def __getitem__(self, name: str) -> Run:
@@ -150,6 +158,21 @@ def test_every_rank_writes_its_trace(name: str, trace: str, launches: Launches) 
     for rank in (0, 1):
         events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
         assert {event["args"]["layer"] for event in events if "layer" in event.get("args", {})} == {1, 2}
+
+
+@pytest.mark.parametrize(("name", "trace"), [("0.19-degree4", "trace"), ("0.17-degree4", "trace017")])
+def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launches: Launches) -> None:
+    """A flag of the script's own stays on the command line, and goes to the script."""
+    assert launches[name].exit_code == 0
+    lines = (launches.folder / trace / "resolved.yaml").read_text().splitlines()
+    source = launches.folder / "settings.yaml"
+    assert lines[0].startswith(f"# A run of {launches.folder}/{name}/pretrain_gpt.py on 2 ranks with ")
+    assert f"megatron-core {LAUNCHES[name].version}." in lines[0]
+    assert "# Not below, because neither Megatron nor AMPipe has such flags: --greeting well met" in lines
+    assert f"train-iters: 4  # command line, not {source}:1" in lines
+    assert f"  degree: 4  # {source}:3" in lines
+    if name.startswith("0.19"):
+        assert "well met" in launches[name].output
 
 
 @pytest.mark.parametrize(

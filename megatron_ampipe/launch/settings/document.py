@@ -46,7 +46,7 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
     lines = [f"# {note}".rstrip() for note in notes]
     if resolved.unknown:
         words = shlex.join(resolved.unknown).replace("\n", " ")
-        lines.append(f"# No flags of this parser, and therefore not below: {words}")
+        lines.append(f"# Not below, because neither Megatron nor AMPipe has such flags: {words}")
     lines += [_line(setting.flag.removeprefix("--"), setting) for setting in others]
     if own:
         lines.append(f"{OWN_SECTION}:")

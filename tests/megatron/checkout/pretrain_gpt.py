@@ -65,16 +65,23 @@ def forward_step(data, model):
     return losses, functools.partial(loss, batch["loss_mask"].float())
 
 
+def add_own_flags(parser):
+    parser.add_argument("--greeting", nargs="+", default=[])
+    return parser
+
+
 def main():
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     rest = (ModelType.encoder_or_decoder, forward_step)
+    own = {"extra_args_provider": add_own_flags, "args_defaults": DEFAULTS}
     if not hasattr(megatron_arguments, "parse_and_validate_args"):
         # 0.17: the loop parses the arguments itself.
-        run(datasets, build_model, *rest, args_defaults=DEFAULTS, store=store)
+        run(datasets, build_model, *rest, **own, store=store)
         return
     from megatron.training import argument_utils
 
-    args = megatron_arguments.parse_and_validate_args(args_defaults=DEFAULTS)
+    args = megatron_arguments.parse_and_validate_args(**own)
+    print(*args.greeting)
     if hasattr(argument_utils, "gpt_config_from_args"):
         # 0.19: the loop builds the model from its configuration.
         model = argument_utils.gpt_config_from_args(args)
