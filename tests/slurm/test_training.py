@@ -13,10 +13,10 @@ from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(240)
 
-NUM_ITERATIONS = 36
-SAVE_INTERVAL = 6
-KILLED_AFTER = 8
-ASKED_TO_STOP_AFTER = 19
+NUM_ITERATIONS = 24
+SAVE_INTERVAL = 8
+KILLED_AFTER = 10
+ASKED_TO_STOP_AFTER = 15
 NAME = "tiny"
 MODEL = """
 num-layers: 2
