@@ -123,8 +123,8 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
             CONFIG_FLAG,
             " ".join(args.ampipe_config),
             rule="this launch parses flags without reading files first",
-            remedy="Launch with -m megatron_ampipe.pretrain_gpt, or give the flags that 'ampipe config "
-            f"--format command {CONFIG_FLAG} ...' prints.",
+            remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
+            f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
         )
     shares = None
     if args.ampipe_chunks is not None:

@@ -90,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"wrote {arguments.output}", file=sys.stderr)
     if arguments.submit or (arguments.output is None and _agreed()):
         print(_submit(script))
+    else:
+        print("not submitted", file=sys.stderr)
     return 0
 
 
@@ -223,8 +225,14 @@ def _write(script: str, path: Path) -> None:
 
 
 def _agreed() -> bool:
-    """Whether the user wants it submitted; nobody is asked where nobody can answer."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or shutil.which("sbatch") is None:
+    """Whether the user wants it submitted; nobody is asked where nobody can answer, and is told so."""
+    reason = None
+    if shutil.which("sbatch") is None:
+        reason = "there is no sbatch on the PATH. Write the script with --output job.sbatch and submit that"
+    elif not (sys.stdin.isatty() and sys.stdout.isatty()):
+        reason = "without a terminal nobody can be asked. Add --submit, or --output job.sbatch"
+    if reason is not None:
+        print(f"{reason}.", file=sys.stderr)
         return False
     print("\nSubmit it? [y/N] ", end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

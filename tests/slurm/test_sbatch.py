@@ -133,7 +133,9 @@ def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
     done = cluster.ampipe_sbatch(*words)
     assert done.returncode == 0, done.stderr
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
-    assert cluster.ampipe_sbatch(*words[:4], *FLAGS).returncode == 0
+    unasked = cluster.ampipe_sbatch(*words[:4], *FLAGS)
+    assert unasked.returncode == 0
+    assert "nobody can be asked. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
     assert cluster.state == "PENDING" and cluster.events == ""
     assert not list(cluster.folder.glob("*.partial"))
 
@@ -178,6 +180,10 @@ def test_what_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
 def test_without_slurm_there_is_a_way_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sbatch", "--submit", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 1
     assert "--output job.sbatch" in capsys.readouterr().err
+    assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/usr/bin/env bash\n")
+    assert "Write the script with --output job.sbatch and submit that.\nnot submitted\n" in shown.err
 
 
 def test_the_template_is_in_the_package() -> None:
