@@ -18,6 +18,8 @@ from megatron_ampipe.errors import BadInput
 
 COMPUTE_LANE = "compute"
 DIRECTIONS = ("forward", "backward")
+PREDICTED = "predicted"
+"""The label of a timeline that nobody recorded; its value says by what it was predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,11 @@ class Timeline:
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether it was simulated, and not recorded."""
+        return PREDICTED in self.labels
+
+    @property
     def communication_us(self) -> float:
         """Time during which some communication lane was busy."""
         return _length(_union(self._intervals(communication=True)))
@@ -91,6 +98,13 @@ class Timeline:
         total = self.communication_us
         return self.hidden_us / total if total else 0.0
 
+    def length_us(self, direction: str) -> float:
+        """From the begin of the first stage of a direction to the end of the last one; 0 where none ran."""
+        spans = [span for span in self.spans if span.direction == direction]
+        if not spans:
+            return 0.0
+        return max(span.end_us for span in spans) - min(span.begin_us for span in spans)
+
     def _intervals(self, *, communication: bool) -> Iterable[tuple[float, float]]:
         return (
             (span.begin_us, span.end_us)
@@ -100,8 +114,9 @@ class Timeline:
 
     def write_chrome(self, path: Path) -> None:
         """Write the Chrome trace; the file appears under its name only when it is whole."""
+        process = "predicted" if self.is_predicted else f"rank {self.rank}"
         events: list[dict[str, object]] = [
-            {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank}"}}
+            {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": process}}
         ]
         events += [
             {

@@ -96,7 +96,7 @@ def _choose(
     config, choice = context.config, None
     if config.plan is not None:
         choice = read_pipeline(args, config.plan)
-        context.pipeline = choice.pipeline
+        context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         training.train_step = agreed_upon(context, training.train_step)
     elif config.degree == AUTO:
         planner = None if config.cluster is None else planner_of(args, config.cluster)

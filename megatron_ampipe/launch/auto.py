@@ -46,7 +46,7 @@ class AutoDegree:
         self._shape: Shape | None = None
         self._trials: Trials | None = None
         self._agreed = planner is None
-        self._next = context.pipeline
+        self._next = Choice(context.pipeline, "what the flags say")
 
     def start(self, shape: Shape) -> Choice | None:
         """Plan for the shape that the flags announce, before process groups exist; None without a planner."""
@@ -54,7 +54,8 @@ class AutoDegree:
             return None
         choice = self._planner(shape)
         self._shape, self._choices[shape] = shape, choice
-        self._context.pipeline = self._next = choice.pipeline
+        self._next = choice
+        self._use_next()
         return choice
 
     def around(self, train_step: TrainStep) -> TrainStep:
@@ -66,7 +67,7 @@ class AutoDegree:
                 require_agreement(self._context.pipeline)
                 self._agreed = True
             # Not as soon as it is decided: what is logged about an iteration names the pipeline that ran it.
-            self._context.pipeline = self._next
+            self._use_next()
             passes = self._context.recorder.passes
             passes.restart()
             passes.measuring = self._trials is not None
@@ -78,6 +79,10 @@ class AutoDegree:
             return result
 
         return step
+
+    def _use_next(self) -> None:
+        self._context.pipeline = self._next.pipeline
+        self._context.predicted_ms = self._next.predicted_ms
 
     def _decide(self) -> None:
         passes = self._context.recorder.passes
@@ -92,13 +97,15 @@ class AutoDegree:
         elif self._trials is not None:
             self._trials.tell(*times_us)
         if self._trials is not None:
-            self._next = self._trials.pipeline
+            self._next = Choice(self._trials.pipeline, "on trial")
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
 
     def _meet(self, shape: Shape) -> None:
         """Another shape than in the iteration before; its times say nothing about this one."""
         self._shape, self._trials = shape, None
+        # This iteration, which is about to be logged, is not what was predicted.
+        self._context.predicted_ms = None
         if shape in self._choices:
             self._settle(self._choices[shape])
         elif self._planner is not None:
@@ -114,7 +121,7 @@ class AutoDegree:
     def _settle(self, choice: Choice) -> None:
         assert self._shape is not None
         self._trials = None
-        self._next = choice.pipeline
+        self._next = choice
         if self._choices.get(self._shape) is not choice:
             self._choices[self._shape] = choice
             rows, batch = self._shape

@@ -82,9 +82,9 @@ def _followed(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespa
 
 
 def metrics(context: AMPipeContext, iteration: int) -> list[Metric]:
-    """What the recorder knows of an iteration; empty where this rank has no pipelined layer.
+    """What the recorder knows of an iteration, and what the plan predicted of it, if one was followed.
 
-    Another figure that is known at every iteration, such as what a plan predicts, belongs into this list.
+    Empty where this rank has no pipelined layer.
     """
     timeline = context.recorder.timeline(rank=torch.distributed.get_rank(), labels={}, iteration=iteration)
     if not timeline.spans:
@@ -97,14 +97,24 @@ def metrics(context: AMPipeContext, iteration: int) -> list[Metric]:
             "ampipe/exposed-communication-ms", exposed_ms, f"exposed communication (ms): {exposed_ms:.2f}"
         ),
     ]
-    for direction in Direction:
-        times_us = context.recorder.pass_times_us(iteration)[direction]
-        if times_us:
-            mean_ms = statistics.fmean(times_us) / 1e3
-            name = f"block {direction.value}"
-            found.append(
-                Metric(f"ampipe/{name.replace(' ', '-')}-ms", mean_ms, f"{name} (ms): {mean_ms:.2f}")
-            )
+    times_us = context.recorder.pass_times_us(iteration)
+    for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
+        if times_us[direction]:
+            measured_ms = statistics.fmean(times_us[direction]) / 1e3
+            found += _of_block(f"block {direction.value}", measured_ms, predicted_ms)
+    return found
+
+
+def _of_block(name: str, measured_ms: float, predicted_ms: float | None) -> list[Metric]:
+    """One direction: what a pass took, and beside it what the plan predicted."""
+    tag = f"ampipe/{name.replace(' ', '-')}"
+    found = [Metric(f"{tag}-ms", measured_ms, f"{name} (ms): {measured_ms:.2f}")]
+    if predicted_ms:
+        ratio = measured_ms / predicted_ms
+        found += [
+            Metric(f"{tag}-predicted-ms", predicted_ms, f"{name} predicted (ms): {predicted_ms:.2f}"),
+            Metric(f"{tag}-measured-to-predicted", ratio, f"{name} measured/predicted: {ratio:.2f}"),
+        ]
     return found
 
 

@@ -18,7 +18,7 @@ from megatron_ampipe.plan.model import ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import BlockFeatures, Pipeline
+from megatron_ampipe.schedule import BlockFeatures
 
 _FLAGS = (
     "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
@@ -55,7 +55,8 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
         length = rows * workload.tensor * workload.context
         of_shape = dataclasses.replace(workload, sequence_length=length, batch=batch)
         found = make_plan(Predictor(of_shape, cluster))
-        return Choice(pipeline_of(found, rows=rows), f"planned from {cluster_file}: {found.reason}")
+        reason = f"planned from {cluster_file}: {found.reason}"
+        return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
 
     return plan
 
@@ -68,7 +69,7 @@ def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
     """
     plan = Plan.read(Path(plan_file))
     rows = args.seq_length // (args.tensor_model_parallel_size * args.context_parallel_size)
-    pipeline = pipeline_of(plan, rows=rows)
+    pipeline = plan.pipeline(rows=rows)
     try:
         pipeline.schedule_of(features_of_args(args))
     except BadInput as error:
@@ -78,22 +79,7 @@ def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
             rule=f"is not for the blocks of this model: {error.value} {error.rule}",
             remedy="Make one with ampipe plan from a model file with this run's flags.",
         ) from error
-    return Choice(pipeline, f"read from {plan_file}: {plan.reason}")
-
-
-def pipeline_of(plan: Plan, *, rows: int) -> Pipeline:
-    """A plan as what the blocks take; ``rows`` are those of one rank.
-
-    The order is taken as it stands, under whatever name: somebody may have written it by hand.
-    """
-    equal = (max(plan.shares) - min(plan.shares)) * rows < 1 + 1e-6
-    forward, backward = plan.forward_degree, plan.backward_degree
-    return Pipeline(
-        degree=forward,
-        backward_degree=None if backward == forward else backward,
-        shares=None if equal else plan.shares,
-        order=plan.schedule,
-    )
+    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms)
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:

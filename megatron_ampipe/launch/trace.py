@@ -97,10 +97,6 @@ def write_trace(context: AMPipeContext | None) -> None:
         return
     # Not from the process group, which may have been taken down by now.
     rank = int(os.environ.get("RANK", "0"))
-    pipeline = context.pipeline
-    labels = {"degree": str(pipeline.degree), "schedule": pipeline.name}
-    if pipeline.of_backward != pipeline.degree:
-        labels["backward degree"] = str(pipeline.of_backward)
-    timeline = context.recorder.timeline(rank=rank, labels=labels)
+    timeline = context.recorder.timeline(rank=rank, labels=context.pipeline.labels)
     if timeline.spans:
         timeline.write_chrome(Path(context.config.trace_dir) / f"rank{rank}.trace.json")

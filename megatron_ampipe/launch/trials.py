@@ -37,10 +37,13 @@ class Choice:
     Attributes:
         pipeline: With which to run from now on.
         reason: Why, as a clause.
+        predicted_ms: Of a pass through a block, forward and backward, from its first stage to its last;
+            None where nothing was predicted.
     """
 
     pipeline: Pipeline
     reason: str
+    predicted_ms: tuple[float, float] | None = None
 
 
 def candidates(rows: int) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ class AMPipeContext:
         kernel: Name of the attention kernel; chosen by each layer if None.
         pipeline: How blocks are run from the next forward pass on; at first what ``config`` says, or
             one chunk where it leaves the choice to us.
+        predicted_ms: What a plan predicts of a pass through a block by ``pipeline``, forward and backward,
+            from its first stage to its last; None without a plan. For the log alone.
     """
 
     config: AMPipeConfig
@@ -28,6 +30,7 @@ class AMPipeContext:
     executor: Executor | None = None
     kernel: str | None = None
     pipeline: Pipeline = field(init=False)
+    predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         config = self.config

@@ -16,7 +16,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.records import read_record, refuse, write_record
 from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
-from megatron_ampipe.schedule import Schedule, build, from_text, to_text
+from megatron_ampipe.schedule import Pipeline, Schedule, build, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
 HELPS = 1.01
@@ -35,6 +35,9 @@ class Plan:
             degree says.
         stock_ms: Predicted time of Megatron's own block, forward and backward.
         predicted_ms: Predicted time by this plan.
+        stages_forward_ms: The part of a forward pass from its first stage's begin to its last one's end,
+            which is what a run's recorder sees: without what surrounds the stages.
+        stages_backward_ms: Likewise of a backward pass, without the forward pass that a recompute repeats.
         hidden_share: Share of the communication that computation covers, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         reason: Why this plan, in one sentence.
@@ -44,6 +47,8 @@ class Plan:
     shares: tuple[float, ...]
     stock_ms: float
     predicted_ms: float
+    stages_forward_ms: float
+    stages_backward_ms: float
     hidden_share: float
     memory_gib: float
     reason: str
@@ -68,6 +73,28 @@ class Plan:
         """Whether it cuts anything at all."""
         return max(self.forward_degree, self.backward_degree) > 1
 
+    @property
+    def stages_ms(self) -> tuple[float, float]:
+        """From the first stage to the last, forward and backward."""
+        return self.stages_forward_ms, self.stages_backward_ms
+
+    def pipeline(self, *, rows: int) -> Pipeline:
+        """What the blocks take.
+
+        The order is taken as it stands, under whatever name: somebody may have written it by hand.
+
+        Args:
+            rows: Of the residual stream of one rank.
+        """
+        equal = (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6
+        forward, backward = self.forward_degree, self.backward_degree
+        return Pipeline(
+            degree=forward,
+            backward_degree=None if backward == forward else backward,
+            shares=None if equal else self.shares,
+            order=self.schedule,
+        )
+
     def write(self, path: Path, *, head: str) -> None:
         """Write the file; it appears under its name only when it is whole.
 
@@ -82,6 +109,8 @@ class Plan:
             shares=self.shares,
             stock_ms=self.stock_ms,
             predicted_ms=self.predicted_ms,
+            stages_forward_ms=self.stages_forward_ms,
+            stages_backward_ms=self.stages_backward_ms,
             hidden_share=self.hidden_share,
             memory_gib=self.memory_gib,
             reason=self.reason,
@@ -119,6 +148,8 @@ class Plan:
             shares=tuple(share / total for share in found.shares),
             stock_ms=found.stock_ms,
             predicted_ms=found.predicted_ms,
+            stages_forward_ms=found.stages_forward_ms,
+            stages_backward_ms=found.stages_backward_ms,
             hidden_share=found.hidden_share,
             memory_gib=found.memory_gib,
             reason=found.reason,
@@ -139,6 +170,8 @@ class _PlanFile:
     schedule: str
     stock_ms: float
     predicted_ms: float
+    stages_forward_ms: float
+    stages_backward_ms: float
     hidden_share: float
     memory_gib: float
     reason: str
@@ -163,11 +196,14 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
         best = (full_plan if full else choose_degree)(predictor, degrees)
     if best is None or _speedup(stock, best) < HELPS:
         schedule = build("sequential", degree=1, features=workload.features)
+        timeline = predictor.timeline(schedule, (workload.rows,))
         whole = Plan(
             schedule=schedule,
             shares=(1.0,),
             stock_ms=_ms(stock),
             predicted_ms=_ms(stock),
+            stages_forward_ms=timeline.length_us("forward") / 1e3,
+            stages_backward_ms=timeline.length_us("backward") / 1e3,
             hidden_share=0.0,
             memory_gib=peak_bytes(workload, forward_degree=1, backward_degree=1) / 2**30,
             reason="",
@@ -191,6 +227,8 @@ def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] 
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
         stock_ms=_ms(predictor.stock()),
         predicted_ms=_ms(found.time),
+        stages_forward_ms=timeline.length_us("forward") / 1e3,
+        stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
         memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
         reason="",

@@ -95,6 +95,20 @@ class Pipeline:
         return schedule
 
     @property
+    def labels(self) -> dict[str, str]:
+        """What the timeline of such a run says of it, recorded or predicted."""
+        labels = {"degree": str(self.degree), "schedule": self.name}
+        if self.of_backward != self.degree:
+            labels["backward degree"] = str(self.of_backward)
+        if self.shares is not None:
+            labels["shares"] = self._shares
+        return labels
+
+    @property
+    def _shares(self) -> str:
+        return " ".join(f"{share:.4g}" for share in self.shares or ())
+
+    @property
     def name(self) -> str:
         """Of the order of the stages."""
         return self.order.name if self.order is not None else self.schedule
@@ -103,5 +117,5 @@ class Pipeline:
         degree = f"degree {self.degree}"
         if self.of_backward != self.degree:
             degree += f" forward, {self.of_backward} backward"
-        shares = "" if self.shares is None else f", shares {' '.join(f'{s:.4g}' for s in self.shares)}"
+        shares = "" if self.shares is None else f", shares {self._shares}"
         return f"{degree}{shares}, schedule {self.name}"

@@ -12,9 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
 from megatron_ampipe.errors import BadInput, RunFailed
-from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE_LANE, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
+from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
 
 _EPILOG = """\
 examples:
@@ -22,6 +25,8 @@ examples:
       timeline.svg and timeline.png: of every rank, the first MoE layer in the last recorded iteration
   ampipe draw traces/rank0.trace.json --output whole --layer all
       one rank, every layer that it ran
+  ampipe draw traces/ --predicted predicted.json --output timeline
+      under every rank what ampipe plan --trace predicted.json predicted, and a table of both
 
 A run writes its traces with --ampipe-trace-dir traces/. Perfetto (ui.perfetto.dev) opens them as well.
 """
@@ -56,13 +61,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_layer,
         help="layer to draw, from 1, or 'all' (default: each rank's first MoE layer)",
     )
+    parser.add_argument(
+        "--predicted",
+        metavar="FILE",
+        type=Path,
+        help="lay this prediction of ampipe plan --trace under every rank, and compare",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, and print the share of communication that was hidden.
+    """Draw, and print the share of communication that was hidden; with a prediction, what took how long.
 
     Raises:
-        BadInput: no trace, not ours, or without the iteration or layer that was asked for.
+        BadInput: no trace, not ours, or without the iteration or layer that was asked for; or a prediction
+            of something else.
         EnvironmentMissing: matplotlib is absent.
         RunFailed: the pictures cannot be written.
     """
@@ -74,8 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown, num_passes = _one_layer(timelines, iteration=iteration, wanted=arguments.layer)
     title = _title(shown, iteration=iteration, num_passes=num_passes)
+    prediction = _prediction(arguments, shown)
+    drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
     try:
-        timeline_picture.draw(shown, targets=targets, title=title, split=arguments.layer != "all")
+        timeline_picture.draw(drawn, targets=targets, title=title, split=arguments.layer != "all")
     except OSError as error:
         raise RunFailed(
             f"{error.filename or arguments.output} cannot be written ({error.strerror}). "
@@ -86,6 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
             f"communication hidden behind computation ({timeline_picture.layers_of(timeline)})"
         )
+    if prediction is not None:
+        print(
+            f"predicted: {prediction.hidden_share:.0%} of {prediction.communication_us / 1e3:.2f} ms "
+            f"({prediction.labels[PREDICTED]})"
+        )
+        Console().print(table_of(compare(prediction, shown)))
     print(f"wrote {' and '.join(str(target) for target in targets)}")
     return 0
 
@@ -135,6 +155,22 @@ def split_passes(spans: Iterable[StageSpan]) -> list[list[StageSpan]]:
         seen.add((span.lane, span.stage))
         passes[-1].append(span)
     return passes
+
+
+def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Timeline | None:
+    """What is laid under every rank, if anything, in the directions that they hold."""
+    if arguments.predicted is None:
+        return None
+    if arguments.layer == "all":
+        raise BadInput(
+            "--layer",
+            "all",
+            rule="is every layer, and a prediction is of one block",
+            remedy="Leave it away, or name one layer: --layer 1.",
+        )
+    predicted = read_predicted(arguments.predicted)
+    require_fit(predicted, arguments.predicted, shown)
+    return predicted
 
 
 def _layer(text: str) -> int | str:

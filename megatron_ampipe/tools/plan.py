@@ -24,6 +24,8 @@ from megatron_ampipe.plan.model import find_model, read_model, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
+from megatron_ampipe.timeline import Timeline
+from megatron_ampipe.tools import plan_timeline
 
 _EPILOG = """\
 examples:
@@ -33,6 +35,8 @@ examples:
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures of your own machines; the plan as a file, and a picture of the predicted timeline
+  ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
+      the predicted timeline of a run with --ampipe-degree 4, to lay over its traces with ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -82,6 +86,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=Path, metavar="NAME", help="draw the predicted timeline as NAME.svg and NAME.png"
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the predicted timeline in the form of a run's, for ampipe draw --predicted FILE",
+    )
+    parser.add_argument(
+        "--trace-of",
+        type=plan_timeline.parse_pipeline,
+        metavar="N[:M][,ORDER]",
+        help="degree (N forward, M backward) and order of stages that --trace and --picture show, in equal "
+        "chunks, for example 4 or 4:2,moe-only (default: the choice)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     predictor = Predictor(workload, cluster)
     plan = make_plan(predictor, degrees=arguments.degrees)
     answer = _answer(predictor, plan, arguments, assumed)
+    timeline = _timeline(predictor, plan, arguments)
     try:
         if arguments.json not in (None, "-"):
             _write(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
@@ -106,8 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
             plan.write(
                 arguments.output, head=f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
             )
-        if arguments.picture is not None:
-            _draw(predictor, plan, arguments.picture)
+        if timeline is not None and arguments.trace is not None:
+            timeline.write_chrome(arguments.trace)
+        if timeline is not None and arguments.picture is not None:
+            plan_timeline.draw(timeline, arguments.picture)
     except OSError as error:
         raise RunFailed(
             f"{error.filename} cannot be written ({error.strerror}). Choose another place."
@@ -118,6 +138,22 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(answer, plan, Console())
     return 0
+
+
+def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> Timeline | None:
+    """What ``--trace`` and ``--picture`` show; None where nobody asked."""
+    if arguments.trace is None and arguments.picture is None:
+        if arguments.trace_of is not None:
+            raise BadInput(
+                "--trace-of",
+                arguments.trace_of.degree,
+                rule="says of what a timeline is written, and none is",
+                remedy="Add --trace FILE or --picture NAME.",
+            )
+        return None
+    pipeline = arguments.trace_of or plan.pipeline(rows=predictor.workload.rows)
+    source = f"{arguments.model} on {arguments.cluster}"
+    return plan_timeline.predicted_timeline(predictor, pipeline, source=source)
 
 
 def _answer(
@@ -214,23 +250,6 @@ def _show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     else:
         console.print("choice: degree 1, Megatron's own layers", soft_wrap=True)
     console.print(plan.reason, soft_wrap=True)
-
-
-def _draw(predictor: Predictor, plan: Plan, name: Path) -> None:
-    # Imported only here: without a picture, matplotlib need not be there.
-    from megatron_ampipe.tools import timeline_picture
-
-    rows = predictor.workload.rows
-    lengths = _lengths(plan.shares, rows)
-    timeline = predictor.timeline(plan.schedule, lengths, labels={"predicted": plan.schedule.name})
-    name.parent.mkdir(parents=True, exist_ok=True)
-    targets = (name.with_name(name.name + ".svg"), name.with_name(name.name + ".png"))
-    title = f"predicted, degree {plan.forward_degree} forward, {plan.backward_degree} backward"
-    timeline_picture.draw([timeline], targets=targets, title=title, split=True)
-
-
-def _lengths(shares: tuple[float, ...], rows: int) -> tuple[int, ...]:
-    return tuple(round(share * rows) for share in shares)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,5 +1,8 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
+A timeline that was predicted is one more, on a ground of its own; it stands where the caller puts it, for
+example under the rank that it is held against.
+
 Chooses nothing: what it is given, it draws. Called by :mod:`megatron_ampipe.tools.draw`.
 
 The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,13 +33,14 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
 WHOLE_BLOCK = "#A6A9AD"
 
-_INK, _FAINT_INK, _PAPER, _STRIPE = "#22262B", "#6B7280", "#FFFFFF", "#F3F4F6"
+_INK, _FAINT_INK, _PAPER = "#22262B", "#6B7280", "#FFFFFF"
+_STRIPE, _PREDICTED_STRIPE = "#F3F4F6", "#FBF3DC"
 # Within a chunk's colour, what the stage does: the share of white mixed in.
 _TINTS = {"attention": 0.0, "dispatch": 0.0, "expert": 0.35, "combine": 0.35, "shared": 0.5, "wgrad": 0.5}
 _OTHER_TINT = 0.6
 
 _WIDTH_IN, _ROW_IN, _RANK_GAP_IN = 13.0, 0.36, 0.2
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.45, 1.3, 1.12, 0.16
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.6, 1.3, 1.12, 0.16
 _LABEL_PT, _CHARACTER_SHARE = 7.5, 0.6
 _PNG_DPI = 180
 _MAX_PNG_PIXELS = 30_000
@@ -49,16 +53,17 @@ _MEDIAN_SPAN_IN, _MAX_WIDTH_IN = 0.06, 90.0
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One lane of one rank; ``y_in`` is its middle in inches above the lowest row's foot."""
+    """One lane of one timeline; ``y_in`` is its middle in inches above the lowest row's foot."""
 
-    rank: int
+    timeline: int
     lane: str
     y_in: float
+    stripe: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """What one axes shows: spans by rank, in milliseconds after each rank's first."""
+    """What one axes shows: spans by timeline, in milliseconds after the first of each."""
 
     heading: str
     spans: dict[int, list[StageSpan]]
@@ -69,7 +74,7 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
     """Draw one picture and write it under every target; the suffix gives the format.
 
     Args:
-        timelines: One for each rank, of what is to be shown; none may be empty.
+        timelines: What is to be shown, from the top, one for each rank; none may be empty.
         targets: Files to write. Each appears under its name only when it is whole.
         title: First line of the picture.
         split: Whether forward and backward get a panel each.
@@ -126,10 +131,11 @@ def _rows(timelines: Sequence[Timeline]) -> tuple[list[_Row], float]:
     """Rows from the top: for each rank compute, then its communication lanes. And their height together."""
     rows: list[_Row] = []
     depth_in = 0.0
-    for timeline in timelines:
+    for number, timeline in enumerate(timelines):
+        stripe = _PREDICTED_STRIPE if timeline.is_predicted else _STRIPE
         lanes = {span.lane for span in timeline.spans}
         for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE_LANE, lane)):
-            rows.append(_Row(timeline.rank, lane, -depth_in - _ROW_IN / 2))
+            rows.append(_Row(number, lane, -depth_in - _ROW_IN / 2, stripe))
             depth_in += _ROW_IN
         depth_in += _RANK_GAP_IN
     height_in = depth_in - _RANK_GAP_IN
@@ -141,11 +147,11 @@ def _panels(timelines: Sequence[Timeline], *, split: bool) -> list[_Panel]:
     panels = []
     for heading, wanted in directions:
         spans: dict[int, list[StageSpan]] = {}
-        for timeline in timelines:
+        for number, timeline in enumerate(timelines):
             chosen = [span for span in timeline.spans if span.direction in wanted]
             if chosen:
                 zero = min(span.begin_us for span in chosen)
-                spans[timeline.rank] = [
+                spans[number] = [
                     replace(span, begin_us=span.begin_us - zero, end_us=span.end_us - zero) for span in chosen
                 ]
         if spans:
@@ -183,7 +189,7 @@ def _draw_panels(
         axes.set_ylim(0, rows_in)
         _dress(axes, rows, panel=panel, panel_in=panel_in)
         for row in rows:
-            spans = [span for span in panel.spans.get(row.rank, []) if span.lane == row.lane]
+            spans = [span for span in panel.spans.get(row.timeline, []) if span.lane == row.lane]
             _draw_row(axes, row, spans, colours=colours, in_per_ms=in_per_ms)
 
 
@@ -191,7 +197,7 @@ def _dress(axes: Axes, rows: Sequence[_Row], *, panel: _Panel, panel_in: float) 
     from matplotlib.ticker import MaxNLocator
 
     for row in rows:
-        axes.axhspan(row.y_in - _ROW_IN / 2, row.y_in + _ROW_IN / 2, color=_STRIPE, linewidth=0, zorder=0)
+        axes.axhspan(row.y_in - _ROW_IN / 2, row.y_in + _ROW_IN / 2, color=row.stripe, linewidth=0, zorder=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT_INK)
@@ -248,32 +254,40 @@ def _draw_margins(
         figure.text(x_in / width_in, y_in / height_in, text, **{"color": _INK, "fontsize": 9, **how})
 
     write(0.2, height_in - 0.36, title, fontsize=13, fontweight="bold")
-    total_us = sum(timeline.communication_us for timeline in timelines)
-    hidden_us = sum(timeline.hidden_us for timeline in timelines)
-    share = f"{hidden_us / total_us:.0%} of communication hidden" if total_us else "no communication"
-    write(
-        0.2,
-        height_in - 0.62,
-        f"{share} behind computation" if total_us else share,
-        fontsize=10,
-        color=_FAINT_INK,
-    )
+    write(0.2, height_in - 0.62, _hidden(timelines), fontsize=10, color=_FAINT_INK)
     under_axis_in = bottom_in - 0.5
-    write(_LEFT_IN, under_axis_in, "ms after each rank's first stage", fontsize=8.5, color=_FAINT_INK)
+    write(_LEFT_IN, under_axis_in, "ms after the first stage of each rank", fontsize=8.5, color=_FAINT_INK)
     key = {"fontsize": 8.5, "ha": "right", "color": _FAINT_INK}
     write(width_in - _RIGHT_IN, under_axis_in, _initials(timelines), **key)
     for row in rows:
         write(_LEFT_IN - 0.12, bottom_in + row.y_in, row.lane, ha="right", va="center", fontsize=8.5)
-    for timeline in timelines:
-        own = [row.y_in for row in rows if row.rank == timeline.rank]
+    for number, timeline in enumerate(timelines):
+        own = [row.y_in for row in rows if row.timeline == number]
         middle_in = bottom_in + (own[0] + own[-1]) / 2
-        write(0.2, middle_in + 0.02, f"rank {timeline.rank}", fontweight="bold", va="bottom")
-        write(0.2, middle_in - 0.02, layers_of(timeline), color=_FAINT_INK, fontsize=8, va="top")
+        name, below = f"rank {timeline.rank}", layers_of(timeline)
+        if timeline.is_predicted:
+            name, below = PREDICTED, "one block"
+        write(0.2, middle_in + 0.02, name, fontweight="bold", va="bottom")
+        write(0.2, middle_in - 0.02, below, color=_FAINT_INK, fontsize=8, va="top")
         if timeline.communication_us:
             right_in = width_in - _RIGHT_IN + 0.15
             write(right_in, middle_in + 0.02, f"{timeline.hidden_share:.0%}", fontweight="bold", va="bottom")
             hidden = f"of {timeline.communication_us / 1e3:.3g} ms hidden"
             write(right_in, middle_in - 0.02, hidden, color=_FAINT_INK, fontsize=7.5, va="top")
+
+
+def _hidden(timelines: Sequence[Timeline]) -> str:
+    """Second line of the picture; a prediction that stands under a recorded rank is said behind it."""
+    recorded = [timeline for timeline in timelines if not timeline.is_predicted]
+    total_us = sum(timeline.communication_us for timeline in recorded or timelines)
+    hidden_us = sum(timeline.hidden_us for timeline in recorded or timelines)
+    if not total_us:
+        return "no communication"
+    text = f"{hidden_us / total_us:.0%} of communication hidden behind computation"
+    predicted = next((timeline for timeline in timelines if timeline.is_predicted), None)
+    if recorded and predicted is not None:
+        text += f", {predicted.hidden_share:.0%} predicted"
+    return text
 
 
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:

@@ -25,7 +25,7 @@ def main() -> None:
         pass_timer.time = _Clock(noise)
         results.append(_train(rank, noise))
     pass_timer.time = time
-    report({"runs": results, "refusal": _disagree(rank)})
+    report({"runs": results, "refusal": _disagree(rank), "predicted": _follow_plans()})
 
 
 class _Clock:
@@ -71,6 +71,27 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
         if 0 < iteration < 26:
             alone.tell(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))
     return {"ran": ran, "said": said, "difference": difference, "alone": str(alone.choice)}
+
+
+def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
+    """After every iteration, when Megatron logs: the degree that ran, and what was predicted of it."""
+    from megatron_ampipe.launch.auto import AutoDegree
+    from megatron_ampipe.launch.trials import Choice
+    from megatron_ampipe.schedule import Pipeline
+
+    layer, context = _layer()
+
+    def planner(shape: tuple[int, int]) -> Choice:
+        return Choice(Pipeline(degree=4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
+
+    auto = AutoDegree(context, planner=planner, say=lambda line: None)
+    auto.start((LONG, 1))
+    step = auto.around(lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
+    logged = []
+    for rows in (LONG, LONG, SHORT, SHORT, LONG, LONG):
+        step(rows)
+        logged.append((context.pipeline.degree, context.predicted_ms))
+    return logged
 
 
 def _layer() -> tuple[torch.nn.Module, object]:

@@ -49,6 +49,19 @@ def test_trying_changes_no_result(reports: list[Any]) -> None:
         assert all(run["difference"] <= 1e-5 for run in report["runs"])
 
 
+def test_a_prediction_is_of_the_pipeline_and_the_shape_that_ran(reports: list[Any]) -> None:
+    for report in reports:
+        # An iteration that meets another shape runs with the plan before, which is for the old shape.
+        assert report["predicted"] == [
+            [4, [64, 1.0]],
+            [4, [64, 1.0]],
+            [4, None],
+            [2, [16, 1.0]],
+            [2, None],
+            [4, [64, 1.0]],
+        ]
+
+
 def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
     for report in reports:
         assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")

@@ -82,10 +82,29 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def assert_log_holds_prediction(run: Run) -> None:
+    """At every logged iteration both directions, measured and predicted, and their ratio."""
+    lines = [line for line in run.output.splitlines() if line.startswith(" ampipe at iteration")]
+    assert lines, run.output[-3000:]
+    for line in lines:
+        for way in ("forward", "backward"):
+            found = re.search(
+                rf"block {way} \(ms\): ([\d.]+) \| block {way} predicted \(ms\): ([\d.]+) "
+                rf"\| block {way} measured/predicted: ([\d.]+)",
+                line,
+            )
+            assert found, line
+            measured, predicted, ratio = map(float, found.groups())
+            # The log rounds, and what this cluster is predicted to need is a small number.
+            assert predicted > 0
+            assert ratio == pytest.approx(measured / predicted, rel=0.01 + 0.006 / predicted), line
+
+
 def test_a_plan_is_made_at_the_start_from_a_cluster_file(stock: Run, cluster_file: Path) -> None:
     run = train(*EP2, *EXACT, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
     assert_same_losses(run, stock)
     assert "planned from" in run.output
+    assert_log_holds_prediction(run)
     assert "AMPipe: input of" not in run.output, "nothing is tried"
 
 
@@ -98,6 +117,7 @@ def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> N
     run = train(*EP2, *EXACT, "--ampipe-plan", str(plan))
     assert_same_losses(run, stock)
     assert "read from" in run.output
+    assert_log_holds_prediction(run)
     # Without its losses it is another block.
     shared = ["--moe-shared-expert-intermediate-size", "32"]
     other = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *shared, "--ampipe-plan", str(plan))

@@ -17,6 +17,7 @@ from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
 from megatron_ampipe.shipped import config_names
+from megatron_ampipe.timeline import Timeline
 from tests.plan_cases import cluster, workload
 from tests.unit.test_imports import heavy_modules_after
 from tests.unit.test_plan_workload import PLAIN
@@ -101,6 +102,50 @@ def test_plan_file_and_picture(model: Path, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
+    ("words", "labels"),
+    [
+        (["--trace-of", "4"], {"degree": "4", "schedule": "ampipe"}),
+        (["--trace-of", "4:2,moe-only"], {"degree": "4", "schedule": "moe-only", "backward degree": "2"}),
+    ],
+    ids=["4", "4:2,moe-only"],
+)
+def test_the_predicted_timeline_is_written_as_a_trace(
+    words: list[str], labels: dict[str, str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out" / "predicted.json"
+    answer(model, capsys, *words, "--degrees", "2", "--trace", str(target))
+    timeline = Timeline.read_chrome(target)
+    assert timeline.labels == labels | {"predicted": f"{model} on a800x8-20gbps"}
+    for direction in ("forward", "backward"):
+        chunks = {span.chunk for span in timeline.spans if span.direction == direction} - {None}
+        assert len(chunks) == int(timeline.labels.get(f"{direction} degree", timeline.labels["degree"]))
+
+
+def test_labels_of_a_trace_are_those_of_a_run_by_the_plan(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, file = tmp_path / "predicted.json", tmp_path / "plan.yaml"
+    answer(model, capsys, "--trace", str(trace), "--output", str(file))
+    timeline, plan = Timeline.read_chrome(trace), Plan.read(file)
+    rows = int(read_model(model).values["seq-length"])
+    of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
+    assert of_plan == plan.pipeline(rows=rows).labels.items()
+    in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
+    assert in_trace == pytest.approx(plan.stages_ms)
+    # The rest is around the stages.
+    assert sum(plan.stages_ms) <= plan.predicted_ms
+
+
+def test_a_recompute_is_not_part_of_what_a_recorder_sees_of_a_backward_pass() -> None:
+    plain, repeated = (
+        make_plan(Predictor(workload(recomputes=recomputes), cluster()), degrees=(4,), full=False)
+        for recomputes in (False, True)
+    )
+    assert plain.stages_ms == pytest.approx(repeated.stages_ms)
+    assert repeated.predicted_ms > plain.predicted_ms + 0.9 * plain.stages_forward_ms
+
+
+@pytest.mark.parametrize(
     "changes", [{}, {"topk": 8, "sequence_length": 4096}, {"tensor": 2}, {"expert": 1}], ids=str
 )
 def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -142,6 +187,12 @@ def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path
         (["--set", "seq-length"], "is not FLAG=VALUE"),
         (["--set", "sequence-length=3"], "is no flag of Megatron's"),
         (["--output", "/proc/no/plan.yaml"], "cannot be written"),
+        (["--trace", "/proc/no/trace.json"], "cannot be written"),
+        (["--trace-of", "4"], "Add --trace FILE or --picture NAME."),
+        (
+            ["--trace-of", "64", "--set", "seq-length=32", "--trace", "/proc/no/trace.json"],
+            "is more chunks than the 32 rows that a rank holds. Use --trace-of 32 or less.",
+        ),
     ],
 )
 def test_errors_are_one_line(
@@ -153,7 +204,21 @@ def test_errors_are_one_line(
     assert error.startswith("ampipe: ") and message in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("words", [["--degrees", "1,2"], ["--ranks", "0"], ["--imbalance", "0.5"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--degrees", "1,2"],
+        ["--ranks", "0"],
+        ["--imbalance", "0.5"],
+        ["--trace-of", "0"],
+        ["--trace-of", "65"],
+        ["--trace-of", "64:128"],
+        ["--trace-of", "4:"],
+        ["--trace-of", "4:3"],
+        ["--trace-of", "4,"],
+        ["--trace-of", "4,searched"],
+    ],
+)
 def test_wrong_arguments_end_with_2(
     words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,90 @@
+"""The timeline that ``ampipe plan`` predicts, as a trace and as a picture.
+
+What is predicted is a :class:`~megatron_ampipe.schedule.Pipeline`: the choice of the plan, or one that the
+user names, as a run with the same flags has it. Called by :mod:`megatron_ampipe.tools.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_ampipe.config import SCHEDULE_NAMES
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.rows import even_chunks
+from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.timeline import PREDICTED, Timeline
+
+_MOST_CHUNKS = 64
+"""As for ``--degrees``; a schedule of thousands of chunks would take minutes to build."""
+
+
+def parse_pipeline(text: str) -> Pipeline:
+    """What ``--trace-of`` takes: ``4``, ``4:2`` (2 backward), ``4,moe-only`` (another order).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these.
+    """
+    degrees, comma, schedule = text.partition(",")
+    forward, colon, backward = degrees.partition(":")
+    known = not comma or schedule in SCHEDULE_NAMES
+    if not known or not forward.isdecimal() or (colon and not backward.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no degree such as 4, 4:2 or 4,moe-only (orders: {', '.join(SCHEDULE_NAMES)})"
+        )
+    try:
+        pipeline = Pipeline(
+            degree=int(forward),
+            backward_degree=int(backward) if colon else None,
+            schedule=schedule or SCHEDULE_NAMES[0],
+        )
+    except BadInput:
+        pipeline = None
+    if pipeline is None or pipeline.num_chunks > _MOST_CHUNKS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: degrees are 1 to {_MOST_CHUNKS}, and one of the two divides the other, as in 4:2"
+        )
+    return pipeline
+
+
+def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str) -> Timeline:
+    """One block, forward and then backward.
+
+    Args:
+        predictor: Of the workload on the cluster.
+        pipeline: What runs.
+        source: From what it is predicted.
+
+    Raises:
+        BadInput: the sequence has fewer rows than the pipeline has chunks.
+    """
+    rows = predictor.workload.rows
+    if pipeline.num_chunks > rows:
+        raise BadInput(
+            "--trace-of",
+            pipeline.num_chunks,
+            rule=f"is more chunks than the {rows} rows that a rank holds",
+            remedy=f"Use --trace-of {rows} or less.",
+        )
+    lengths = even_chunks(rows, pipeline.num_chunks)
+    if pipeline.shares is not None:
+        lengths = tuple(round(share * rows) for share in pipeline.shares)
+    schedule = pipeline.schedule_of(predictor.workload.features)
+    return predictor.timeline(schedule, lengths, labels={PREDICTED: source, **pipeline.labels})
+
+
+def draw(timeline: Timeline, name: Path) -> None:
+    """Write NAME.svg and NAME.png.
+
+    Raises:
+        EnvironmentMissing: matplotlib is absent.
+    """
+    # Imported only here: without a picture, matplotlib need not be there.
+    from megatron_ampipe.tools import timeline_picture
+
+    name.parent.mkdir(parents=True, exist_ok=True)
+    targets = (name.with_name(name.name + ".svg"), name.with_name(name.name + ".png"))
+    degree, backward = timeline.labels["degree"], timeline.labels.get("backward degree")
+    title = f"predicted, degree {degree}" + (f" forward, {backward} backward" if backward else "")
+    timeline_picture.draw([timeline], targets=targets, title=title, split=True)

@@ -1,0 +1,165 @@
+"""``ampipe draw --predicted``: a prediction under what a run recorded, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.timeline import PREDICTED, StageSpan, Timeline
+from megatron_ampipe.tools import timeline_picture
+from megatron_ampipe.tools.predicted import compare, table_of
+from tests.unit.test_draw import one_pass, trace
+from tests.unit.test_imports import heavy_modules_after
+
+LABELS = {"degree": "2", "schedule": "a$b$"}
+
+
+def prediction(**labels: str) -> Timeline:
+    """The block of :func:`one_pass`, every stage in half the time."""
+    spans = one_pass(0, layer=1, direction="forward", iteration=0)
+    spans += one_pass(20_000, layer=1, direction="backward", iteration=0)
+    halved = [replace(span, begin_us=span.begin_us / 2, end_us=span.end_us / 2) for span in spans]
+    return Timeline(0, tuple(halved), {PREDICTED: "a model on a cluster", **LABELS, **labels})
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    for rank in range(2):
+        trace(rank).write_chrome(tmp_path / "traces" / f"rank{rank}.trace.json")
+    prediction().write_chrome(tmp_path / "traces" / "predicted.json")
+    return tmp_path / "traces"
+
+
+def draw(traces: Path, *words: str) -> int:
+    predicted = str(traces / "predicted.json")
+    return main(["draw", str(traces), "--predicted", predicted, "--output", str(traces.parent / "p"), *words])
+
+
+def test_every_rank_is_drawn_with_the_prediction_under_it(
+    traces: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(timeline_picture, "draw", lambda shown, **how: asked.update(how, shown=shown))
+    assert draw(traces) == 0
+    assert [(one.rank, one.is_predicted) for one in asked["shown"]] == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (0, True),
+    ]
+    shown = capsys.readouterr().out
+    assert "predicted: 50% of 4.00 ms (a model on a cluster)" in shown
+    rows = [line.replace("│", " ").split() for line in shown.splitlines() if "│" in line]
+    assert rows == [
+        ["forward", "qkv", "0.500", "1.000", "2.00"],
+        ["forward", "attention", "2.000", "4.000", "2.00"],
+        ["forward", "dispatch", "2.000", "4.000", "2.00"],
+        ["forward", "first", "to", "last", "4.000", "8.000", "2.00"],
+        ["backward", "qkv", "0.500", "1.000", "2.00"],
+        ["backward", "attention", "2.000", "4.000", "2.00"],
+        ["backward", "dispatch", "2.000", "4.000", "2.00"],
+        ["backward", "first", "to", "last", "4.000", "8.000", "2.00"],
+        ["both", "first", "to", "last", "8.000", "16.000", "2.00"],
+    ]
+
+
+def test_the_picture_names_both_and_aligns_them(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: set[str] = set()
+    begins: dict[int, set[float]] = {}
+    draw_row = timeline_picture._draw_row
+
+    def noting(axes: Any, row: Any, spans: Any, **how: Any) -> None:
+        begins.setdefault(row.timeline, set()).add(min(span.begin_us for span in spans))
+        draw_row(axes, row, spans, **how)
+
+    def reading(figure: Any, target: Path) -> None:
+        texts.update(text.get_text() for text in figure.texts)
+        # The longer of the two sets the scale: 8 ms of either direction.
+        assert [axes.get_xlim() for axes in figure.axes] == [(0, 8), (0, 8)]
+
+    monkeypatch.setattr(timeline_picture, "_draw_row", noting)
+    monkeypatch.setattr(timeline_picture, "_write", reading)
+    assert draw(traces) == 0
+    assert {"rank 0", "rank 1", "predicted", "layer 2", "one block"} <= texts
+    assert "50% of communication hidden behind computation, 50% predicted" in texts
+    # Compute begins at 0 in both directions, dispatch 2 ms later, on paper 1 ms.
+    assert begins == {0: {0, 2000}, 1: {0, 1000}, 2: {0, 2000}, 3: {0, 1000}}
+
+
+def test_the_mean_is_over_the_ranks_that_ran_a_direction() -> None:
+    slow = Timeline(1, (StageSpan("compute", "qkv", "forward", 1, 1, 0.0, 3000.0),), LABELS)
+    fast = Timeline(0, (StageSpan("compute", "qkv", "backward", 1, 1, 0.0, 9000.0),), LABELS)
+    on_paper = prediction()
+    rows = {(row.direction, row.what): row for row in compare(on_paper, [slow, fast])}
+    assert rows["forward", "qkv"].measured_ms == 3
+    assert rows["backward", "qkv"].measured_ms == 9
+    assert not any(row.direction == "backward" for row in compare(on_paper, [slow]))
+
+
+def test_stages_that_take_no_time_on_paper_have_no_ratio() -> None:
+    instant = replace(prediction(), spans=(StageSpan("compute", "qkv", "forward", 1, 0, 0.0, 0.0),))
+    ratios = table_of(compare(instant, [trace(0)])).columns[-1]
+    assert set(ratios.cells) == {""}
+
+
+@pytest.mark.parametrize(
+    ("labels", "rule"),
+    [
+        ({"degree": "4"}, "predicts degree 4, schedule a$b$, and rank 0 ran degree 2, schedule a$b$"),
+        ({"backward degree": "1"}, "predicts degree 2, backward degree 1, schedule a$b$"),
+        ({"schedule": "moe-only"}, "Use ampipe plan --trace FILE --trace-of 2,a$b$."),
+        ({"shares": "0.4 0.6"}, "predicts degree 2, shares 0.4 0.6"),
+    ],
+)
+def test_a_prediction_of_another_run_is_refused(
+    traces: Path, capsys: pytest.CaptureFixture[str], labels: dict[str, str], rule: str
+) -> None:
+    prediction(**labels).write_chrome(traces / "predicted.json")
+    assert draw(traces) == 2
+    assert rule in capsys.readouterr().err
+    assert sorted(traces.parent.iterdir()) == [traces]
+
+
+def test_what_a_plan_alone_can_repeat_is_said_so(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        one = trace(rank)
+        searched = replace(one, labels=one.labels | {"schedule": "searched"})
+        searched.write_chrome(traces / f"rank{rank}.trace.json")
+    assert draw(traces) == 2
+    assert "run with --ampipe-plan plan.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        # Layer 1 is dense.
+        (["--layer", "1"], "(predicted alone: attention.0, attention.1, dispatch.0, dispatch.1)"),
+        (["--layer", "all"], "a prediction is of one block"),
+        (["--predicted", "{traces}/rank0.trace.json"], "was recorded by a run, not predicted"),
+        (["--predicted", "{traces}/absent"], "Give a file that ampipe plan --trace wrote."),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    traces: Path, capsys: pytest.CaptureFixture[str], words: list[str], rule: str
+) -> None:
+    assert draw(traces, *(word.format(traces=traces) for word in words)) == 2
+    assert rule in capsys.readouterr().err
+    assert sorted(traces.parent.iterdir()) == [traces]
+
+
+def test_a_prediction_is_not_held_against_a_prediction(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(traces / "predicted.json")
+    assert main(["draw", file, "--predicted", file, "--output", str(traces.parent / "p")]) == 2
+    assert "is a prediction" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_megatron_is_imported(traces: Path) -> None:
+    words = ["draw", str(traces), "--predicted", f"{traces}/predicted.json", "--output", f"{traces}/p"]
+    imported, shown = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
+    assert imported == set() and "wrote " in shown
