@@ -9,14 +9,18 @@ import argparse
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.config import refuse_unsupported
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.launch import flags, host, patched, settings
-from megatron_ampipe.launch.refuse import end_with, refuse_as_bad_input, report_parser_errors
+from megatron_ampipe.launch.refuse import (
+    end_after_failure,
+    end_with,
+    refuse_as_bad_input,
+    report_parser_errors,
+)
 
 PROGRAM_NAME = "pretrain_gpt"
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -39,14 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AMPipeError as error:
         return end_with(error)
     except Exception:
-        traceback.print_exc()
-        print(
-            f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above. A rank that reports a "
-            "closed connection or a timeout has lost a peer: look at that peer's output.",
-            file=sys.stderr,
-            flush=True,
-        )
-        return RunFailed.exit_code
+        return end_after_failure()
     return 0
 
 

@@ -1,6 +1,6 @@
-"""How a launch ends on bad input: one message, no traceback, the same exit code on every rank.
+"""How a launch ends: on bad input with one message, no traceback, and the same exit code on every rank.
 
-Called by the ways to launch. Not for failures during training, whose traceback is wanted.
+A failure during training keeps its traceback. Called by the ways to launch.
 """
 
 import argparse
@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
 
 PEER_GRACE_S = 20.0
 """How long another rank leaves local rank 0 to print the message before it takes the error for its own."""
@@ -35,6 +36,18 @@ def end_with(error: AMPipeError) -> int:
     # A line of its own, whatever another rank has just left unfinished.
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def end_after_failure() -> int:
+    """Print the exception that is being handled and return the exit code of a failed run."""
+    traceback.print_exc()
+    print(
+        f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above. A rank that reports a "
+        "closed connection or a timeout has lost a peer: look at that peer's output.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return RunFailed.exit_code
 
 
 _CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)

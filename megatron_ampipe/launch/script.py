@@ -7,18 +7,16 @@ The script runs as ``__main__``, with its own folder first on the path, as when 
 Called by ``python -m megatron_ampipe.launch``.
 """
 
-import os
 import runpy
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
+from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch.dataset_helpers import use_built_helpers
 from megatron_ampipe.launch.hooks import Hooks
 from megatron_ampipe.launch.pretrain import prepare_platform
-from megatron_ampipe.launch.refuse import end_with, raised_in, refuse_as_bad_input
+from megatron_ampipe.launch.refuse import end_after_failure, end_with, raised_in, refuse_as_bad_input
 
 USAGE = """\
 usage: torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS...
@@ -46,14 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AMPipeError as error:
         return end_with(error)
     except Exception:
-        traceback.print_exc()
-        print(
-            f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above. A rank that reports a "
-            "closed connection or a timeout has lost a peer: look at that peer's output.",
-            file=sys.stderr,
-            flush=True,
-        )
-        return RunFailed.exit_code
+        return end_after_failure()
 
 
 def find_script(words: Sequence[str]) -> Path:

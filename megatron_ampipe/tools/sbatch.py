@@ -12,12 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.tools.slurm.job import Job, render
+from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 SAVE_INTERVAL = 500
@@ -51,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME|FILE", help="the model: a YAML file or a name in configs/models")
     add("--cluster", metavar="NAME|FILE", help="says how many GPUs a node has; a name in configs/clusters")
     add("--run", metavar="NAME|FILE", dest="run_file", help="batch, learning rate, data: as for --model")
-    add("--nodes", metavar="N", type=_at_least(1), required=True, help="number of nodes")
-    add("--gpus-per-node", metavar="N", type=_at_least(1), help="where no cluster file says it")
+    add("--nodes", metavar="N", type=at_least(1), required=True, help="number of nodes")
+    add("--gpus-per-node", metavar="N", type=at_least(1), help="where no cluster file says it")
     add("--folder", metavar="DIR", help="checkpoints and logs; all nodes see it (default: runs/JOB-NAME)")
     add("--time", metavar="T", default="24:00:00", help="longest duration of the job" + chosen)
     add("--job-name", metavar="NAME", help="(default: the model's name)")
     add("--account", metavar="A", help="whom to charge")
     add("--partition", metavar="P", help="where to run")
-    add("--save-interval", metavar="N", type=_at_least(1), help=interval)
-    add("--save-before-end", metavar="S", type=_at_least(30), default=300, help=before_end)
-    add("--max-restarts", metavar="N", type=_at_least(0), default=20, help=restarts)
+    add("--save-interval", metavar="N", type=at_least(1), help=interval)
+    add("--save-before-end", metavar="S", type=at_least(30), default=300, help=before_end)
+    add("--max-restarts", metavar="N", type=at_least(0), default=20, help=restarts)
     add("--container", metavar="IMAGE", help="run in this image, by pyxis")
     add("--mount", metavar="FROM:TO", action="append", default=[], help="mount this too; can be repeated")
     add("--sbatch-option", metavar="=--X=Y", action="append", default=[], help=option)
@@ -243,16 +244,3 @@ def _submit(script: str) -> str:
     if done.returncode != 0:
         raise RunFailed(f"sbatch refused the script: {done.stderr.strip() or done.returncode}")
     return done.stdout.strip()
-
-
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
-
-    return whole_number

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.benchmark.job import Cut
 from megatron_ampipe.tools.benchmark.link import Link
+from megatron_ampipe.tools.whole_numbers import at_least
 
 LAYERS, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
@@ -132,21 +133,6 @@ def cores_of(num_ranks: int) -> tuple[int, ...]:
         return ()
     usable = sorted(os.sched_getaffinity(0))
     return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for ``argparse``: whole numbers from ``minimum`` on."""
-
-    def whole_number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
-        return value
-
-    return whole_number
 
 
 def check_training(arguments: argparse.Namespace, link: Link) -> None:
