@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.layers.recompute import recomputed
-from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.attention import KERNELS, KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 
@@ -128,14 +128,27 @@ class ChunkAttention:
             assert right == 0, "start-up refuses windows that look ahead"
             self._window = left if left >= 0 else None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span]) -> Tensor:
-        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
-        attend = functools.partial(self._own if self._kernel else self._transformer_engine, spans)
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        spans: Sequence[Span],
+        sums: KeyValueSums | None = None,
+    ) -> Tensor:
+        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``; see its kernel."""
+        if self._kernel is None:
+            attend = functools.partial(self._transformer_engine, spans)
+        else:
+            attend = functools.partial(self._own, spans, sums)
         if self._recompute and torch.is_grad_enabled():
             return recomputed(attend, query, key, value)
         return attend(query, key, value)
 
-    def _own(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _own(
+        self, spans: Sequence[Span], sums: KeyValueSums | None, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         dropout = self._dropout if self._core.training else 0.0
         # As DotProductAttention: ranks that share a sequence must not share their dropout masks.
         forks = dropout > 0 and not self._sequence_parallel
@@ -143,7 +156,14 @@ class ChunkAttention:
         assert self._kernel is not None
         with fork:
             return self._kernel(
-                query, key, value, spans=spans, scale=self._scale, dropout=dropout, window=self._window
+                query,
+                key,
+                value,
+                spans=spans,
+                scale=self._scale,
+                dropout=dropout,
+                window=self._window,
+                sums=sums,
             )
 
     def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv, rotary_of_rows
+from megatron_ampipe.runtime.attention import KeyValueSums
 from megatron_ampipe.runtime.collectives import Transport
 from megatron_ampipe.schedule import Chunk, Kind
 
@@ -65,11 +66,18 @@ class MegatronStages:
         return project_qkv(layer.self_attention, layer.input_layernorm(hidden), embedding)
 
     def attention(
-        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
+        self,
+        chunk: Chunk,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor,
+        *,
+        sums: KeyValueSums | None,
     ) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
         layer = self._attention_layer
-        context = self._attend(query, key, value, spans=chunk.queries)
+        context = self._attend(query, key, value, spans=chunk.queries, sums=sums)
         output_with_bias = layer.self_attention.linear_proj(context)
         residual = self._block.add_residual(layer.self_attn_bda, output_with_bias, hidden)
         return residual, self._moe_layer.pre_mlp_layernorm(residual)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_ampipe.runtime.attention import KeyValueSums
 from megatron_ampipe.runtime.collectives import Transfer, Transport, gather_together, travel_together
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -56,9 +57,19 @@ class BlockStages(Protocol):
         """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
 
     def attention(
-        self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor
+        self,
+        chunk: Chunk,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden: Tensor,
+        *,
+        sums: KeyValueSums | None,
     ) -> tuple[Tensor, ...]:
-        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``."""
+        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
+
+        Its backward may add the gradients of ``key`` and ``value`` to ``sums``, and give none of its own.
+        """
 
     def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
@@ -202,6 +213,7 @@ class BlockCall:
         """Run the forward program on ``hidden`` ``[S, B, D]``."""
         self._hidden = hidden.detach()
         self._query: Tensor | None = None
+        self._key_value_sums: KeyValueSums | None = None
         self._output: Tensor | None = None
         self._execute(
             Direction.FORWARD,
@@ -244,9 +256,11 @@ class BlockCall:
         # ``data`` has a version counter of its own: what this stage saves is never written to again, but
         # rows behind it are, and autograd would take that for a change of what it saved.
         query, key, value = (tensor.data for tensor in (self._query, self._key, self._value))
+        if self._key_value_sums is None and self._keep_graph:
+            self._key_value_sums = KeyValueSums(key, value)
         residual, normed = self._run(
             stage,
-            lambda *inputs: self._stages.attention(chunk, *inputs),
+            lambda *inputs: self._stages.attention(chunk, *inputs, sums=self._key_value_sums),
             take_rows(query, chunk.queries),
             key[: chunk.num_keys],
             value[: chunk.num_keys],
@@ -414,15 +428,12 @@ class BlockCall:
         else:
             residual, normed = self._join("residual"), self._join("normed")
         query, key, value, hidden = self._differentiate(stage, residual, normed)
+        if key is not None:
+            self._key_value_sums.add(0, key, value)
         if self._hidden_gradient is None:
             self._query_gradient = torch.empty_like(self._query)
-            self._key_gradient = torch.zeros_like(self._key, dtype=_sum_dtype(self._key))
-            self._value_gradient = torch.zeros_like(self._value, dtype=_sum_dtype(self._value))
-        put_rows(self._query_gradient, chunk.queries, query)
-        self._key_gradient[: chunk.num_keys] += key
-        self._value_gradient[: chunk.num_keys] += value
-        if self._hidden_gradient is None:
             self._hidden_gradient = torch.empty_like(self._output_gradient, dtype=hidden.dtype)
+        put_rows(self._query_gradient, chunk.queries, query)
         put_rows(self._hidden_gradient, chunk.hidden, hidden)
 
     def _qkv_backward(self, stage: Stage) -> None:
@@ -431,7 +442,7 @@ class BlockCall:
             take_rows(self._query_gradient, chunk.queries),
             *(
                 (total if stage.chunk is None else take_rows(total, chunk.queries)).to(self._key.dtype)
-                for total in (self._key_gradient, self._value_gradient)
+                for total in self._key_value_sums.totals()
             ),
         )
         (hidden,) = self._differentiate(stage, *gradients)
@@ -516,7 +527,3 @@ class BlockCall:
     def _index(self, stage: Stage) -> int:
         assert stage.chunk is not None
         return stage.chunk
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.element_size() < 4 else tensor.dtype
