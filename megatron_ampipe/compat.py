@@ -301,6 +301,14 @@ def missing_pieces() -> list[tuple[OptionalPiece, str]]:
     return found
 
 
+def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
+    """Whether Megatron's local linear layers can add their weights' gradients to ``main_grad`` themselves.
+
+    On a GPU apex brings the kernel, elsewhere the host platform does. Imports nothing.
+    """
+    return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
 @cache
 def has_cpu_flash() -> bool:
     """Whether this torch has its flash attention for CPU under the name and form we call it by."""

@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from tests.dist.cases import AUX, TIGHT, Case, Z
@@ -87,12 +86,8 @@ def layers(**model: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def fused_weight_gradients() -> Iterator[None]:
-    """Megatron's fused accumulation with its GPU kernel replaced by the same arithmetic on the CPU."""
+    """Megatron's fused accumulation, by the host platform's kernel; its placeholders are poisoned."""
     import torch
-    from megatron.core.tensor_parallel import layers as linear
-
-    def accumulate(inputs: Any, gradient: Any, main_grad: Any) -> None:
-        main_grad.add_(gradient.t() @ inputs)
 
     empty = torch.empty
 
@@ -100,18 +95,12 @@ def fused_weight_gradients() -> Iterator[None]:
         tensor = empty(*args, **kwargs)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
-    available = linear._grad_accum_fusion_available
-    linear._grad_accum_fusion_available = True
-    linear.fused_weight_gradient_mlp_cuda = kernel
     # The placeholder that stands for a fused gradient is uninitialised memory: a sum over it must show.
     torch.empty = poisoned
     try:
         yield
     finally:
         torch.empty = empty
-        linear._grad_accum_fusion_available = available
-        del linear.fused_weight_gradient_mlp_cuda
 
 
 def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]]) -> dict[str, Any]:

@@ -231,6 +231,20 @@ def _forks_a_named_state(get_tracker: Any) -> bool:
     return all(hasattr(get_tracker(), name) for name in ("fork", "get_states", "set_states"))
 
 
+def _adds_weight_gradients_by_the_kernel(module: Any) -> bool:
+    """A linear layer with fusion adds its weight's gradient to main_grad by wgrad_gemm_accum_fp32."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.randn(3, 2))
+    weight.main_grad = torch.ones(3, 2)
+    rows = torch.randn(5, 2)
+    output = module.linear_with_grad_accumulation_and_async_allreduce(
+        rows, weight, None, True, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
+    )
+    output.sum().backward()
+    return weight.grad is None and torch.allclose(weight.main_grad, 1 + rows.sum(0).expand(3, 2))
+
+
 STEPS = (
     "dispatch_preprocess",
     "dispatch_postprocess",
@@ -343,6 +357,14 @@ INTERNALS = [
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
         "runtime/segment.py",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
+    ),
+    Internal(
+        "core.tensor_parallel.layers",
+        "launch/host/megatron.py",
+        (
+            has("_grad_accum_fusion_available", "fused_weight_gradient_mlp_cuda"),
+            behaves(_adds_weight_gradients_by_the_kernel),
+        ),
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",

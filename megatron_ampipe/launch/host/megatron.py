@@ -5,6 +5,7 @@ Called last by :func:`megatron_ampipe.launch.host.install`, once ``torch`` is re
 
 import functools
 import logging
+import types
 import warnings
 from typing import Any
 
@@ -25,6 +26,14 @@ def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = F
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """``main_grad += gradient.T @ inputs``, as apex's ``wgrad_gemm_accum_fp32``: its sum is in fp32."""
+    if gradient.dtype == main_grad.dtype:
+        main_grad.addmm_(gradient.t(), inputs)
+    else:
+        main_grad.add_(gradient.t() @ inputs)
+
+
 def _import_megatron() -> None:
     # The fusion decorator binds torch.compile while megatron.core is imported, and routing is compiled at
     # its definition; on a CPU that costs a C++ compilation per shape and gains nothing here.
@@ -43,6 +52,7 @@ def _import_megatron() -> None:
 def install() -> None:
     """Import Megatron and replace the names below."""
     _import_megatron()
+    import megatron.core.tensor_parallel.layers as linear
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as tracker
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -65,6 +75,12 @@ def install() -> None:
     # MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize.
     moe_utils.maybe_move_tensor_to_cpu = _splits_to_host
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_to_host
+
+    # LinearWithGradAccumulationAndAsyncCommunication, with gradient accumulation fusion.
+    linear.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+    )
+    linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
     mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
