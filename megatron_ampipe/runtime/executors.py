@@ -8,13 +8,15 @@ GPU: each communication lane is a stream.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -103,17 +105,42 @@ class ThreadExecutor:
 
         for lane, stage in order:
             if lane == COMPUTE:
+                if travelling:
+                    # What the threads of a lane have to do would wait for the scheduler's next tick.
+                    os.sched_yield()
                 begin(stage)
                 with _noted(failures), recorder.on_host(lane, stage):
                     finish(run_stage(stage))
             else:
                 if lane not in self._lanes:
+                    calm_event_loops()
                     self._lanes[lane] = _Lane(lane)
                 travelling[stage] = self._lanes[lane].submit(
                     _Call(stage, start, recorder, failures, future=Future())
                 )
         for future in travelling.values():
             future.result()
+
+
+def calm_event_loops() -> None:
+    """Have gloo's event loops wait for the processor instead of taking it from a thread that runs.
+
+    A loop that is woken while another thread of the process sends finds the connection locked, and asks
+    again and again until the scheduler takes its core away: up to 4 ms, in which the sender does not get to
+    unlock it. As a batch thread it cannot interrupt (docs/log.md). Where the system has no such threads, or
+    no such policy, nothing is done.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    for task in Path("/proc/self/task").glob("*"):
+        # A thread may end while we look.
+        with suppress(OSError):
+            if (task / "comm").read_text().strip() == _EVENT_LOOP:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+_EVENT_LOOP = "gloo_tcp_loop"
+"""Name of the thread of a gloo device; one for each process group."""
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """What each rank of ``ampipe bench --end-to-end`` runs.
 
-Megatron's training through the entry point that users launch, unedited, apart from one thing: the local
-layers of a stock run attend with the kernel that AMPipe's use, so that neither gains by a better kernel. What
-Megatron logs of an iteration is passed on to the command as an answer. Started by :mod:`.ranks`.
+Megatron's training through the entry point that users launch, unedited, apart from two things: the local
+layers of a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there
+too, so that neither gains by what the other could have. What Megatron logs of an iteration is passed on to
+the command as an answer. Started by :mod:`.ranks`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import datetime
 import io
 import re
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.tools.benchmark.link import parse_link
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob
 from megatron_ampipe.tools.benchmark.worker import Answer, serve, use_interface
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ITERATION = re.compile(
     r" iteration +(?P<number>\d+)/ *\d+ \|.*"
@@ -58,10 +62,22 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_ampipe.layers.attention import kernel_name
+    from megatron_ampipe.runtime.executors import calm_event_loops
     from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
 
+    class Attention(KernelAttention):
+        """By the first pass, as in a pipeline, all process groups are there."""
+
+        calm = False
+
+        def forward(self, *inputs: Any, **more: Any) -> Tensor:
+            if not Attention.calm:
+                calm_event_loops()
+                Attention.calm = True
+            return super().forward(*inputs, **more)
+
     kernel = kernel_name(local=True, on_gpu=False, dtype=DTYPES[dtype])
-    spec = ModuleSpec(module=KernelAttention, params={"kernel": kernel})
+    spec = ModuleSpec(module=Attention, params={"kernel": kernel})
     LocalSpecProvider.core_attention = lambda self: spec
 
 
