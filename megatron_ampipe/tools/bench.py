@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import chunk_sequence
@@ -53,6 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_training(arguments, parse_link(arguments.link))
     if arguments.json is not None:
         result.check_target(arguments.json)
+    if arguments.source is not None and arguments.planned is not None:
+        raise BadInput(
+            "--planned",
+            arguments.planned,
+            rule="is for what will be measured, and --from measures nothing",
+            remedy="Leave one of the two out.",
+        )
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
     if arguments.source is not None:
         document = result.read(arguments.source)
@@ -134,8 +143,8 @@ def _blocks(job: Job, link: Link) -> dict[str, Any]:
     return {
         "hardware": findings.hardware,
         "cases": [
-            result.case_result(case, job.variants, reports, link=link)
-            for case, reports in zip(job.cases, findings.cases, strict=True)
+            result.case_result(case, job.variants_of(number), reports, link=link)
+            for number, (case, reports) in enumerate(zip(job.cases, findings.cases, strict=True))
         ],
     }
 
@@ -185,7 +194,15 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
             "which pretends the missing ranks."
         )
     _check_cases(job, grid)
-    return job
+    if arguments.planned is None:
+        return job
+    cluster = read_cluster(find_cluster(arguments.planned))
+    fused = has_fused_weight_gradients(on_gpu=job.device == "cuda")
+    plans = [
+        prediction.planned(case, cluster, num_ranks=job.num_ranks, fused_gradients=fused)
+        for case in job.cases
+    ]
+    return dataclasses.replace(job, planned=tuple(plans))
 
 
 def _check_cases(job: Job, grid: Grid) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.schedule import from_text
 from megatron_ampipe.tools.benchmark import network, training
 from tests.dist.launch import REPOSITORY
 
@@ -110,6 +112,37 @@ def test_without_a_link(tmp_path: Path) -> None:
     check_document(document, link="none", layers=layers, repeats=2)
     assert document["emulated"] is False
     assert "emulated" not in shown
+
+
+def test_what_is_planned_is_measured(tmp_path: Path) -> None:
+    # A cluster on which communication is slow and cutting costs nothing, so that every block is cut.
+    figures = yaml.safe_load((REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text())
+    free = dict.fromkeys(("alpha_us", "forward_us", "backward_us", "latency_us"), 0)
+    free |= dict.fromkeys(("forward_factor", "backward_factor", "compute_slowdown"), 1)
+
+    def simplify(section: dict[str, Any]) -> None:
+        section.update({key: free[key] for key in section if key in free})
+        for below in section.values():
+            if isinstance(below, dict):
+                simplify(below)
+
+    simplify(figures)
+    for figure in figures["intra"].values():
+        figure["beta_us_per_mb"] *= 100
+        figure.pop("table", None)
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(yaml.safe_dump(figures))
+    words = ["--link", "none", "--degrees", "2", "--schedules", "ampipe", "--repeats", "2", "--warmup", "0"]
+    document, shown = bench(tmp_path, *words, "--planned", str(cluster), "--predict", str(cluster))
+    for case in document["cases"]:
+        by_hand, planned = case["rows"]
+        assert (by_hand["schedule"], planned["schedule"]) == ("ampipe", "planned")
+        schedule = from_text(planned["order"])
+        assert schedule.degree == planned["degree"]
+        assert max(planned["degree"], planned["backward_degree"] or 0) > 1
+        assert planned["difference_from_stock"] <= 1e-4
+        assert planned["predicted_ms"] <= by_hand["predicted_ms"]
+    assert "planned" in shown
 
 
 @needs_network

@@ -273,8 +273,10 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         timeout_s=9.0,
         rendezvous="/tmp/x",
         cores=(0, 1),
+        planned=(Variant("planned", Cut(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
     )
     assert Job.from_json(job.to_json()) == job
+    assert job.variants_of(0) == (*job.variants, *job.planned)
     assert [str(variant) for variant in job.variants] == [
         "stock",
         "ampipe degree 1",
@@ -433,6 +435,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "needs": needs,
         "difference": difference,
         "kernel": "sdpa",
+        "fused_gradients": True,
     }
 
 

@@ -119,6 +119,8 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
         (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
         (["--end-to-end", "--plot", "x"], "--plot x: knows results of single blocks"),
         (["--end-to-end", "--from", "x"], "--from x: knows results of single blocks"),
+        (["--end-to-end", "--planned", "x"], "--planned x: knows results of single blocks"),
+        (["--planned", "x", "--from", "y"], "--planned x: is for what will be measured"),
     ],
 )
 def test_what_end_to_end_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,8 @@ examples:
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
+  ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
+      what ampipe plan would choose for each block, beside schedules and degrees chosen by hand
   ampipe bench --from bench.json --plot bench
       table and pictures of an earlier result
   ampipe bench --from bench.json --predict cluster.yaml
@@ -64,12 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where there are fewer GPUs than ranks"
     )
     predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
+    planned = "also measure what the planner makes of each case on this cluster"
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--cases", metavar="NAME,NAME", help="only these cases of the grid (default: all)")
     add("--link", metavar="L", default="none", help=link + chosen)
     add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
     add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
+    add("--planned", metavar="CLUSTER", help=planned)
     add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
     add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
     add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
@@ -160,6 +164,7 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         ("--plot", arguments.plot),
         ("--from", arguments.source),
         ("--predict", arguments.predict),
+        ("--planned", arguments.planned),
     ):
         if value is not None:
             rule = "knows results of single blocks, not of --end-to-end"

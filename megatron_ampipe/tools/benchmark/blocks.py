@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_ampipe import compat
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
@@ -24,7 +25,7 @@ from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Span
+from megatron_ampipe.schedule import Pipeline, Span, from_text
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
 from megatron_ampipe.tools.benchmark.stage_times import StageTimer
@@ -71,6 +72,11 @@ class BlockFactory:
         with torch.no_grad():
             for parameter in self.stock.mlp.experts.parameters():
                 parameter.normal_(std=self._config.init_method_std)
+        self.fused_gradients = self._config.gradient_accumulation_fusion
+        if self.fused_gradients:
+            # As in training, linear layers add their weights' gradients to these.
+            for parameter in self.stock.parameters():
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
 
     def build(
         self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
@@ -82,12 +88,17 @@ class BlockFactory:
             recorder: Told of every stage, if anyone shall be.
             executor: In place of the one that a user gets.
         """
+        cut = variant.cut
+        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+        # What runs is said by the pipeline below.
         context = AMPipeContext(
-            self._settings(variant),
-            recorder=recorder or Recorder(),
-            executor=executor,
-            kernel=self.kernel,
+            AMPipeConfig(**degrees), recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
         )
+        if variant.order is not None:
+            order = from_text(variant.order)
+            context.pipeline = Pipeline(**degrees, shares=cut.shares, order=order)
+        else:
+            context.pipeline = Pipeline(**degrees, shares=cut.shares, schedule=variant.schedule)
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(
@@ -96,16 +107,6 @@ class BlockFactory:
         """The same layer, its stages run alone and recorded."""
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer()
         return self.build(variant, recorder=recorder, executor=timer), recorder, timer
-
-    @staticmethod
-    def _settings(variant: Variant) -> AMPipeConfig:
-        cut = variant.cut
-        return AMPipeConfig(
-            degree=cut.degree,
-            backward_degree=cut.backward_degree,
-            chunks=cut.shares,
-            schedule=variant.schedule,
-        )
 
     def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:
         layer = self._build(spec)
@@ -152,7 +153,7 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=compat.has_fused_weight_gradients(on_gpu=on_cuda),
         persist_layer_norm=False,
         use_cpu_initialization=not on_cuda,
         params_dtype=DTYPES[case.dtype],

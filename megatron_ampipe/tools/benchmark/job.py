@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron_ampipe.tools.benchmark.grid import Case
 
 STOCK = "stock"
 """Name of Megatron's own layer among the variants."""
+PLANNED = "planned"
+"""Name of what the planner makes of a case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,14 @@ class Variant:
     """One of the layers that are compared.
 
     Attributes:
-        schedule: Name of a schedule, or :data:`STOCK`.
+        schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
         cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
+        order: Of a plan, the order of the stages (``schedule.to_text``).
     """
 
     schedule: str
     cut: Cut
+    order: str | None = None
 
     @property
     def chunked(self) -> bool:
@@ -79,6 +83,7 @@ class Job:
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
         profiles: Operations are measured around each case, for ``ampipe profile``; no layers are compared.
+        planned: Of each case, what the planner makes of it; empty where nobody asked.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.worker"
@@ -97,12 +102,17 @@ class Job:
     rendezvous: str
     cores: tuple[int, ...]
     profiles: bool = False
+    planned: tuple[Variant, ...] = ()
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """What is compared: stock first, then every schedule with every cut."""
         rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
         return (Variant(STOCK, Cut(1)), *rows)
+
+    def variants_of(self, case: int) -> tuple[Variant, ...]:
+        """Likewise, with what was planned for the case of that number."""
+        return (*self.variants, *self.planned[case : case + 1])
 
     @property
     def num_processes(self) -> int:
@@ -118,9 +128,14 @@ class Job:
         """Read what :meth:`to_json` wrote."""
         found = json.loads(line)
         found["cases"] = tuple(Case(**case) for case in found["cases"])
-        found["cuts"] = tuple(
-            Cut(**{**cut, "shares": tuple(cut["shares"]) if cut["shares"] else None}) for cut in found["cuts"]
+        found["cuts"] = tuple(map(_cut, found["cuts"]))
+        found["planned"] = tuple(
+            Variant(**{**variant, "cut": _cut(variant["cut"])}) for variant in found["planned"]
         )
         for key in ("schedules", "cores"):
             found[key] = tuple(found[key])
         return cls(**found)
+
+
+def _cut(found: dict[str, Any]) -> Cut:
+    return Cut(**{**found, "shares": tuple(found["shares"]) if found["shares"] else None})

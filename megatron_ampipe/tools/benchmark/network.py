@@ -27,7 +27,7 @@ _INSTEAD = "or use --link emulated:RATE, which needs none of this."
 # How much may leave at once after a pause. It has to be small against a chunk: the 256 KB of many examples
 # would let whole chunks pass a 100 Mbit/s link in no time, and call that the speed of the link.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
-_SEGMENT_BYTES = 16 * 1024
+_SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
 _COMMAND_TIMEOUT_S = 20
 
@@ -95,7 +95,7 @@ def burst_bytes(rate_bit_per_s: float) -> int:
     Small against a chunk, or an idle link would save up for the next one. But it has to hold the segments
     that the kernel hands over, as to a network card that cuts them up itself: tbf cuts larger ones into
     packets in software, which costs the ranks more processor time than all the rest of communication
-    (docs/log.md). So segments are limited to 16 KB.
+    (docs/log.md). So segments are limited to 28 KB, which with their headers go in.
     """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
 

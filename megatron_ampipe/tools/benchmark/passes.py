@@ -29,19 +29,23 @@ TOLERANCE_16_BIT = 3e-2
 """Norm of the difference relative to the norm of the tensor, in 16 bit."""
 
 
-def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) -> dict[str, Any]:
+def measure(
+    case: Case, variants: tuple[Variant, ...], job: Job, *, rank: int, progress: Callable[[], None]
+) -> dict[str, Any]:
     """Measure one case.
 
     Args:
         case: The block.
-        job: What is compared, and how often.
+        variants: What is compared; stock first.
+        job: How, and how often.
         rank: Of this process.
         progress: Called after every repeat.
 
     Returns:
         ``samples_s``: by variant, seconds of every repeat; ``stages``: by variant (None where the layer is
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
-        ``difference`` by variant; ``kernel``.
+        ``difference`` by variant; ``kernel``; ``fused_gradients``, whether linear layers add their weights'
+        gradients to ``main_grad`` themselves.
 
     Raises:
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
@@ -49,11 +53,11 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
     on_cuda = job.device == "cuda"
     factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
     passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
-    layers = [factory.stock, *(factory.build(variant) for variant in job.variants[1:])]
-    difference = _compare(passes, layers, job.variants, rank=rank, case=case)
+    layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
+    difference = _compare(passes, layers, variants, rank=rank, case=case)
     timed = {
         index: factory.build_timed(variant, num_passes=job.repeats)
-        for index, variant in enumerate(job.variants)
+        for index, variant in enumerate(variants)
         if variant.chunked
     }
     for _ in range(job.warmup):
@@ -78,6 +82,7 @@ def measure(case: Case, job: Job, *, rank: int, progress: Callable[[], None]) ->
         "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
         "difference": difference,
         "kernel": factory.kernel,
+        "fused_gradients": factory.fused_gradients,
     }
 
 
@@ -107,12 +112,14 @@ class _Passes:
         for name, parameter in layer.named_parameters():
             # An expert that no token visits may be left without a gradient.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[f"gradient of {name}"] = gradient.detach()
+            found[f"gradient of {name}"] = gradient + getattr(parameter, "main_grad", 0)
         return found
 
     def _run(self, layer: torch.nn.Module) -> tuple[float, Tensor, Tensor]:
         for parameter in layer.parameters():
             parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
         hidden = self._hidden.detach().requires_grad_()
         gc.collect()
         gc.disable()

@@ -158,8 +158,9 @@ def _bars(
 
 
 def _plain(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of equal chunks and one degree, as in the paper; the table shows the others."""
-    return [row for row in case["rows"] if not row.get("shares") and not row.get("backward_degree")]
+    """The rows of a named order, equal chunks and one degree, as in the paper; the table shows the others."""
+    special = ("shares", "backward_degree", "order")
+    return [row for row in case["rows"] if not any(row.get(key) for key in special)]
 
 
 def _schedules(document: Mapping[str, Any]) -> list[str]:

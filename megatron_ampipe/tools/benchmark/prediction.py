@@ -1,7 +1,8 @@
-"""What the planner predicts for every row of a result, beside what was measured. Pure.
+"""What the planner makes of cases, and what it predicts for every row of a result. Pure.
 
 Also which row the planner would have chosen, and what that costs against the fastest one: so a result says
-how good predictions, and choices made from them, are. Called by ``ampipe bench --predict``.
+how good predictions, and choices made from them, are. Called by ``ampipe bench`` with ``--planned`` and
+``--predict``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.plan import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import Pipeline, from_text, to_text
 from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.benchmark.job import PLANNED, Cut, Variant
 from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 CLOSE = 0.03
@@ -53,6 +56,27 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
 
 
+def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bool) -> Variant:
+    """What the planner makes of a case.
+
+    Args:
+        case: The block.
+        cluster: Measured on the same machine and link.
+        num_ranks: Over which the experts are spread.
+        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
+
+    Raises:
+        BadInput: the cluster has no figure for something that the block does.
+    """
+    workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
+    plan = make_plan(Predictor(workload, cluster))
+    if not plan.helps:
+        return Variant(PLANNED, Cut(1))
+    pipeline = plan.pipeline(rows=workload.rows)
+    cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
+    return Variant(PLANNED, cut, to_text(plan.schedule))
+
+
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error"]) for case in cases for row in case["rows"]]
     losses = [case["choice"]["loss"] for case in cases]
@@ -69,12 +93,12 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor) -> float:
     if max(row["degree"], row["backward_degree"] or 1) == 1:
         time = predictor.stock()
     else:
-        pipeline = Pipeline(
-            degree=row["degree"],
-            backward_degree=row["backward_degree"],
-            shares=tuple(row["shares"]) if row["shares"] else None,
-            schedule=row["schedule"],
-        )
+        degrees = {"degree": row["degree"], "backward_degree": row["backward_degree"]}
+        shares = tuple(row["shares"]) if row["shares"] else None
+        if row.get("order"):
+            pipeline = Pipeline(**degrees, shares=shares, order=from_text(row["order"]))
+        else:
+            pipeline = Pipeline(**degrees, shares=shares, schedule=row["schedule"])
         workload = predictor.workload
         lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(workload.sequence_length)]
         time = predictor.pass_us(pipeline.schedule_of(workload.features), lengths)
@@ -89,4 +113,6 @@ def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:
             rule="is a result of an older version, which does not say where chunks end",
             remedy="Measure again with ampipe bench.",
         )
-    return workload_of_case(Case(**case["block"]), num_ranks=num_ranks)
+    # Results of older versions were of gradients that AMPipe summed itself.
+    fused = case.get("fused_gradients", False)
+    return workload_of_case(Case(**case["block"]), num_ranks=num_ranks, fused_gradients=fused)

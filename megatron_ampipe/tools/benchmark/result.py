@@ -96,6 +96,7 @@ def case_result(
         "stock_samples_ms": stock,
         "stock_samples_ms_by_rank": by_variant[0],
         "kernel": reports[0]["kernel"],
+        "fused_gradients": reports[0]["fused_gradients"],
         "block": asdict(case),
         "rows": rows,
     }
@@ -119,6 +120,7 @@ def _row(
         "backward_degree": variant.cut.backward_degree,
         "shares": variant.cut.shares,
         "cut": str(variant.cut),
+        "order": variant.order,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),

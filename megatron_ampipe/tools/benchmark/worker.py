@@ -110,7 +110,7 @@ def _measure(job: Job, rank: int, answer: Answer) -> None:
                 progress=progress,
             )
         else:
-            found = measure(case, job, rank=rank, progress=progress)
+            found = measure(case, job.variants_of(index), job, rank=rank, progress=progress)
         answer(event="case", index=index, **found)
 
 
@@ -149,11 +149,15 @@ def start_torch(job: Job, *, rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_ampipe.runtime.executors import calm_event_loops
+
     # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=job.num_ranks, create_gloo_process_groups=not job.pretended
     )
     model_parallel_cuda_manual_seed(job.seed)
+    # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
+    calm_event_loops()
 
 
 def use_interface(link: Link) -> None:
