@@ -9,6 +9,7 @@ Written by ``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` turns it in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.flags import known_flags
-from megatron_ampipe.plan.records import nearest, read_record, refuse, write_record
+from megatron_ampipe.plan.records import Lines, nearest, read_record, refuse, write_record
 from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -44,20 +45,40 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one size took."""
+
+    mb: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer(Figure):
     """A collective, or a pass over memory: ``alpha_us + size * beta_us_per_mb``.
 
     The size of a collective is what one rank sends to the others of the group: of an all-to-all the rows
     for other ranks, of an all-gather its own rows times the other ranks, of a reduce-scatter the same. Of
     memory it is bytes read plus bytes written.
+
+    Attributes:
+        table: For what lies on no line, sizes in rising order and what they took. Between two of them the
+            time is interpolated, below the first from ``alpha_us`` on, and above the last it goes on by
+            ``beta_us_per_mb``.
     """
 
     alpha_us: float
     beta_us_per_mb: float
+    table: tuple[Point, ...] | None = None
 
     def time_us(self, size_bytes: float) -> float:
         """Time for that many bytes."""
-        return self.alpha_us + size_bytes * 1e-6 * self.beta_us_per_mb
+        mb = size_bytes * 1e-6
+        below = Point(mb=0.0, us=self.alpha_us)
+        for point in self.table or ():
+            if mb <= point.mb:
+                return below.us + (point.us - below.us) * (mb - below.mb) / (point.mb - below.mb)
+            below = point
+        return below.us + (mb - below.mb) * self.beta_us_per_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +149,20 @@ class Overhead(Figure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageOverhead(Overhead):
+    """What a stage of a block takes beyond the operations in it, timed alone.
+
+    Attributes:
+        forward_factor: By how much its operations take longer than alone, forward: in a block each finds
+            other data in the caches than its own.
+        backward_factor: Likewise backward.
+    """
+
+    forward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
+    backward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """What the host costs.
 
@@ -141,17 +176,25 @@ class Host:
     """
 
     issue: Overhead
-    stage: Mapping[StageKind, Overhead]
+    stage: Mapping[StageKind, StageOverhead]
     block: Overhead
     stock: Overhead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap(Figure):
-    """How much computation and communication slow each other while both run; 1 is not at all."""
+    """How much computation and communication slow each other while both run.
+
+    Attributes:
+        compute_slowdown: Factor on a computation while something is on the wire; 1 is not at all.
+        communication_slowdown: Factor on the time that a collective is on the wire while something computes.
+        latency_us: Added to a collective that begins while something is computed: where the host computes,
+            the threads that start one and learn of its end wait for the processor.
+    """
 
     compute_slowdown: float = field(metadata={"minimum": 1.0})
     communication_slowdown: float = field(metadata={"minimum": 1.0})
+    latency_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +258,7 @@ class Cluster:
             raise self.missing("compute.attention", dtype)
         return self.compute.attention[dtype]
 
-    def stage_overhead(self, kind: StageKind) -> Overhead:
+    def stage_overhead(self, kind: StageKind) -> StageOverhead:
         """What a compute stage of this kind costs beside its work.
 
         Raises:
@@ -255,7 +298,19 @@ def read_cluster(path: Path) -> Cluster:
         if key not in known_flags() and key != "ampipe":
             refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
+    for group, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
+        for operation, figure in (figures or {}).items():
+            _check_table(path, lines, f"{group}.{operation}", figure)
     return dataclasses.replace(cluster, path=shown(path), lines=lines)
+
+
+def _check_table(path: Path, lines: Lines, where: str, figure: Transfer) -> None:
+    sizes = [0.0, *(point.mb for point in figure.table or ())]
+    for smaller, larger in itertools.pairwise(sizes):
+        if larger <= smaller:
+            key = f"{where}.table"
+            rule = f"has {larger:g} MB behind {smaller:g} MB, and its sizes must rise from above 0"
+            refuse(path, lines[key], key, rule, "Put its points in order.")
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:

@@ -114,6 +114,12 @@ class CostModel:
         overhead = self.cluster.host.stock
         return total + Pair(overhead.forward_us, overhead.backward_us)
 
+    def stock_exchanges(self) -> Pair:
+        """The part of :meth:`stock` in which its two all-to-alls travel."""
+        rows = chunk_rows(self.workload, (self.workload.rows,))[0]
+        travel = self._travel(rows.hidden, stock=True)
+        return travel + travel
+
     def _computed(self, rows: Rows, *, chunked: bool, whole_attention: bool) -> dict[Kind, Pair]:
         """The compute stages of one chunk."""
         load = self._load(padded=False)
@@ -322,4 +328,7 @@ class CostModel:
 
     def _with_overhead(self, kind: StageKind, pair: Pair) -> Pair:
         overhead = self.cluster.stage_overhead(kind)
-        return pair + Pair(overhead.forward_us, overhead.backward_us)
+        return Pair(
+            pair.forward * overhead.forward_factor + overhead.forward_us,
+            pair.backward * overhead.backward_factor + overhead.backward_us,
+        )

@@ -36,6 +36,7 @@ class Predictor:
         self._slowdowns = {
             "compute_slowdown": cluster.overlap.compute_slowdown,
             "communication_slowdown": cluster.overlap.communication_slowdown,
+            "busy_latency_us": cluster.overlap.latency_us,
         }
 
     def _costs(self, lengths: tuple[int, ...], parts: int, whole_attention: bool) -> dict[Stage, Pair]:

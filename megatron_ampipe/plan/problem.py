@@ -36,6 +36,7 @@ class OrderProblem:
         latency_us: See :func:`~.simulate.run`.
         compute_slowdown: Factor on a computation while something travels.
         communication_slowdown: Factor on a collective while something computes.
+        busy_latency_us: What a collective takes longer that begins while something is computed.
     """
 
     stages: tuple[Stage, ...]
@@ -49,6 +50,7 @@ class OrderProblem:
     latency_us: tuple[float, ...] | None = None
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
+    busy_latency_us: float = 0.0
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class OrderProblem:
         latency_us: Mapping[Stage, float] | None = None,
         compute_slowdown: float = 1.0,
         communication_slowdown: float = 1.0,
+        busy_latency_us: float = 0.0,
     ) -> OrderProblem:
         """That of any dependencies and times."""
         stages = _topological(graph)
@@ -102,6 +105,7 @@ class OrderProblem:
             latency_us=None if latency_us is None else tuple(latency_us[stage] for stage in stages),
             compute_slowdown=compute_slowdown,
             communication_slowdown=communication_slowdown,
+            busy_latency_us=busy_latency_us,
         )
 
     def lanes_of(self, program: Program) -> Lanes:
@@ -151,6 +155,7 @@ class OrderProblem:
             latency_us=self.latency_us,
             compute_slowdown=self.compute_slowdown,
             communication_slowdown=self.communication_slowdown,
+            busy_latency_us=self.busy_latency_us,
         )
         return max(end)
 

@@ -112,6 +112,7 @@ def run(
     latency_us: Sequence[float] | None = None,
     compute_slowdown: float = 1.0,
     communication_slowdown: float = 1.0,
+    busy_latency_us: float = 0.0,
 ) -> tuple[list[float], list[float]]:
     """When each stage begins and ends.
 
@@ -122,9 +123,12 @@ def run(
         durations: How long each stage takes alone.
         issue_us: The host's time to issue each stage; None where the host computes itself.
         latency_us: The part of each collective that passes while the one ahead of it still travels, if it
-            was ready by then; None where a collective begins only when the one ahead of it has ended.
+            was ready by then, and in which nothing is slowed; None where a collective begins only when the
+            one ahead of it has ended.
         compute_slowdown: Factor on a computation while something travels.
         communication_slowdown: Factor on a collective while something computes.
+        busy_latency_us: What a collective takes longer that begins while something is computed, at most up to
+            the end of that.
 
     Returns:
         Begin and end of every stage, in the unit of the durations; infinite for stages that lanes which wait
@@ -139,6 +143,13 @@ def run(
     lanes = range(len(queues))
     ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
+    # By stage, in which share of its time something is on the wire.
+    sending = [float(communicates[stage]) for stage in range(len(durations))]
+    if latency_us is not None:
+        sending = [
+            share * max(0.0, 1.0 - latency / duration) if duration else 0.0
+            for share, latency, duration in zip(sending, latency_us, durations, strict=True)
+        ]
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
     # Stages before this position have been issued. Without a host that runs ahead, all of them.
     num_issued, issued_at = len(issued), 0.0
@@ -162,7 +173,7 @@ def run(
             num_issued += 1
             if num_issued < len(issued):
                 issued_at += issue_us[issued[num_issued]]
-        computing = travelling = 0
+        computing, travelling = 0.0, 0.0
         for lane in lanes:
             stage = current[lane]
             if stage < 0:
@@ -171,22 +182,27 @@ def run(
                     continue
                 stage = current[lane] = queue.pop()
                 left[lane], begin[stage] = durations[stage], now
-                if latency_us is not None and latency_us[stage]:
-                    # Begun behind the one ahead of it, in whose time its own latency has passed.
-                    passed = now - max(ready_at[stage], last_begin[lane])
-                    left[lane] = max(0.0, left[lane] - min(latency_us[stage], passed))
+                if communicates[stage] and durations[stage]:
+                    # The computing lanes come first: what they run is known. At its end they let others in.
+                    latency = min(busy_latency_us, computing)
+                    left[lane] += latency
+                    if latency_us is not None:
+                        # Begun behind the one ahead of it, in whose time its own latency has passed.
+                        passed = now - max(ready_at[stage], last_begin[lane])
+                        left[lane] = max(0.0, left[lane] - min(latency_us[stage] + latency, passed))
                 last_begin[lane] = now
             if communicates[stage]:
-                travelling = 1
+                travelling = max(travelling, sending[stage])
             else:
-                computing = 1
-        both = slows and computing and travelling
+                computing = max(computing, left[lane])
+        slow_compute = slow_communication = 1.0
+        if slows and computing and travelling:
+            slow_compute += (compute_slowdown - 1.0) * travelling
+            slow_communication += (communication_slowdown - 1.0) * travelling
         for lane in lanes:
             stage = current[lane]
             if stage >= 0:
-                done_at = now + left[lane] * (
-                    (communication_slowdown if communicates[stage] else compute_slowdown) if both else 1
-                )
+                done_at = now + left[lane] * (slow_communication if communicates[stage] else slow_compute)
                 if done_at < next_event:
                     next_event = done_at
         if next_event == NOT_YET:
@@ -195,8 +211,7 @@ def run(
         for lane in lanes:
             stage = current[lane]
             if stage >= 0:
-                slow = (communication_slowdown if communicates[stage] else compute_slowdown) if both else 1.0
-                left[lane] -= step / slow
+                left[lane] -= step / (slow_communication if communicates[stage] else slow_compute)
                 if left[lane] <= ROUNDING_US:
                     end[stage] = now
                     current[lane] = -1

@@ -97,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise RunFailed(f"{arguments.output} cannot be written ({error.strerror})") from error
     _show(profile)
-    for odd in profile.left_out:
-        print(f"note: {odd}")
     print(f"wrote {arguments.output}")
     return 0
 
@@ -201,7 +199,7 @@ def _show(profile: Profile) -> None:
     table.add_row(
         "side by side",
         f"computation {overlap.compute_slowdown:.2f} times as long, communication "
-        f"{overlap.communication_slowdown:.2f} times",
+        f"{overlap.communication_slowdown:.2f} times and {overlap.latency_us:.4g} us",
         "",
         "",
     )

@@ -80,6 +80,20 @@ def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], 
     assert f"{path}:{line}:" in message or "comes twice" in message, message
 
 
+def test_between_the_sizes_of_a_table_times_are_interpolated(tmp_path: Path) -> None:
+    text = find_cluster("a800x8-20gbps").read_text()
+    path = tmp_path / "table.yaml"
+    table = "    beta_us_per_mb: 50\n    table:\n    - {mb: 1, us: 120}\n    - {mb: 3, us: 100}\n"
+    path.write_text(text.replace("    beta_us_per_mb: 50\n", table, 1))
+    figure = read_cluster(path).collective("all_to_all", across_nodes=False)
+    start = figure.alpha_us
+    times = [figure.time_us(mb * 1e6) for mb in (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)]
+    assert times == pytest.approx([start, (start + 120) / 2, 120, 110, 100, 200])
+    path.write_text(text.replace("    beta_us_per_mb: 50\n", table.replace("mb: 3", "mb: 1"), 1))
+    with pytest.raises(BadInput, match=r"table\.yaml:\d+: intra\.all_to_all\.table: .* sizes must rise"):
+        read_cluster(path)
+
+
 def test_a_missing_figure_is_refused_by_name(tmp_path: Path) -> None:
     text = find_cluster("a800x8-20gbps").read_text()
     path = tmp_path / "broken.yaml"

@@ -45,7 +45,9 @@ def ends(
     issue = settings.pop("issue", None)
     issues = None if issue is None else [issue] * len(compiled.stages)
     durations = [times[stage.kind] for stage in compiled.stages]
-    begin, end = run(compiled, durations, issue_us=issues, **settings)
+    latency = settings.pop("latency", None)
+    latencies = None if latency is None else [latency * stage.is_communication for stage in compiled.stages]
+    begin, end = run(compiled, durations, issue_us=issues, latency_us=latencies, **settings)
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
 
 
@@ -82,6 +84,29 @@ def test_lanes_slow_each_other_only_while_both_run() -> None:
     # 6.25 + 5 = 11.25. By then (11.25 - 7) / 2 = 2.125 is done; 0.875 are left and run alone.
     assert found["dispatch.0"] == (6.25, 11.25)
     assert found["attention.1"] == (7, pytest.approx(12.125))
+
+
+def test_latency_slows_nothing() -> None:
+    times = TIMES | dict.fromkeys((Kind.COUNTS, Kind.DISPATCH, Kind.COMBINE), 2.0)
+    slowdowns = {"compute_slowdown": 2.0, "communication_slowdown": 3.0}
+    assert ends("ampipe", times, latency=2.0, **slowdowns) == ends("ampipe", times, latency=2.0)
+    # Of 2, 1 is on the wire: half of the slowdown. counts.0 begins at 5 and takes 2 * (1 + 2 / 2).
+    assert ends("ampipe", times, latency=1.0, **slowdowns)["counts.0"] == (5, 9)
+
+
+def test_a_collective_that_begins_while_something_computes_begins_later() -> None:
+    found = ends("ampipe", TIMES, busy_latency_us=0.5)
+    assert found["counts.0"] == (5, 6.5)
+    assert found["dispatch.0"] == (6.5, 11)
+    assert found["counts.1"] == (11, 12.5)
+    assert found["dispatch.1"] == (12.5, 17)
+    # What computes is not held up, and where nothing computes nothing is added.
+    assert found["route.1"] == (9, 10)
+    assert found["expert.1"] == (17, 23)
+    assert found["combine.0"] == (17, 21.5)
+    assert found["combine.1"] == (23, 27.5)
+    alone = ends("sequential", TIMES, busy_latency_us=0.5)
+    assert alone == ends("sequential", TIMES)
 
 
 def test_a_host_that_runs_ahead_issues_one_stage_after_another() -> None:

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import (
     Attention,
     AttentionLine,
@@ -22,19 +21,25 @@ from megatron_ampipe.plan.cluster import (
     Operation,
     Overhead,
     Overlap,
+    Point,
     StageKind,
+    StageOverhead,
     Transfer,
 )
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.rows import even_chunks
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.profiling.fit import Line, fit
+from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, nearest_line
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
 from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 STOCK_EXCHANGE = ".stock_all_to_all"
-"""No choice depends on it, only the time of Megatron's layer. With gloo it has two speeds (docs/log.md)."""
+"""With gloo it has two speeds and lies on no line (docs/log.md): the file says what every size took. In a
+block, where ranks do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
+
+HOST_NOISE_US = 200.0
+"""So far apart lie times of the same transfer where the host computes, by which thread runs when."""
 
 KINDS: tuple[StageKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
 """Compute stages that can have an overhead of their own."""
@@ -47,12 +52,10 @@ class Profile:
     Attributes:
         cluster: What goes into the file.
         lines: By operation, what was fitted.
-        left_out: What was odd about operations that the planner can do without.
     """
 
     cluster: Cluster
     lines: Mapping[str, Line]
-    left_out: tuple[str, ...]
 
 
 def assemble(
@@ -80,10 +83,17 @@ def assemble(
     families: dict[str, list[Sample]] = {}
     for sample in slowest([report["samples"] for report in reports]):
         families.setdefault(sample.family, []).append(sample)
-    lines, left_out = _fit_all(families)
     block = slowest_numbers([report["block"] for report in reports])
+    noise_us = 0.0 if block["issue"] else HOST_NOISE_US
+    lines = {
+        family: nearest_line(samples) if family.endswith(STOCK_EXCHANGE) else fit(samples, noise_us=noise_us)
+        for family, samples in families.items()
+    }
+    tables = {
+        family: _table(samples) for family, samples in families.items() if family.endswith(STOCK_EXCHANGE)
+    }
     slowdowns = slowest_numbers([report["slowdowns"] for report in reports])
-    make = _Figures(lines, source)
+    make = _Figures(lines, tables, source)
     overhead = make.overhead(0.0, 0.0)
     cluster = Cluster(
         description=description,
@@ -101,7 +111,7 @@ def assemble(
         ),
         host=Host(
             issue=make.overhead(block["issue"], block["issue"]),
-            stage={"any": overhead},
+            stage={"any": make.stage_overhead([(1.0, 0.0)] * 2)},
             block=overhead,
             stock=overhead,
         ),
@@ -110,42 +120,58 @@ def assemble(
             source=source,
             compute_slowdown=_rounded(slowdowns["compute"]),
             communication_slowdown=_rounded(slowdowns["communication"]),
+            latency_us=_rounded(slowdowns["latency_us"]),
         ),
     )
-    model = CostModel(workload_of_case(case, num_ranks=ranks_per_node), cluster)
+    workload = workload_of_case(case, num_ranks=ranks_per_node, fused_gradients=reports[0]["fused_gradients"])
+    model = CostModel(workload, cluster)
+    beyond = {way: block["stock"][way] - model.stock().of(way) for way in Direction}
+    if (name := f"intra{STOCK_EXCHANGE}") in lines:
+        exchanges = model.stock_exchanges()
+        slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
+        cluster = dataclasses.replace(cluster, intra={**cluster.intra, **_slower(cluster, name, slower)})
+        beyond = dict.fromkeys(Direction, 0.0)
     host = dataclasses.replace(
         cluster.host,
         stage=_stage_overheads(model, block["stages"], make),
         block=make.overhead(
             *(statistics.median(of[way] for of in block["around"].values()) for way in Direction)
         ),
-        stock=make.overhead(*(block["stock"][way] - model.stock().of(way) for way in Direction)),
+        stock=make.overhead(*(beyond[way] for way in Direction)),
     )
-    return Profile(dataclasses.replace(cluster, host=host), lines, left_out)
+    return Profile(dataclasses.replace(cluster, host=host), lines)
 
 
-def _fit_all(families: Mapping[str, list[Sample]]) -> tuple[dict[str, Line], tuple[str, ...]]:
-    lines, left_out = {}, []
-    for family, samples in families.items():
-        try:
-            lines[family] = fit(samples)
-        except RunFailed as error:
-            if not family.endswith(STOCK_EXCHANGE):
-                raise
-            left_out.append(
-                f"{error} It is left out: Megatron's exchange is taken to be as fast as AMPipe's."
-            )
-    return lines, tuple(left_out)
+def _slower(cluster: Cluster, family: str, factor: float) -> dict[Operation, Transfer]:
+    """Megatron's exchange, every time of it so much longer."""
+    operation = cast(Operation, family.partition(".")[2])
+    figure = cluster.collective(operation, across_nodes=False)
+    table = tuple(Point(mb=point.mb, us=_rounded(point.us * factor)) for point in figure.table or ())
+    return {
+        operation: dataclasses.replace(
+            figure,
+            alpha_us=_rounded(figure.alpha_us * factor),
+            beta_us_per_mb=_rounded(figure.beta_us_per_mb * factor),
+            table=table,
+        )
+    }
+
+
+def _table(samples: Sequence[Sample]) -> tuple[Point, ...]:
+    found = {sample.columns["beta_us_per_mb"]: sample.us for sample in samples}
+    return tuple(Point(mb=_rounded(mb), us=_rounded(found[mb])) for mb in sorted(found))
 
 
 class _Figures:
     """Makes the records of a cluster file out of lines."""
 
-    def __init__(self, lines: Mapping[str, Line], source: str) -> None:
-        self._lines, self._source = lines, source
+    def __init__(
+        self, lines: Mapping[str, Line], tables: Mapping[str, tuple[Point, ...]], source: str
+    ) -> None:
+        self._lines, self._tables, self._source = lines, tables, source
 
     def transfer(self, family: str) -> Transfer:
-        return Transfer(**self._fields(family))
+        return Transfer(**self._fields(family), table=self._tables.get(family))
 
     def gemm(self) -> Gemm:
         return Gemm(**self._fields("gemm"))
@@ -166,6 +192,18 @@ class _Figures:
             backward_us=_rounded(max(0.0, backward_us)),
         )
 
+    def stage_overhead(self, fits: Sequence[tuple[float, float]]) -> StageOverhead:
+        """Of each direction a factor and a rest in microseconds."""
+        (forward_factor, forward_us), (backward_factor, backward_us) = fits
+        return StageOverhead(
+            basis="measured",
+            source=self._source,
+            forward_us=_rounded(forward_us),
+            backward_us=_rounded(backward_us),
+            forward_factor=_rounded(forward_factor),
+            backward_factor=_rounded(backward_factor),
+        )
+
     def _fields(self, family: str) -> dict[str, Any]:
         line = self._lines[family]
         figures = {name: _rounded(value) for name, value in line.figures.items()}
@@ -174,25 +212,29 @@ class _Figures:
 
 def _stage_overheads(
     model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]], make: _Figures
-) -> dict[StageKind, Overhead]:
-    """By kind of stage, the median of what its stages took beyond what the model counts in them."""
-    beyond: dict[tuple[str, Direction], list[float]] = {}
+) -> dict[StageKind, StageOverhead]:
+    """By kind of stage, what its stages of all degrees took beyond what the model counts in them."""
+    expected: dict[tuple[str, Direction], list[float]] = {}
+    took: dict[tuple[str, Direction], list[float]] = {}
     for degree, by_direction in stages.items():
-        expected = model.stages(even_chunks(model.workload.rows, int(degree)))
-        for stage, pair in expected.items():
-            if stage.is_communication:
-                continue
+        for stage, pair in model.stages(even_chunks(model.workload.rows, int(degree))).items():
             for direction in Direction:
-                took = by_direction[direction][str(stage)]
-                beyond.setdefault((stage.kind, direction), []).append(took - pair.of(direction))
-    found = {
-        kind: make.overhead(*(statistics.median(beyond[kind, direction]) for direction in Direction))
-        for kind in KINDS
-        if (kind, Direction.FORWARD) in beyond
-    }
-    typical = statistics.median(figure.forward_us for figure in found.values())
-    typical_backward = statistics.median(figure.backward_us for figure in found.values())
-    return {"any": make.overhead(typical, typical_backward), **found}
+                if not stage.is_communication:
+                    expected.setdefault((stage.kind, direction), []).append(pair.of(direction))
+                    took.setdefault((stage.kind, direction), []).append(by_direction[direction][str(stage)])
+    found = {}
+    for kind in KINDS:
+        if (kind, Direction.FORWARD) in took:
+            fits = [factor_and_rest(expected[kind, way], took[kind, way]) for way in Direction]
+            found[kind] = make.stage_overhead(fits)
+    fits = [
+        (
+            statistics.median(getattr(figure, f"{way}_factor") for figure in found.values()),
+            statistics.median(getattr(figure, f"{way}_us") for figure in found.values()),
+        )
+        for way in Direction
+    ]
+    return {"any": make.stage_overhead(fits), **found}
 
 
 def _rounded(value: float) -> float:

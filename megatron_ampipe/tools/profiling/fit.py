@@ -22,6 +22,8 @@ TOLERATED = 0.25
 """With all times this near, relatively, it is a line: where size hardly matters, r^2 says nothing."""
 LEAST_FALL = 0.7
 """A larger size that takes less than this share of the time of a smaller one is odd."""
+PRICE_OF_A_FACTOR = 0.02
+"""What a factor costs against a time in :func:`factor_and_rest`: enough to decide between them, no more."""
 _REMEDY = "Close other work and measure again, with more --repeats."
 
 
@@ -40,15 +42,54 @@ class Line:
     worst: float
 
 
-def fit(samples: Sequence[Sample]) -> Line:
+def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
     """The line through the samples of one family.
+
+    Args:
+        samples: Of one family.
+        noise_us: A difference of less than that is no reason to doubt a time.
 
     Raises:
         RunFailed: there is none; says what was odd.
     """
     family = samples[0].family
+    _require_rising(family, samples, noise_us)
+    line, predicted = _nearest(samples)
+    pairs = zip(samples, predicted, strict=True)
+    sample, us = max(pairs, key=lambda pair: abs(pair[1] / pair[0].us - 1))
+    far = line.worst > TOLERATED and abs(sample.us - us) > noise_us
+    if not line.r_squared >= LEAST_R_SQUARED and far:
+        raise RunFailed(
+            f"{family}: the times lie on no line (r^2 {line.r_squared:.3f}, and at least {LEAST_R_SQUARED} "
+            f"is needed). Farthest off is {_size(sample)}: {sample.us:.0f} us, where the line has "
+            f"{us:.0f} us. {_REMEDY}"
+        )
+    return line
+
+
+def nearest_line(samples: Sequence[Sample]) -> Line:
+    """The line that comes nearest to the samples, however far it is from them."""
+    return _nearest(samples)[0]
+
+
+def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
+    """A factor of at least 1 and a time of at least 0 that make of expected times those that were taken.
+
+    A square error counts relative to the time, as above. Where a factor and a time explain the same, as with
+    stages that are all alike, it is the time.
+    """
+    times, models = np.array(took), np.array(expected)
+    weights = np.maximum(times, 1.0) ** -0.5
+    columns = np.stack([models, np.ones_like(models)], axis=1) * weights[:, None]
+    beyond = np.maximum(times - models, 0.0) * weights
+    price = [PRICE_OF_A_FACTOR * float(np.linalg.norm(columns[:, 0])), 0.0]
+    (more, rest), _ = nnls(np.vstack([columns, price]), np.append(beyond, 0.0))
+    return 1.0 + float(more), float(rest)
+
+
+def _nearest(samples: Sequence[Sample]) -> tuple[Line, Sequence[float]]:
+    """That line, and what it has for each sample."""
     names = list(samples[0].columns)
-    _require_rising(family, samples)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
     times = np.array([sample.us for sample in samples])
     weights = times**-0.5
@@ -56,19 +97,12 @@ def fit(samples: Sequence[Sample]) -> Line:
     predicted = columns @ figures
     spread = float(((times - times.mean()) ** 2).sum())
     r_squared = 1 - float(((times - predicted) ** 2).sum()) / spread if spread else 1.0
-    errors = np.abs(predicted / times - 1)
-    worst = int(errors.argmax())
-    if not r_squared >= LEAST_R_SQUARED and errors[worst] > TOLERATED:
-        raise RunFailed(
-            f"{family}: the times lie on no line (r^2 {r_squared:.3f}, and at least {LEAST_R_SQUARED} is "
-            f"needed). Farthest off is {_size(samples[worst])}: {times[worst]:.0f} us, where the line has "
-            f"{predicted[worst]:.0f} us. {_REMEDY}"
-        )
+    worst = float(np.abs(predicted / times - 1).max())
     values = dict(zip(names, (float(value) for value in figures), strict=True))
-    return Line(values, max(0.0, r_squared), float(errors.max()))
+    return Line(values, max(0.0, r_squared), worst), [float(us) for us in predicted]
 
 
-def _require_rising(family: str, samples: Sequence[Sample]) -> None:
+def _require_rising(family: str, samples: Sequence[Sample], noise_us: float) -> None:
     """Where one size is the whole difference, more of it may not be faster."""
     sizes = {name for name in samples[0].columns if name != "alpha_us"}
     if len(sizes) != 1:
@@ -76,7 +110,7 @@ def _require_rising(family: str, samples: Sequence[Sample]) -> None:
     (name,) = sizes
     ordered = sorted(samples, key=lambda sample: sample.columns[name])
     for smaller, larger in itertools.pairwise(ordered):
-        if larger.us < LEAST_FALL * smaller.us:
+        if larger.us < LEAST_FALL * smaller.us and smaller.us - larger.us > noise_us:
             raise RunFailed(
                 f"{family}: {_size(larger)} took {larger.us:.0f} us, and the smaller {_size(smaller)} "
                 f"{smaller.us:.0f} us. {_REMEDY}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from megatron_ampipe.runtime.executors import calm_event_loops
 from megatron_ampipe.tools.benchmark.blocks import BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.profiling.compute import Computation
@@ -41,13 +42,15 @@ def measure(
         progress: Called after each step.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` (:func:`.stages.block_times`) and ``kernel``.
+        ``samples``, ``slowdowns``, ``block`` (:func:`.stages.block_times`), ``kernel`` and
+        ``fused_gradients``.
     """
     watch = Stopwatch(repeats=repeats, on_cuda=on_cuda)
     factory = BlockFactory(case, rank=rank, num_ranks=num_ranks, on_cuda=on_cuda, seed=seed)
     compute = Computation(case, kernel=factory.kernel, on_cuda=on_cuda)
     traffic = Traffic(case, watch=watch)
     groups = node_groups(ranks_per_node)
+    calm_event_loops()
     watch.meet()
     samples = watch.samples(list(compute.probes()))
     progress()
@@ -61,4 +64,5 @@ def measure(
         "slowdowns": slowdowns,
         "block": block,
         "kernel": factory.kernel,
+        "fused_gradients": factory.fused_gradients,
     }

@@ -22,7 +22,7 @@ from megatron_ampipe.tools.profiling.timing import Probe, Stopwatch
 
 OVERLAP_US = 300e3
 """How long computation and communication run side by side, about."""
-_MINIMUM_ROUNDS = 3
+_MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
 class Traffic:
@@ -49,10 +49,11 @@ class Traffic:
             for rows in self._rows(group.size()):
                 yield self._exchange(name, group, rows)
             if not self._on_cuda:
-                # With NCCL, both call the same. Megatron's layer never sends less than the whole block.
-                whole = self._rows(group.size())[-1]
-                for rows in (whole, 3 * whole // 2 // group.size() * group.size(), 2 * whole):
-                    yield self._stock_exchange(name, group, rows)
+                # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens
+                # as this one, up to twice as many.
+                half = self._rows(group.size())[-2]
+                for multiple in (1, 2, 3, 4):
+                    yield self._stock_exchange(name, group, multiple * half)
             for rows in (1, *self._rows(group.size())):
                 yield from self._gathers(name, group, rows)
 
@@ -96,33 +97,51 @@ class Traffic:
         """How much longer computation and an all-to-all take while the other runs.
 
         Returns:
-            ``compute`` and ``communication``, 1 for not at all.
+            ``compute`` and ``communication``, factors of at least 1 on what computes and what is on the wire;
+            ``latency_us``, what every all-to-all takes longer, whatever its size.
+        """
+        sizes = self._rows(group.size())
+        (small_mb, small_us, small_beside_us, _), (large_mb, large_us, large_beside_us, compute) = (
+            self._beside(group, rows) for rows in (sizes[0], sizes[-2])
+        )
+        alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
+        beside = max(0.0, (large_beside_us - small_beside_us) / (large_mb - small_mb))
+        slowdown = max(1.0, beside / alone) if alone else 1.0
+        return {
+            "compute": compute,
+            "communication": slowdown,
+            "latency_us": max(0.0, small_beside_us - small_us - small_mb * alone * (slowdown - 1.0)),
+        }
+
+    def _beside(self, group: dist.ProcessGroup, rows: int) -> tuple[float, float, float, float]:
+        """An all-to-all of ``rows`` rows beside matrix products.
+
+        Returns:
+            Its size in MB, its microseconds alone and beside the products, and the products' slowdown.
         """
         ranks = group.size()
-        rows = self._rows(ranks)[-2]
         tokens = self._random(rows)
         splits = [rows // ranks] * ranks
+        left = self._random(self._rows(ranks)[-2])
         weight = torch.randn(self._case.hidden, self._case.ffn, device=self._device, dtype=self._dtype)
 
         def exchange() -> None:
             exchange_rows([tokens], send=splits, receive=splits, group=group).wait()
 
         def compute() -> Tensor:
-            return tokens @ weight
+            return left @ weight
 
         alone = self._watch.samples([Probe("", {}, exchange, together=True), Probe("", {}, compute)])
         exchange_us, compute_us = (sample.us for sample in alone)
         # Every rank must exchange equally often, whatever its clock says.
         slowest = torch.tensor([exchange_us], dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        rounds = max(_MINIMUM_ROUNDS, int(OVERLAP_US / float(slowest)))
+        rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
         self._watch.meet()
         side = self._side_by_side_on_streams if self._watch.on_cuda else self._side_by_side_on_threads
         computing_us, communicating_us = side(exchange, compute, rounds, exchange_us / compute_us)
-        return {
-            "compute": max(1.0, computing_us / compute_us),
-            "communication": max(1.0, communicating_us / exchange_us),
-        }
+        megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
+        return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
     def _side_by_side_on_threads(
         self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float

@@ -6,8 +6,14 @@ from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.tools.benchmark.grid import Case
 
 
-def workload_of_case(case: Case, *, num_ranks: int) -> Workload:
-    """What ``benchmark.blocks`` builds of a case: local layers, no router losses, gradients summed by us."""
+def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Workload:
+    """What ``benchmark.blocks`` builds of a case: local layers, no router losses.
+
+    Args:
+        case: The block.
+        num_ranks: Over which the experts are spread.
+        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
+    """
     head_size = case.head_size or case.hidden // case.heads
     key_value_width = 2 * (case.query_groups or case.heads) * head_size
     return Workload(
@@ -26,6 +32,6 @@ def workload_of_case(case: Case, *, num_ranks: int) -> Workload:
         shared_ffn=case.shared_ffn,
         capacity=case.capacity,
         dtype=case.dtype,
-        fused_gradients=False,
+        fused_gradients=fused_gradients,
         expert=num_ranks,
     )
