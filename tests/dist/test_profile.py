@@ -50,7 +50,7 @@ def test_a_cluster_file_from_ranks_of_its_own(
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
     case = profile._case(build_parser("profile").parse_args(["profile", *words]))
-    predictor = Predictor(workload_of_case(case, num_ranks=2), cluster)
+    predictor = Predictor(workload_of_case(case, num_ranks=2, fused_gradients=True), cluster)
     schedule = build("ampipe", degree=2, features=predictor.workload.features)
     assert predictor.pass_us(schedule, (64, 64)).forward > 4 * LATENCY_US
 
@@ -60,7 +60,7 @@ def test_times_on_no_line_end_with_3_and_write_nothing(
 ) -> None:
     bad = [{"family": "gemm", "columns": {"alpha_us": 1.0, "beta_us_per_gflop": x}, "us": us}
            for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))]  # fmt: skip
-    finding = {"samples": bad, "slowdowns": {}, "block": {}, "kernel": "sdpa"}
+    finding = {"samples": bad, "slowdowns": {}, "block": {"issue": 0.0}, "kernel": "sdpa"}
     monkeypatch.setattr(ranks, "measure", lambda *_, **__: ranks.Findings([[finding, finding]]))
     output = tmp_path / "cluster.yaml"
     assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.simulate import compile_named, run
-from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, from_text
 
 MEASURED = sorted((Path(__file__).resolve().parents[2] / "docs" / "measured").glob("cpu-small-*.json"))
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
@@ -24,7 +24,10 @@ def stage_of(name: str) -> Stage:
 def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
     """From the times of the stages alone: the slower rank's computation, the collectives without waits."""
     features = BlockFeatures(chunked_qkv=True)
-    schedule = build(row["schedule"], degree=row["degree"], features=features)
+    if row["order"] is not None:
+        schedule = from_text(row["order"])
+    else:
+        schedule = build(row["schedule"], degree=row["degree"], features=features)
     total = 0.0
     for direction in Direction:
         by_rank = [
