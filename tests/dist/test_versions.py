@@ -28,7 +28,11 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder_of(request.param)))
         return run_workers(
-            "tests.dist.parity_worker", CASES, world_size=2, folder=tmp_path_factory.mktemp("versions")
+            "tests.dist.parity_worker",
+            CASES,
+            world_size=2,
+            folder=tmp_path_factory.mktemp("versions"),
+            preloaded=False,
         )
 
 

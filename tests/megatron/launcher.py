@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.forked import REPOSITORY, run_ranks
+
 MODULE = "megatron_ampipe.pretrain_gpt"
 
 TINY_GPT = shlex.split(
@@ -32,7 +35,7 @@ class Run:
     """What one launch did."""
 
     exit_code: int
-    """That of torchrun; for a single process without torchrun, its own."""
+    """That of torchrun; without, that of the first rank that failed."""
     output: str
     """Standard output and error of all ranks."""
     iterations: list[int] = field(default_factory=list)
@@ -78,10 +81,30 @@ def execute(command: list[str], *, timeout_s: float = 120) -> Run:
     return parse(done.returncode, done.stdout)
 
 
-def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
-    """Launch GPT pretraining under torchrun; the arguments are its whole command line."""
+def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+    """Launch GPT pretraining under torchrun, as a user does; the arguments are its whole command line."""
     command = torchrun_command("-m", MODULE, *arguments, num_ranks=num_ranks)
     return execute(command, timeout_s=timeout_s)
+
+
+def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+    """The same without torchrun, which saves the ranks their imports; each rank's output in one piece."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
+    environments = [
+        environment()
+        | address
+        | {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        | {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+        for rank in range(num_ranks)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
+        codes = run_ranks(MODULE, arguments, environments=environments, logs=logs, timeout_s=timeout_s)
+        output = "".join(log.read_text() for log in logs)
+    assert None not in codes, f"not done in {timeout_s} s\n{output[-6000:]}"
+    return parse(next(filter(None, codes), 0), output)
 
 
 def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:

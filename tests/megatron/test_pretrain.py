@@ -18,7 +18,7 @@ from tests.megatron.launcher import (
     Run,
     environment,
     execute,
-    pretrain,
+    launch,
     torchrun_command,
     train,
 )
@@ -79,7 +79,7 @@ def test_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
 def test_trains_on_an_indexed_dataset(tmp_path: Path) -> None:
     prefix = tmp_path / "cycle"
     _write_cyclic_dataset(prefix)
-    run = pretrain(
+    run = launch(
         *TINY_GPT, *TINY_MOE, "--data-path", str(prefix), "--split", "100,0,0", "--train-iters", "12",
         "--data-cache-path", str(tmp_path / "cache"), "--expert-model-parallel-size", "2",
     )  # fmt: skip
@@ -169,7 +169,7 @@ def test_missing_eval_interval_is_found_before_training() -> None:
 
 def test_bad_input_ends_every_rank_with_the_same_code() -> None:
     started_at_s = time.monotonic()
-    run = pretrain(*TINY_GPT, "--data-path", "/nowhere/text")
+    run = launch(*TINY_GPT, "--data-path", "/nowhere/text")
     assert "/nowhere/text.bin" in run.error
     assert run.output.count("exitcode  : 2") == 2, run.output[-4000:]
     assert time.monotonic() - started_at_s < 45

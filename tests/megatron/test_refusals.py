@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ampipe.config import REFUSALS, AMPipeConfig, Refusal, refuse_unsupported
 from megatron_ampipe.errors import BadInput
-from tests.megatron.launcher import REPOSITORY, environment, pretrain
+from tests.megatron.launcher import REPOSITORY, environment, launch
 from tests.megatron.refusal_flags import ACCEPTED
 
 PROCESS_GROUP_MADE = 99
@@ -185,7 +185,7 @@ def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
     ids=["refused-combination", "degree-0"],
 )
 def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str) -> None:
-    run = pretrain(*arguments)
+    run = launch(*arguments)
     # Not Run.error: both ranks write to one stream, where a line can begin in the middle of another.
     assert run.output.count("error: --") == run.output.count(expected) == 1, run.output[-4000:]
     assert run.output.count("exitcode  : 2") == 2, "both ranks"

@@ -1,0 +1,15 @@
+"""What every forked rank has imported before it begins; see :mod:`tests.forked`."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from megatron_ampipe.launch import host
+
+if not host.gpu_available():
+    host.install()
+
+import megatron.training  # noqa: F401
+
+import megatron_ampipe.launch.gpt
+import megatron_ampipe.launch.pretrain  # noqa: F401
