@@ -133,9 +133,13 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     best_shaped = min(shaped, key=lambda one: one.total_us)
     schedule = best_shaped.schedule
     even = _named(predictor, schedule.name, schedule.degree, schedule.of_backward)
-    ordered = reorder(predictor, even)
+    # Each gains from the other: a small last chunk is worth more where experts stand before it.
+    ordered = [
+        reorder(predictor, improve_chunks(predictor, reorder(predictor, start)))
+        for start in (even, best_shaped)
+    ]
     best = plain
-    for found in (best_shaped, ordered, improve_chunks(predictor, ordered), reorder(predictor, best_shaped)):
+    for found in (best_shaped, min(ordered, key=lambda one: one.total_us)):
         # The plainer form stays unless the gain is more than a prediction can tell.
         if found.total_us < best.total_us * (1 - WORTHWHILE):
             best = found
