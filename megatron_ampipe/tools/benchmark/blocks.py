@@ -28,6 +28,8 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline, Span, from_text
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
+from megatron_ampipe.tools.benchmark.link import Link, LinkKind
+from megatron_ampipe.tools.benchmark.network import burst_bytes
 from megatron_ampipe.tools.benchmark.stage_times import StageTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,10 +104,14 @@ class BlockFactory:
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(
-        self, variant: Variant, *, num_passes: int
+        self, variant: Variant, *, num_passes: int, link: Link
     ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
         """The same layer, its stages run alone and recorded."""
-        recorder, timer = Recorder(num_iterations=num_passes), StageTimer()
+        saved_bytes = 0
+        if link.kind is LinkKind.NETWORK:
+            assert link.rate_bit_per_s is not None
+            saved_bytes = burst_bytes(link.rate_bit_per_s)
+        recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
         return self.build(variant, recorder=recorder, executor=timer), recorder, timer
 
     def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:

@@ -21,6 +21,7 @@ from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.link import parse_link
 from megatron_ampipe.tools.benchmark.stage_times import stage_times
 
 TOLERANCE = 1e-4
@@ -56,7 +57,7 @@ def measure(
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = _compare(passes, layers, variants, rank=rank, case=case)
     timed = {
-        index: factory.build_timed(variant, num_passes=job.repeats)
+        index: factory.build_timed(variant, num_passes=job.repeats, link=parse_link(job.link))
         for index, variant in enumerate(variants)
         if variant.chunked
     }

@@ -1,7 +1,9 @@
 """An executor that runs every stage alone, to learn how long it takes when nothing slows it.
 
 Before each collective the ranks meet at a barrier outside the time taken, so that a collective's time is
-its transfer and not the wait for a peer that was still computing. Needed for :mod:`.bound`.
+its transfer and not the wait for a peer that was still computing. A shaped link saves up while it idles; in a
+pipeline that only happens before the first collective, so only the first one gets it here. Needed for
+:mod:`.bound`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ from megatron_ampipe.schedule import Direction
 
 
 class StageTimer:
-    """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``."""
+    """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
+
+    Args:
+        saved_bytes: What the link lets pass at once after it has idled.
+    """
 
     host_waits = False
     holds_buffers = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, saved_bytes: int = 0) -> None:
+        self._saved_bytes = saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage, the names of the stages it waited for."""
 
@@ -33,11 +40,14 @@ class StageTimer:
                 str(stage): list(map(str, found)) for stage, found in needs.items()
             }
         on_cuda = torch.cuda.is_available()
+        first_collective = next((stage for _, stage in order if stage.is_communication), None)
         for lane, stage in order:
             if stage.is_communication:
                 if on_cuda:
                     torch.cuda.synchronize()
                 dist.barrier()
+                if self._saved_bytes and stage != first_collective:
+                    _spend(self._saved_bytes, on_cuda=on_cuda)
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with recorder.on_stream(lane, stage, torch.cuda.current_stream()):
@@ -45,6 +55,20 @@ class StageTimer:
             else:
                 with recorder.on_host(lane, stage):
                     finish(run_stage(stage))
+
+
+def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
+    """Use up what the link has saved: twice as much, so that the second half goes at its rate."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sent, received = (
+        torch.zeros(2 * saved_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu") for _ in range(2)
+    )
+    exchange = [
+        dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
+        dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
 
 
 def stage_times(recorder: Recorder) -> dict[str, dict[str, list[float]]]:
