@@ -555,3 +555,29 @@ def test_cases_are_chosen_in_the_order_of_the_grid() -> None:
 def test_cases_that_are_not_there_are_refused(names: str) -> None:
     with pytest.raises(BadInput, match=r"is not a case of .*cpu-small"):
         read_grid(find_grid("cpu-small")).only(names)
+
+
+# What an idle link saves up
+
+
+@pytest.mark.parametrize("saved_bytes", [0, 32_768])
+def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
+    saved_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.tools.benchmark import stage_times
+
+    happened: list[str] = []
+    monkeypatch.setattr(stage_times.dist, "barrier", lambda: happened.append("barrier"))
+    monkeypatch.setattr(stage_times, "_spend", lambda size, *, on_cuda: happened.append(f"spend {size}"))
+    stages = [Stage(Kind.DISPATCH, 0), Stage(Kind.EXPERT, 0), Stage(Kind.COMBINE, 0), Stage(Kind.DISPATCH, 1)]
+    order = [("comm" if stage.is_communication else "compute", stage) for stage in stages]
+    timer = stage_times.StageTimer(saved_bytes=saved_bytes)
+    for _ in Direction:
+        happened.clear()
+        timer.execute(order, dict.fromkeys(stages, ()), lambda stage: happened.append(str(stage)), Recorder())
+        spend = [f"spend {saved_bytes}"] if saved_bytes else []
+        assert happened == [
+            *("barrier", "dispatch.0", "expert.0"),
+            *("barrier", *spend, "combine.0", "barrier", *spend, "dispatch.1"),
+        ]

@@ -28,8 +28,6 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline, Span, from_text
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
-from megatron_ampipe.tools.benchmark.link import Link, LinkKind
-from megatron_ampipe.tools.benchmark.network import burst_bytes
 from megatron_ampipe.tools.benchmark.stage_times import StageTimer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,13 +102,9 @@ class BlockFactory:
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(
-        self, variant: Variant, *, num_passes: int, link: Link
+        self, variant: Variant, *, num_passes: int, saved_bytes: int = 0
     ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
-        """The same layer, its stages run alone and recorded."""
-        saved_bytes = 0
-        if link.kind is LinkKind.NETWORK:
-            assert link.rate_bit_per_s is not None
-            saved_bytes = burst_bytes(link.rate_bit_per_s)
+        """The same layer, its stages run alone and recorded; see :class:`~.stage_times.StageTimer`."""
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
         return self.build(variant, recorder=recorder, executor=timer), recorder, timer
 

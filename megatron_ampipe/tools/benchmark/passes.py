@@ -21,7 +21,8 @@ from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Job, Variant
-from megatron_ampipe.tools.benchmark.link import parse_link
+from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.network import burst_bytes
 from megatron_ampipe.tools.benchmark.stage_times import stage_times
 
 TOLERANCE = 1e-4
@@ -56,8 +57,13 @@ def measure(
     passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = _compare(passes, layers, variants, rank=rank, case=case)
+    link = parse_link(job.link)
+    saved_bytes = 0
+    if link.kind is LinkKind.NETWORK:
+        assert link.rate_bit_per_s is not None
+        saved_bytes = burst_bytes(link.rate_bit_per_s)
     timed = {
-        index: factory.build_timed(variant, num_passes=job.repeats, link=parse_link(job.link))
+        index: factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         for index, variant in enumerate(variants)
         if variant.chunked
     }
