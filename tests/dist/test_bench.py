@@ -329,6 +329,8 @@ def running(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Whatever a shell that runs the tests in the background has set to be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         temporary = folder / "temporary"
