@@ -12,7 +12,7 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.plan.plan import Plan
 from megatron_ampipe.tools.profiling.assemble import assemble
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain, train
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, launch, train
 from tests.unit.test_profile import CASE, report_of_truth
 
 EXACT = shlex.split("--attention-dropout 0 --hidden-dropout 0 --ffn-hidden-size 96 --adam-eps 1e-5")
@@ -120,7 +120,7 @@ def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> N
     assert_log_holds_prediction(run)
     # Without its losses it is another block.
     shared = ["--moe-shared-expert-intermediate-size", "32"]
-    other = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *shared, "--ampipe-plan", str(plan))
+    other = launch(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *shared, "--ampipe-plan", str(plan))
     assert other.exit_code != 0
     assert "is not for the blocks of this model" in other.output
     assert "runs shared.0 0 times instead of once" in other.output
