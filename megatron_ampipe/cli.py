@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_ampipe import __version__
-from megatron_ampipe.errors import AMPipeError
+from megatron_ampipe.errors import AMPipeError, BadInput
 
 INTERRUPTED = 130
 
@@ -95,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code. Errors have been printed to stderr, without a traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        build_parser(None).print_help(sys.stderr)
+        return BadInput.exit_code
     try:
         parsed = parse(words)
         # For what a tool writes, which says how it was made.

@@ -29,6 +29,12 @@ def test_help_lists_every_tool(capsys: pytest.CaptureFixture[str]) -> None:
         assert summary in text
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"\n    {name} " in shown for name in TOOLS)
+
+
 @pytest.mark.parametrize("name", TOOLS)
 def test_help_of_a_tool_teaches_by_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
