@@ -31,7 +31,7 @@ _EPILOG = """\
 examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100
       which degree, how much it is predicted to save, and why
-  ampipe plan --model mixtral-8x7b --cluster dgx-h100 --ranks 10000 --set expert-model-parallel-size=16
+  ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --ranks 64 --set expert-model-parallel-size=16
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures of your own machines; the plan as a file, and a picture of the predicted timeline

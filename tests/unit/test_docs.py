@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.cli import TOOLS, parse
+from megatron_ampipe.cli import TOOLS, main, parse
 from megatron_ampipe.launch import flags
+from megatron_ampipe.shipped import config_names
+from megatron_ampipe.tools import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,6 +105,30 @@ def test_shell_commands_are_tested_ones_and_parse(page: Path) -> None:
             own = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
             _, others = own.parse_known_args(words[1:])
             assert not [word for word in others if word.startswith("--ampipe")]
+
+
+def plan_commands() -> list[str]:
+    """Those of the pages and of ``ampipe plan --help`` that need no file of the reader's own."""
+    commands = [command for page in PAGES for command in shell_commands(page.read_text())]
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    commands += [line.strip() for line in str(parser.epilog).splitlines()]
+    shipped = config_names("clusters")
+    return sorted(
+        {
+            command
+            for command in commands
+            if command.startswith("ampipe plan ") and any(f"--cluster {name}" in command for name in shipped)
+        }
+    )
+
+
+@pytest.mark.parametrize("command", plan_commands())
+def test_plans_that_are_shown_can_be_made(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0
 
 
 @pytest.mark.parametrize("test", sorted(set(COMMANDS.values())))
