@@ -409,6 +409,8 @@ def _visible(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def _split(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
+    if len(spans) == 1:
+        return [(tensor, spans[0])]
     return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))
 
 

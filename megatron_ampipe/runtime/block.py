@@ -98,12 +98,20 @@ class BlockStages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """A schedule made ready for one executor: dependencies and issue order of both directions."""
+    """A schedule made ready for one executor: what can be derived once, for both directions.
 
-    schedule: Schedule
+    Attributes:
+        features: Of the block.
+        needs: What each stage waits for.
+        order: Lanes and stages in issue order.
+        parts: Each stage as the same stage of each of its chunks: several where the other direction has the
+            larger degree.
+    """
+
     features: BlockFeatures
     needs: dict[Direction, dict[Stage, tuple[Stage, ...]]]
     order: dict[Direction, tuple[tuple[str, Stage], ...]]
+    parts: dict[Direction, dict[Stage, tuple[Stage, ...]]]
 
     @classmethod
     def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> BlockPlan:
@@ -123,7 +131,11 @@ class BlockPlan:
             )
             for direction in Direction
         }
-        return cls(schedule, features, needs, order)
+        parts = {
+            direction: {stage: schedule.chunks_of(stage, direction) for stage in needs[direction]}
+            for direction in Direction
+        }
+        return cls(features, needs, order, parts)
 
 
 def run_block(
@@ -471,12 +483,13 @@ class BlockCall:
     # Both directions
 
     def _execute(self, direction: Direction, handlers: Handlers) -> None:
+        parts = self._plan.parts[direction]
+
         def run(stage: Stage) -> Transfer | None:
             handle = handlers[stage.kind]
             if stage.is_communication:
                 return handle(stage)
-            # Where the other direction has the larger degree, a stage is of several chunks.
-            for of_chunk in self._plan.schedule.chunks_of(stage, direction):
+            for of_chunk in parts[stage]:
                 handle(of_chunk)
             return None
 
@@ -515,7 +528,7 @@ class BlockCall:
 
     def _indices(self, stage: Stage, direction: Direction) -> list[int]:
         """The chunks that share a collective."""
-        return [self._index(of_chunk) for of_chunk in self._plan.schedule.chunks_of(stage, direction)]
+        return [self._index(of_chunk) for of_chunk in self._plan.parts[direction][stage]]
 
     def _hold(self, *tensors: Tensor) -> None:
         if self._executor.holds_buffers:

@@ -263,7 +263,7 @@ def exchange_pairwise(
     (docs/log.md).
     """
     own = group.rank()
-    outgoing, incoming = tensor.split(send), output.split(receive)
+    outgoing, incoming = tensor.split_with_sizes(send), output.split_with_sizes(receive)
     incoming[own].copy_(outgoing[own])
     works = []
     # Every rank starts with its next neighbour, so that no rank is everybody's first.

@@ -60,8 +60,14 @@ class SequentialExecutor:
     def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
         """See :class:`Executor`."""
         for lane, stage in order:
-            with recorder.on_host(lane, stage):
-                finish(run_stage(stage))
+            run_on_host(lane, stage, run_stage, recorder)
+
+
+def run_on_host(lane: str, stage: Stage, run_stage: RunStage, recorder: Recorder) -> None:
+    """Run a stage to its end on the calling thread, timed by the host's clock."""
+    begin = time.perf_counter()
+    finish(run_stage(stage))
+    recorder.add(lane, stage, begin, time.perf_counter())
 
 
 def finish(transfer: Transfer | None) -> None:
@@ -103,21 +109,21 @@ class ThreadExecutor:
             begin(stage)
             return run_stage(stage)
 
-        for lane, stage in order:
-            if lane == COMPUTE:
-                if travelling:
-                    # What the threads of a lane have to do would wait for the scheduler's next tick.
-                    os.sched_yield()
-                begin(stage)
-                with _noted(failures), recorder.on_host(lane, stage):
-                    finish(run_stage(stage))
-            else:
-                if lane not in self._lanes:
-                    calm_event_loops()
-                    self._lanes[lane] = _Lane(lane)
-                travelling[stage] = self._lanes[lane].submit(
-                    _Call(stage, start, recorder, failures, future=Future())
-                )
+        with _noted(failures):
+            for lane, stage in order:
+                if lane == COMPUTE:
+                    if travelling:
+                        # What the threads of a lane have to do would wait for the scheduler's next tick.
+                        os.sched_yield()
+                    begin(stage)
+                    run_on_host(lane, stage, run_stage, recorder)
+                else:
+                    if lane not in self._lanes:
+                        calm_event_loops()
+                        self._lanes[lane] = _Lane(lane)
+                    travelling[stage] = self._lanes[lane].submit(
+                        _Call(stage, start, recorder, failures, future=Future())
+                    )
         for future in travelling.values():
             future.result()
 

@@ -1,6 +1,6 @@
 """Records when stages ran, as a :class:`~megatron_ampipe.timeline.Timeline`.
 
-Executors call it around every stage; it does nothing unless it was asked to keep something. On CUDA the
+Executors tell it of every stage; it does nothing unless it was asked to keep something. On CUDA the
 times come from events and are read only when the timeline is asked for, so recording never
 synchronises the device.
 """
@@ -77,16 +77,6 @@ class Recorder:
         self._layer, self._direction = layer, direction
         if self._recording:
             self._iterations[-1].num_passes += 1
-
-    @contextmanager
-    def on_host(self, lane: str, stage: Stage) -> Iterator[None]:
-        """Time a stage by the host's clock."""
-        if not self._recording:
-            yield
-            return
-        begin = time.perf_counter()
-        yield
-        self.add(lane, stage, begin, time.perf_counter())
 
     @contextmanager
     def on_stream(self, lane: str, stage: Stage, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -87,11 +87,16 @@ class Segment:
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            entered = _Entry.apply(torch.zeros(0, requires_grad=True), *inputs)
+            entered = _Entry.apply(_ANCHOR, *inputs)
             outputs = function(*entered)
-        self._entries = tuple(map(get_gradient_edge, entered))
+        # The ends hold the graph, and with it the node of the entry.
+        self._entries = tuple(GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in entered)
         self._ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
         return tuple(output.detach() for output in outputs)
+
+
+_ANCHOR = torch.zeros(0, requires_grad=True)
+"""Makes the tensors of an entry seem to require gradients; has none itself."""
 
 
 class _Entry(torch.autograd.Function):
@@ -99,7 +104,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """``anchor`` requires a gradient, so that the others seem to; they come out without their history."""
+        """Come out without their history, and as requiring a gradient, because ``anchor`` does."""
         return tuple(tensor.data for tensor in tensors)
 
     @staticmethod

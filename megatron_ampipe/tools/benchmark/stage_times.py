@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish
+from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction
 
@@ -53,8 +53,7 @@ class StageTimer:
                 with recorder.on_stream(lane, stage, torch.cuda.current_stream()):
                     finish(run_stage(stage))
             else:
-                with recorder.on_host(lane, stage):
-                    finish(run_stage(stage))
+                run_on_host(lane, stage, run_stage, recorder)
 
 
 def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
