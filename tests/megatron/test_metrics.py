@@ -129,8 +129,7 @@ def sampled(rank, trace_dir, log_interval=3):
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
         context.recorder.enter(1, Direction.FORWARD)
-        with context.recorder.on_host("compute", Stage(Kind.QKV)):
-            pass
+        context.recorder.add("compute", Stage(Kind.QKV), 0.0, 1.0)
     step = recorded(forward_step, context, args)
     for iteration in range(7):
         args.curr_iteration = iteration
