@@ -71,18 +71,23 @@ class CostModel:
         rows = chunk_rows(work, lengths)
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
-        (whole,) = chunk_rows(work, (work.rows,))
         if whole_attention or not work.features.chunked_qkv:
-            found[Stage(Kind.QKV)] = self._with_overhead("qkv", self._qkv(whole, chunked=False))
+            found[Stage(Kind.QKV)] = self._with_overhead("qkv", self._qkv(work.rows, chunked=False))
         if whole_attention:
+            (whole,) = chunk_rows(work, (work.rows,))
             found[Stage(Kind.ATTENTION)] = self._with_overhead("attention", self._core(whole, chunked=False))
         if work.losses:
             found[Stage(Kind.LOSSES)] = self._with_overhead("losses", self._losses())
+        alike = {
+            length: self._alike(length, chunked=chunked, whole_attention=whole_attention)
+            for length in set(lengths)
+        }
         for index in range(0, len(lengths), parts):
             group = rows[index : index + parts]
-            computed = [
-                self._computed(chunk, chunked=chunked, whole_attention=whole_attention) for chunk in group
-            ]
+            computed = [dict(alike[chunk.hidden]) for chunk in group]
+            if not whole_attention:
+                for chunk, one in zip(group, computed, strict=True):
+                    one[Kind.ATTENTION] = self._with_overhead("attention", self._core(chunk, chunked=chunked))
             number = index // parts
             for kind in computed[0]:
                 found[Stage(kind, number)] = functools.reduce(Pair.__add__, (one[kind] for one in computed))
@@ -97,7 +102,7 @@ class CostModel:
         load = self._load(padded=self.workload.padded)
         travel = self._travel(rows.hidden, stock=True)
         parts = [
-            self._qkv(rows, chunked=False),
+            self._qkv(rows.hidden, chunked=False),
             self._core(rows, chunked=False),
             self._route(rows.hidden, load=load),
             self._counts(),
@@ -120,20 +125,18 @@ class CostModel:
         travel = self._travel(rows.hidden, stock=True)
         return travel + travel
 
-    def _computed(self, rows: Rows, *, chunked: bool, whole_attention: bool) -> dict[Kind, Pair]:
-        """The compute stages of one chunk."""
+    def _alike(self, rows: int, *, chunked: bool, whole_attention: bool) -> dict[Kind, Pair]:
+        """The compute stages that take as long in every chunk of these rows: all but attention."""
         load = self._load(padded=False)
         found = {
-            Kind.ROUTE: self._with_overhead("route", self._route(rows.hidden, load=load)),
-            Kind.EXPERT: self._with_overhead("expert", self._expert(rows.hidden, load=load, chunked=chunked)),
-            Kind.MERGE: self._with_overhead("merge", self._merge(rows.hidden, load=load)),
+            Kind.ROUTE: self._with_overhead("route", self._route(rows, load=load)),
+            Kind.EXPERT: self._with_overhead("expert", self._expert(rows, load=load, chunked=chunked)),
+            Kind.MERGE: self._with_overhead("merge", self._merge(rows, load=load)),
         }
-        if not whole_attention:
-            found[Kind.ATTENTION] = self._with_overhead("attention", self._core(rows, chunked=chunked))
-            if self.workload.features.chunked_qkv:
-                found[Kind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
+        if self.workload.features.chunked_qkv and not whole_attention:
+            found[Kind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
         if self.workload.shared_ffn is not None:
-            found[Kind.SHARED] = self._with_overhead("shared", self._shared(rows.hidden, chunked=chunked))
+            found[Kind.SHARED] = self._with_overhead("shared", self._shared(rows, chunked=chunked))
         return found
 
     def latency(self, kind: Kind) -> float:
@@ -149,9 +152,9 @@ class CostModel:
 
     # What each stage does
 
-    def _qkv(self, rows: Rows, *, chunked: bool) -> Pair:
+    def _qkv(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
-        tokens = rows.hidden * work.batch
+        tokens = rows * work.batch
         gathered = tokens * work.tensor
         width = sum(n for _, n in work.projections) // work.tensor
         total = self._pass_over(2 * tokens * work.hidden) + self._pass_over(2 * gathered * width)

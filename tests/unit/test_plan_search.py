@@ -191,17 +191,17 @@ def test_every_rank_finds_the_same_plan() -> None:
 def test_a_degree_in_10_ms_and_a_plan_in_a_second() -> None:
     block = workload(sequence_length=65536)
 
-    def seconds(function: object, degrees: tuple[int, ...]) -> float:
+    def seconds(function: object, degrees: tuple[int, ...], *, times: int) -> float:
         took = []
-        for _ in range(5):
+        for _ in range(times):
             predictor = Predictor(block, cluster())
             begin = time.process_time()
             function(predictor, degrees)  # type: ignore[operator]
             took.append(time.process_time() - begin)
         return min(took)
 
-    assert seconds(choose_degree, DEGREES) < 0.010
-    assert seconds(full_plan, (16,)) < 1.0
+    assert seconds(choose_degree, DEGREES, times=20) < 0.010
+    assert seconds(full_plan, (16,), times=5) < 1.0
 
 
 def test_both_named_schedules_are_tried() -> None:
