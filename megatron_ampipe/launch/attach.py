@@ -14,7 +14,7 @@ from typing import Any
 from megatron.training import training
 
 from megatron_ampipe import compat
-from megatron_ampipe.config import AUTO, TRACED_ITERATIONS, refuse_unsupported
+from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.planned import planner_of, read_pipeline
@@ -24,6 +24,7 @@ from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout
 

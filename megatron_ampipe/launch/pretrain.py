@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ampipe import __version__, compat
-from megatron_ampipe.config import refuse_unsupported
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.launch import flags, host, patched, settings
 from megatron_ampipe.launch.refuse import (
@@ -21,6 +20,7 @@ from megatron_ampipe.launch.refuse import (
     refuse_as_bad_input,
     report_parser_errors,
 )
+from megatron_ampipe.refusals import refuse_unsupported
 
 PROGRAM_NAME = "pretrain_gpt"
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}

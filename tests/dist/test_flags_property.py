@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.config import REFUSALS
+from megatron_ampipe.refusals import REFUSALS
 from tests.dist.service import Service
 
 EXAMPLES = 40
@@ -171,7 +171,7 @@ REFUSED = {
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--fused-residual-rmsnorm": "--fused-residual-rmsnorm",
 }
-"""What the rows of ``config.REFUSALS`` refuse at a degree above 1."""
+"""What the rows of ``refusals.REFUSALS`` refuse at a degree above 1."""
 
 IMPOSSIBLE = (
     "--ampipe-degree 0",

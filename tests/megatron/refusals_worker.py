@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ampipe.config import REFUSALS, AMPipeConfig, refuse_unsupported
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import host, pretrain
+from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
 PROCESS_GROUP_MADE = 99

@@ -1,4 +1,4 @@
-"""Every row of ``config.REFUSALS``, through Megatron's own parser and through the whole entry point."""
+"""Every row of ``refusals.REFUSALS``, through Megatron's own parser and through the whole entry point."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.config import REFUSALS, AMPipeConfig, Refusal, refuse_unsupported
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.refusals import REFUSALS, Refusal, refuse_unsupported
 from tests.megatron.launcher import REPOSITORY, environment, launch
 from tests.megatron.refusal_flags import ACCEPTED
 

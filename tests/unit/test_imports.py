@@ -48,6 +48,7 @@ def test_plan_stands_behind_the_walls() -> None:
         "megatron_ampipe.errors",
         "megatron_ampipe.plan.plan",
         "megatron_ampipe.plan.strategies",
+        "megatron_ampipe.refusals",
         "megatron_ampipe.schedule",
         "megatron_ampipe.timeline",
         "megatron_ampipe.tools.doctor",
