@@ -233,6 +233,9 @@ class _Lane:
                 # The lane was this collective's only from when the one ahead of it had arrived.
                 begin, self._last_end = max(call.begin, self._last_end), time.perf_counter()
                 call.recorder.add(self._name, call.stage, begin, self._last_end)
+                # Buffers and all that a stage can reach go before anyone hears of the arrival: the
+                # threads of the lane may hold the call itself for a moment longer.
+                del call.transfer, call.start
                 call.future.set_result(None)
             finally:
                 self._free.release()

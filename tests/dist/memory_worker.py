@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,8 @@ from tests.dist.worker import report, start, use_groups
 
 PASSES = 2
 """Of which the highest peak counts: on threads, what is in flight together varies."""
+LETTING_GO_S = 5.0
+"""A thread of gloo has been seen to hold what it sent for 55 ms after the collective was waited for."""
 
 
 def main() -> None:
@@ -122,7 +126,14 @@ def main() -> None:
         layer.train()
         return layer
 
-    def measure(case: Case) -> dict[str, Any]:
+    def left_bytes(allowed: float) -> int:
+        """What is live now; or soon, while it is more than allowed."""
+        end = time.monotonic() + LETTING_GO_S
+        while meter._now > allowed and time.monotonic() < end:
+            time.sleep(0.001)
+        return meter._now
+
+    def measure(case: Case, allowed_left: float) -> dict[str, Any]:
         layer = build(case)
         shape = (case.sequence_length, case.batch, layer.config.hidden_size)
         hidden, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
@@ -144,13 +155,23 @@ def main() -> None:
                 best = {
                     "peak_bytes": meter.peak,
                     "after_forward_bytes": after_forward,
-                    "left_bytes": meter._now,
+                    "left_bytes": left_bytes(allowed_left),
                     "largest": largest,
                 }
         return best
 
+    def measure_all(cases: list[Case]) -> list[dict[str, Any]]:
+        """Stock's case of a model comes before ours, which should leave no more behind."""
+        reports: list[dict[str, Any]] = []
+        allowed: dict[str, int] = {}
+        for case in cases:
+            model = json.dumps(case.model)
+            reports.append(measure(case, allowed.get(model, math.inf)))
+            allowed.setdefault(model, reports[-1]["left_bytes"])
+        return reports
+
     use_groups()
-    report([measure(Case(**case)) for case in json.loads(sys.argv[1])])
+    report(measure_all([Case(**case) for case in json.loads(sys.argv[1])]))
 
 
 if __name__ == "__main__":

@@ -89,4 +89,4 @@ def test_nothing_is_left_behind(model: str, reports: list[dict[str, dict[str, An
         expected = report[STOCK[model].name]["left_bytes"]
         for case in CASES:
             if case.name.startswith(f"{model} "):
-                assert report[case.name]["left_bytes"] <= expected * 1.001, case.name
+                assert report[case.name]["left_bytes"] <= expected, case.name

@@ -3,10 +3,16 @@
 import ctypes
 import os
 import threading
+import time
+import weakref
 
 import pytest
+import torch
 
-from megatron_ampipe.runtime.executors import calm_event_loops
+from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.executors import ThreadExecutor, calm_event_loops
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule.types import COMM, Kind, Stage
 
 _PR_SET_NAME = 15
 
@@ -35,3 +41,22 @@ def test_event_loops_of_gloo_alone_become_batch_threads() -> None:
             thread.join()
     assert policies == {b"gloo_tcp_loop": os.SCHED_BATCH, b"something": os.SCHED_OTHER}
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_nothing_of_a_collective_outlives_its_arrival() -> None:
+    """What was received is let go, slowly here, before the thread that waits for the arrival goes on."""
+    events: list[str] = []
+
+    def let_go() -> None:
+        time.sleep(0.05)
+        events.append("let go")
+
+    def run_stage(stage: Stage) -> Transfer:
+        received = torch.empty(1)
+        weakref.finalize(received, let_go)
+        return Transfer((received,))
+
+    stage = Stage(Kind.DISPATCH, 0)
+    ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
+    events.append("arrived")
+    assert events == ["let go", "arrived"]
