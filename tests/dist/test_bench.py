@@ -97,6 +97,7 @@ def check_document(
             assert len(row["samples_ms"]) == repeats
             assert row["ms"] > 0
             assert row["speedup"] > 0
+            assert row["busy_cores"] > 0
             assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:

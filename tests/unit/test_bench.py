@@ -431,6 +431,8 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
     difference = [0.0] * len(variants)
     return {
         "samples_s": seconds,
+        # The second repeat has half of it idle.
+        "processor_s": [[one, two / 2, three] for one, two, three in seconds],
         "stages": stages,
         "needs": needs,
         "difference": difference,
@@ -484,7 +486,14 @@ def test_a_case_holds_what_scripts_read() -> None:
         "head_ms": 3.0,
         "tail_ms": 1.0,
     }
+    assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
+    assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
+
+
+def test_busy_cores_are_those_of_the_slowest_rank() -> None:
+    wall, processor = [[10.0, 10.0, 10.0], [20.0, 5.0, 20.0]], [[1.0, 9.0, 1.0], [12.0, 5.0, 16.0]]
+    assert result.busy_cores(wall, processor) == 0.8
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

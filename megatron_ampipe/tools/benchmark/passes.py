@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,8 @@ def measure(
         progress: Called after every repeat.
 
     Returns:
-        ``samples_s``: by variant, seconds of every repeat; ``stages``: by variant (None where the layer is
+        ``samples_s``: by variant, seconds of every repeat; ``processor_s``: by variant, seconds that
+        processors worked in it, None on CUDA; ``stages``: by variant (None where the layer is
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
         ``difference`` by variant; ``kernel``; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
@@ -71,11 +72,11 @@ def measure(
         for layer in (*layers, *(layer for layer, *_ in timed.values())):
             passes.run(layer)
     progress()
-    samples_s: list[list[float]] = [[] for _ in layers]
+    samples: list[list[_Sample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
         for index in order:
-            samples_s[index].append(passes.run(layers[index]))
+            samples[index].append(passes.run(layers[index]))
         for index in order:
             if index in timed:
                 layer, recorder, _ = timed[index]
@@ -84,13 +85,29 @@ def measure(
                 recorder.pause()
         progress()
     return {
-        "samples_s": samples_s,
+        "samples_s": [[sample.wall_s for sample in of_layer] for of_layer in samples],
+        "processor_s": (
+            None if on_cuda else [[sample.processor_s for sample in of_layer] for of_layer in samples]
+        ),
         "stages": [stage_times(timed[index][1]) if index in timed else None for index in range(len(layers))],
         "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
         "difference": difference,
         "kernel": factory.kernel,
         "fused_gradients": factory.fused_gradients,
     }
+
+
+class _Sample(NamedTuple):
+    """One pass on one rank.
+
+    Attributes:
+        wall_s: Seconds it took.
+        processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
+            their behalf.
+    """
+
+    wall_s: float
+    processor_s: float
 
 
 class _Passes:
@@ -107,8 +124,8 @@ class _Passes:
         # What exists by now stays: later collections need not look at it.
         gc.freeze()
 
-    def run(self, layer: torch.nn.Module) -> float:
-        """One timed pass; seconds."""
+    def run(self, layer: torch.nn.Module) -> _Sample:
+        """One timed pass."""
         return self._run(layer)[0]
 
     def results(self, layer: torch.nn.Module) -> dict[str, Tensor]:
@@ -122,7 +139,7 @@ class _Passes:
             found[f"gradient of {name}"] = gradient + getattr(parameter, "main_grad", 0)
         return found
 
-    def _run(self, layer: torch.nn.Module) -> tuple[float, Tensor, Tensor]:
+    def _run(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
         for parameter in layer.parameters():
             parameter.grad = None
             if hasattr(parameter, "main_grad"):
@@ -132,12 +149,13 @@ class _Passes:
         gc.disable()
         try:
             self._meet()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
             output.backward(self._gradient)
             if self._on_cuda:
                 torch.cuda.synchronize()
-            return time.perf_counter() - begin, output, hidden
+            sample = _Sample(time.perf_counter() - begin, time.process_time() - worked)
+            return sample, output, hidden
         finally:
             gc.enable()
 

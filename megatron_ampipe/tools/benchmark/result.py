@@ -47,6 +47,22 @@ def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(samples) for samples in zip(*samples_by_rank, strict=True)]
 
 
+def busy_cores(
+    wall_ms_by_rank: Sequence[Sequence[float]], processor_ms_by_rank: Sequence[Sequence[float]]
+) -> float:
+    """How many cores the slowest rank kept busy: median over repeats of processor time over time.
+
+    A rank of one core that is busy all the time cannot be made faster by another order of the same work.
+    """
+    shares = []
+    for walls, processors in zip(
+        zip(*wall_ms_by_rank, strict=True), zip(*processor_ms_by_rank, strict=True), strict=True
+    ):
+        slowest = max(range(len(walls)), key=walls.__getitem__)
+        shares.append(processors[slowest] / walls[slowest])
+    return round(statistics.median(shares), 4)
+
+
 def bounds(samples: StageSamples, needs: StageNeeds) -> dict[str, DirectionBound]:
     """The bound of each direction on one rank, in milliseconds, from medians of the stages' times."""
     found = {}
@@ -71,16 +87,15 @@ def case_result(
         reports: What each rank found (:func:`.passes.measure`).
         link: Over which link.
     """
-    by_variant = [
-        [[round(1e3 * s, 4) for s in report["samples_s"][index]] for report in reports]
-        for index in range(len(variants))
-    ]
+    by_variant, worked = (_by_variant_ms(reports, key) for key in ("samples_s", "processor_s"))
+    assert by_variant is not None
     stock = slowest_rank(by_variant[0])
     rows = [
         _row(
             variant,
             stock=stock,
             by_rank=by_variant[index],
+            processor_by_rank=worked and worked[index],
             stages=[report["stages"][index] for report in reports],
             needs=reports[0]["needs"][index],
             difference=reports[0]["difference"][index],
@@ -95,6 +110,8 @@ def case_result(
         "stock_ms": round(statistics.median(stock), 4),
         "stock_samples_ms": stock,
         "stock_samples_ms_by_rank": by_variant[0],
+        "stock_processor_ms_by_rank": worked and worked[0],
+        "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
         "fused_gradients": reports[0]["fused_gradients"],
         "block": asdict(case),
@@ -102,11 +119,22 @@ def case_result(
     }
 
 
+def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[list[float]]] | None:
+    """Milliseconds by variant, rank and repeat; None if nobody measured them."""
+    if reports[0][key] is None:
+        return None
+    return [
+        [[round(1e3 * s, 4) for s in of_variant] for of_variant in of_ranks]
+        for of_ranks in zip(*(report[key] for report in reports), strict=True)
+    ]
+
+
 def _row(
     variant: Variant,
     *,
     stock: Sequence[float],
     by_rank: Sequence[Sequence[float]],
+    processor_by_rank: Sequence[Sequence[float]] | None,
     stages: Sequence[StageSamples | None],
     needs: StageNeeds | None,
     difference: float,
@@ -129,9 +157,11 @@ def _row(
         "bound_ms": None,
         "bound_share": None,
         "bound": None,
+        "busy_cores": None if processor_by_rank is None else busy_cores(by_rank, processor_by_rank),
         "difference_from_stock": difference,
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
+        "processor_ms_by_rank": processor_by_rank,
         "stages_us_by_rank": stages if variant.chunked else None,
         "stage_needs": needs,
     }
@@ -217,6 +247,7 @@ def _is_case(case: Mapping[str, Any]) -> bool:
     for row in case["rows"]:
         numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
+        numbers += [row["busy_cores"]] if row.get("busy_cores") is not None else []
         if not isinstance(row["schedule"], str):
             return False
     return isinstance(case["name"], str) and all(

@@ -11,7 +11,8 @@ from rich.table import Table
 _CAPTION = (
     "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
     "stock / this within a repeat, and the 10th to 90th percentile. of bound: share of the time that no "
-    "order of these stages can beat. degree 1 is stock again and shows the noise."
+    "order of these stages can beat. busy: cores that the slowest rank kept at work. degree 1 is stock "
+    "again and shows the noise."
 )
 
 
@@ -29,11 +30,14 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     table.add_column("layer")
     predicted = "prediction" in document
     columns = ["degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
-    for column in columns + ["predicted", "off by"] * predicted:
+    # Not measured on a GPU, and absent from older results.
+    counted = all(row.get("busy_cores") for case in document["cases"] for row in case["rows"])
+    for column in columns + ["busy"] * counted + ["predicted", "off by"] * predicted:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
-        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}")
+        stock_busy = [f"{case['stock_busy_cores']:.2f}"] if counted else []
+        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}", *[""] * 4, *stock_busy)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
@@ -46,6 +50,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
                 "" if bound_ms is None else f"{bound_ms:.2f}",
                 "" if share is None else f"{share:.1%}",
+                *([f"{row['busy_cores']:.2f}"] if counted else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
