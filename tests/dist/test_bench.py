@@ -257,6 +257,8 @@ for _ in range({senders}):
     connection.recv(1, socket.MSG_WAITALL)
     connection.recv({size}, socket.MSG_WAITALL)
     connection.sendall(b"x")
+    control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert control.rstrip(bytes(1)) == b"cubic", control
 """
 SEND = """
 import socket, time
@@ -265,6 +267,8 @@ begin = time.perf_counter()
 connection.sendall(bytes({size} + 1))
 connection.recv(1)
 print(time.perf_counter() - begin)
+control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+assert control.rstrip(bytes(1)) == b"cubic", control
 """
 
 
@@ -282,10 +286,13 @@ def test_a_network_has_its_rate(count: int) -> None:
         assert receiver.stdout is not None
         assert receiver.stdout.readline() == "ready\n"
         for pid in pids[1:]:
-            taken_s = float(inside(pid, SEND.format(size=size)).communicate(timeout=30)[0])
+            sender = inside(pid, SEND.format(size=size))
+            taken_s = float(sender.communicate(timeout=30)[0])
+            assert sender.returncode == 0
             # The bucket lets a little pass at once; a busy machine can only be slower.
             assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
         receiver.communicate(timeout=30)
+        assert receiver.returncode == 0
 
 
 # Interruptions

@@ -22,13 +22,15 @@ from megatron_ampipe.errors import EnvironmentMissing, RunFailed
 INTERFACE = "ampipe0"
 """What the interface is called in every rank's namespace."""
 
-_NETWORK = "10.77.{high}.{low}/16"
+_SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
 _INSTEAD = "or use --link emulated:RATE, which needs none of this."
 # How much may leave at once after a pause. It has to be small against a chunk: the 256 KB of many examples
 # would let whole chunks pass a 100 Mbit/s link in no time, and call that the speed of the link.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
 _SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
+_CONGESTION_CONTROL = "cubic"
+"""Linux's default, whatever this host's is: the timers by which BBR paces are work for the ranks' cores."""
 _COMMAND_TIMEOUT_S = 20
 
 
@@ -80,11 +82,14 @@ def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
                 _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
                 _shape(switch, port, rate_bit_per_s)
         for rank, pid in enumerate(pids):
-            address = _NETWORK.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
+            address = _ADDRESS.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
             _inside(pid, "ip", "link", "set", "lo", "up")
             if len(pids) > 1:
-                _inside(pid, "ip", "address", "add", address, "dev", INTERFACE)
+                _inside(pid, "ip", "address", "add", f"{address}/16", "dev", INTERFACE)
                 _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
+                # A namespace may not choose what its host does not list; a route may.
+                _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", address,
+                        "congctl", _CONGESTION_CONTROL)  # fmt: skip
                 _shape(pid, INTERFACE, rate_bit_per_s)
         yield
 
