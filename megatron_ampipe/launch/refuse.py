@@ -22,6 +22,9 @@ from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
 
 PEER_GRACE_S = 20.0
 """How long another rank leaves local rank 0 to print the message before it takes the error for its own."""
+PEER_LAG_S = 2.0
+"""How long local rank 0 stays after the message: a rank that is slower finds the same error, and is ended
+only after it has."""
 
 
 def end_with(error: AMPipeError) -> int:
@@ -30,11 +33,14 @@ def end_with(error: AMPipeError) -> int:
     The launcher ends every rank as soon as one has exited, so a rank that left at once could silence the
     one that speaks. The others therefore wait to be ended; one that is not, has failed alone, and speaks.
     """
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0:
+    speaks = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if not speaks:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
         time.sleep(PEER_GRACE_S)
     # A line of its own, whatever another rank has just left unfinished.
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
+    if speaks and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        time.sleep(PEER_LAG_S)
     return error.exit_code
 
 

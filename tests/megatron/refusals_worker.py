@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import host, pretrain
+from megatron_ampipe.launch import host, pretrain, refuse
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
@@ -77,6 +77,8 @@ def main() -> None:
     """Report on every row, and on every command line given as JSON in the first argument."""
     base, others = json.loads(sys.argv[1])
     host.install()
+    # There are no other ranks to wait for.
+    refuse.PEER_LAG_S = 0.0
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
