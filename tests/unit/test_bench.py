@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
@@ -18,6 +19,7 @@ from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_boun
 from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.benchmark.job import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.table import show
 
 CASE = Case(
     name="one",
@@ -494,6 +496,26 @@ def test_a_case_holds_what_scripts_read() -> None:
 def test_busy_cores_are_those_of_the_slowest_rank() -> None:
     wall, processor = [[10.0, 10.0, 10.0], [20.0, 5.0, 20.0]], [[1.0, 9.0, 1.0], [12.0, 5.0, 16.0]]
     assert result.busy_cores(wall, processor) == 0.8
+
+
+def shown(found: dict[str, Any], path: Path) -> list[str]:
+    """What is shown of a document that was read back, in words."""
+    result.write(found, path)
+    console = Console(width=200, record=True)
+    show(result.read(path), console)
+    return console.export_text().split()
+
+
+def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
+    older, empty = document(), document()
+    assert "busy" in shown(document(), tmp_path / "x.json")
+    case = older["cases"][0]
+    del case["stock_busy_cores"]
+    for row in case["rows"]:
+        del row["busy_cores"]
+    assert "busy" not in shown(older, tmp_path / "x.json")
+    empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
+    assert "60.00" in shown(empty, tmp_path / "x.json")
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

@@ -243,11 +243,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _is_case(case: Mapping[str, Any]) -> bool:
-    numbers = [case["stock_ms"]]
+    counted = case.get("stock_busy_cores") is not None
+    numbers = [case["stock_ms"], *([case["stock_busy_cores"]] if counted else [])]
     for row in case["rows"]:
         numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
-        numbers += [row["busy_cores"]] if row.get("busy_cores") is not None else []
+        numbers += [row["busy_cores"]] if counted else []
         if not isinstance(row["schedule"], str):
             return False
     return isinstance(case["name"], str) and all(

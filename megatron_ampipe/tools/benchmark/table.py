@@ -31,7 +31,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     predicted = "prediction" in document
     columns = ["degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
     # Not measured on a GPU, and absent from older results.
-    counted = all(row.get("busy_cores") for case in document["cases"] for row in case["rows"])
+    counted = all(case.get("stock_busy_cores") for case in document["cases"])
     for column in columns + ["busy"] * counted + ["predicted", "off by"] * predicted:
         table.add_column(column, justify="right")
     for case in document["cases"]:
