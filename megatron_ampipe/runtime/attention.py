@@ -51,17 +51,21 @@ class KeyValueSums:
         end = start + key.shape[0]
         first_added = min(end, max(start, self._lowest))
         for total, part in zip(self._totals, (key, value), strict=True):
-            total[end : self._lowest] = 0
-            total[start:first_added] = part[: first_added - start]
-            total[first_added:end] += part[first_added - start :]
+            if end < self._lowest:
+                total[end : self._lowest].zero_()
+            if start < first_added:
+                total[start:first_added].copy_(part[: first_added - start])
+            if first_added < end:
+                total[first_added:end].add_(part[first_added - start :])
         self._lowest = min(self._lowest, start)
 
     def totals(self) -> tuple[Tensor, ...]:
         """The sums so far, of keys and of values: rows of these tensors change while others still attend."""
         assert self._totals, "nothing has attended to these keys"
-        for total in self._totals:
-            total[: self._lowest] = 0
-        self._lowest = 0
+        if self._lowest:
+            for total in self._totals:
+                total[: self._lowest].zero_()
+            self._lowest = 0
         return self._totals
 
 

@@ -21,7 +21,7 @@ from megatron_ampipe.runtime.attention import KeyValueSums
 from megatron_ampipe.runtime.collectives import Transfer, Transport, gather_together, travel_together
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.rows import add_rows, put_rows, take_rows
+from megatron_ampipe.runtime.rows import put_rows, put_sum, take_rows
 from megatron_ampipe.runtime.segment import GradientSums, Segment
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -224,7 +224,7 @@ class BlockCall:
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward program on ``hidden`` ``[S, B, D]``."""
         self._hidden = hidden.detach()
-        self._query: Tensor | None = None
+        self._key: Tensor | None = None
         self._key_value_sums: KeyValueSums | None = None
         self._output: Tensor | None = None
         self._execute(
@@ -252,30 +252,31 @@ class BlockCall:
         chunk = self._chunk(stage)
         hidden = take_rows(self._hidden, chunk.hidden)
         query, key, value = self._run(stage, lambda x: self._stages.qkv(chunk, x), hidden)
+        self._values["query", stage.chunk] = query
         if stage.chunk is None:
-            self._query, self._key, self._value = query, key, value
+            self._key, self._value = key, value
             return
-        if self._query is None:
+        if self._key is None:
             length = self._whole.num_keys
-            self._query, self._key, self._value = (
-                part.new_empty((length, *part.shape[1:])) for part in (query, key, value)
-            )
-        for whole, part in ((self._query, query), (self._key, key), (self._value, value)):
-            put_rows(whole, chunk.queries, part)
+            self._key, self._value = (part.new_empty((length, *part.shape[1:])) for part in (key, value))
+        put_rows(self._key, chunk.queries, key)
+        put_rows(self._value, chunk.queries, value)
 
     def _attention(self, stage: Stage) -> None:
         chunk = self._chunk(stage)
-        # ``data`` has a version counter of its own: what this stage saves is never written to again, but
-        # rows behind it are, and autograd would take that for a change of what it saved.
-        query, key, value = (tensor.data for tensor in (self._query, self._key, self._value))
+        whole_query = self._values.get(("query", None))
+        if whole_query is None:
+            query = self._values.pop(("query", stage.chunk))
+        else:
+            query = take_rows(whole_query, chunk.queries)
         if self._key_value_sums is None and self._keep_graph:
-            self._key_value_sums = KeyValueSums(key, value)
+            self._key_value_sums = KeyValueSums(self._key, self._value)
         residual, normed = self._run(
             stage,
             lambda *inputs: self._stages.attention(chunk, *inputs, sums=self._key_value_sums),
-            take_rows(query, chunk.queries),
-            key[: chunk.num_keys],
-            value[: chunk.num_keys],
+            query,
+            self._key[: chunk.num_keys],
+            self._value[: chunk.num_keys],
             take_rows(self._hidden, chunk.hidden),
         )
         if stage.chunk is not None:
@@ -442,30 +443,37 @@ class BlockCall:
         query, key, value, hidden = self._differentiate(stage, residual, normed)
         if key is not None:
             self._key_value_sums.add(0, key, value)
-        if self._hidden_gradient is None:
-            self._query_gradient = torch.empty_like(self._query)
-            self._hidden_gradient = torch.empty_like(self._output_gradient, dtype=hidden.dtype)
-        put_rows(self._query_gradient, chunk.queries, query)
-        put_rows(self._hidden_gradient, chunk.hidden, hidden)
+        if Stage(Kind.QKV, stage.chunk) in self._segments:
+            self._gradients["query", stage.chunk], self._gradients["hidden", stage.chunk] = query, hidden
+            return
+        # Queries of the whole sequence, attention in chunks.
+        if ("query", None) not in self._gradients:
+            self._gradients["query", None] = query.new_empty((self._whole.queries[-1].local_end, *query.shape[1:]))
+            self._gradients["hidden", None] = torch.empty_like(self._output_gradient, dtype=hidden.dtype)
+        put_rows(self._gradients["query", None], chunk.queries, query)
+        put_rows(self._gradients["hidden", None], chunk.hidden, hidden)
 
     def _qkv_backward(self, stage: Stage) -> None:
         chunk = self._chunk(stage)
         gradients = (
-            take_rows(self._query_gradient, chunk.queries),
+            self._take_gradient("query", stage.chunk),
             *(
                 (total if stage.chunk is None else take_rows(total, chunk.queries)).to(self._key.dtype)
                 for total in self._key_value_sums.totals()
             ),
         )
         (hidden,) = self._differentiate(stage, *gradients)
-        add_rows(self._hidden_gradient, chunk.hidden, hidden)
+        if self._hidden_gradient is None:
+            self._hidden_gradient = torch.empty_like(self._output_gradient, dtype=hidden.dtype)
+        # What came past attention, and what came through it.
+        put_sum(self._hidden_gradient, chunk.hidden, hidden, self._take_gradient("hidden", stage.chunk))
 
     def _differentiate(self, stage: Stage, *gradients: Tensor | None) -> tuple[Tensor, ...]:
         parameters = self._stages.parameters(stage.kind)
         segment = self._segments.pop(stage)
         return segment.backward(gradients, parameters=parameters, sums=self._sums)
 
-    def _take_gradient(self, name: str, index: int) -> Tensor | None:
+    def _take_gradient(self, name: str, index: int | None) -> Tensor | None:
         return self._gradients.pop((name, index))
 
     def _add_gradient(self, name: str, index: int, gradient: Tensor) -> None:

@@ -25,9 +25,10 @@ def put_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
         start += span.length
 
 
-def add_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
-    """Add rows to those that :func:`take_rows` would read."""
+def put_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tensor) -> None:
+    """Write the sum of two tensors of rows that :func:`take_rows` would read."""
     start = 0
     for span in spans:
-        target[span.local_start : span.local_end] += rows[start : start + span.length]
-        start += span.length
+        end = start + span.length
+        torch.add(rows[start:end], others[start:end], out=target[span.local_start : span.local_end])
+        start = end

@@ -100,7 +100,11 @@ _ANCHOR = torch.zeros(0, requires_grad=True)
 
 
 class _Entry(torch.autograd.Function):
-    """Where a stage's graph begins. Unlike a leaf, keeps its tensors no longer than the graph needs them."""
+    """Where a stage's graph begins. Unlike a leaf, keeps its tensors no longer than the graph needs them.
+
+    ``data`` has a version counter of its own: rows behind those that a stage reads may still be written,
+    and autograd would take that for a change of what the stage has saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
