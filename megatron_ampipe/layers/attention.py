@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.layers.recompute import recomputed
-from megatron_ampipe.runtime.attention import KERNELS, KeyValueSums
+from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 

@@ -20,7 +20,8 @@ from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, ke
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
 from megatron_ampipe.layers.stages import MegatronStages
-from megatron_ampipe.runtime.block import BlockPlan, run_block
+from megatron_ampipe.runtime.block import run_block
+from megatron_ampipe.runtime.block_stages import BlockPlan
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.schedule import (
     BlockFeatures,

@@ -1,8 +1,8 @@
 """What every stage of a Megatron MoE block computes: one object per forward call.
 
-Implements ``runtime.block.BlockStages`` on the modules of a :class:`~.block.PipelinedBlock`: Megatron's
-``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the places
-where tokens travel.
+Implements ``runtime.block_stages.BlockStages`` on the modules of a :class:`~.block.PipelinedBlock`:
+Megatron's ``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the
+places where tokens travel.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv, rotary_of_rows
-from megatron_ampipe.runtime.attention import KeyValueSums
 from megatron_ampipe.runtime.collectives import Transport
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Chunk, Kind
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """How long each stage of each chunk takes alone: workload times cluster times chunks. Pure arithmetic.
 
 One function per stage says what it computes and moves, forward and backward, as ``layers/stages.py`` and
-``runtime/block.py`` do it. Times are those of the busiest rank, in microseconds. What is not modelled:
+``runtime/block_call.py`` do it. Times are those of the busiest rank, in microseconds. What is not modelled:
 caches, clocks that fall under load, and the time a rank waits for a slower one.
 """
 

@@ -1,4 +1,7 @@
-"""Reading and writing the rows of a chunk: views where they are one span, one copy where they are several."""
+"""Reading and writing the rows of a chunk: views where they are one span, one copy where they are several.
+
+And what all attention kernels do before and behind them.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,22 @@ def put_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tensor)
         end = start + span.length
         torch.add(rows[start:end], others[start:end], out=target[span.local_start : span.local_end])
         start = end
+
+
+def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
+    """Rows that lie one after another as the rows of each span."""
+    if len(spans) == 1:
+        return [(tensor, spans[0])]
+    return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))
+
+
+def join_spans(outputs: list[Tensor]) -> Tensor:
+    """What attention made of each span, ``[rows, B, H, V]``, as one ``[R, B, H * V]``."""
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output.reshape(*output.shape[:2], -1)
+
+
+def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """``[S, B, G, C]`` to ``[S, B, heads, C]``; each key/value head serves consecutive query heads."""
+    repeats = heads // tensor.shape[2]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)

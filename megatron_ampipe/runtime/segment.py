@@ -1,7 +1,7 @@
 """The autograd boundary of one compute stage, and the sums of parameter gradients.
 
 A segment runs a stage on detached inputs and keeps its small graph, so that the backward pass can be
-walked stage by stage in an order of our own. Called by :mod:`megatron_ampipe.runtime.block`.
+walked stage by stage in an order of our own. Called by :mod:`megatron_ampipe.runtime.block_call`.
 """
 
 from __future__ import annotations

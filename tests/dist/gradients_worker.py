@@ -212,7 +212,7 @@ def no_grad() -> dict[str, Any]:
     """Evaluation saves nothing for a backward pass and keeps nothing alive."""
     import torch
 
-    from megatron_ampipe.runtime.block import BlockCall
+    from megatron_ampipe.runtime.block_call import BlockCall
     from megatron_ampipe.runtime.segment import Segment
 
     def alive() -> int:

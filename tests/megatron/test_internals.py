@@ -493,7 +493,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
-        "layers/router.py runtime/block.py",
+        "layers/router.py runtime/block_call.py",
         (behaves(_adds_its_gradient_whatever_comes_in),),
     ),
     Internal(

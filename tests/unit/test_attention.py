@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention import KeyValueSums, _parts_of, cpu_flash, exact
+from megatron_ampipe.runtime.attention import exact
+from megatron_ampipe.runtime.cpu_flash import _parts_of, cpu_flash
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
 
 

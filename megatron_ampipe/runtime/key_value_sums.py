@@ -1,0 +1,61 @@
+"""The gradients of keys and values, to which every chunk that attends to them adds.
+
+Called by :mod:`.block_call` and by attention kernels that can add there themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# S keys, B batch, G key/value heads, C head size of keys, V of values.
+
+
+class KeyValueSums:
+    """The gradients of keys and values, summed in fp32 over everything that attends to them.
+
+    Args:
+        key: ``[S, B, G, C]``, of all rows.
+        value: ``[S, B, G, V]``.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self._like = key, value
+        self._totals: tuple[Tensor, ...] = ()
+        self._lowest = key.shape[0]
+        """Rows below it have not been written yet."""
+
+    def add(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Add the gradients of the rows from ``start`` on, each ``[rows, B, G, ...]``.
+
+        What nothing was added to before is written, not added to: a backward pass that begins at the end of
+        the sequence never fills memory with zeros.
+        """
+        if not self._totals:
+            self._totals = tuple(
+                torch.empty(like.shape, dtype=sum_dtype(like), device=like.device) for like in self._like
+            )
+        end = start + key.shape[0]
+        first_added = min(end, max(start, self._lowest))
+        for total, part in zip(self._totals, (key, value), strict=True):
+            if end < self._lowest:
+                total[end : self._lowest].zero_()
+            if start < first_added:
+                total[start:first_added].copy_(part[: first_added - start])
+            if first_added < end:
+                total[first_added:end].add_(part[first_added - start :])
+        self._lowest = min(self._lowest, start)
+
+    def totals(self) -> tuple[Tensor, ...]:
+        """The sums so far, of keys and of values: rows of these tensors change while others still attend."""
+        assert self._totals, "nothing has attended to these keys"
+        if self._lowest:
+            for total in self._totals:
+                total[: self._lowest].zero_()
+            self._lowest = 0
+        return self._totals
+
+
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """In which many gradients of a tensor are summed: at least fp32."""
+    return torch.float32 if tensor.element_size() < 4 else tensor.dtype
