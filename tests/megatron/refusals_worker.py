@@ -10,8 +10,7 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ampipe.config import AMPipeConfig
@@ -48,29 +47,47 @@ def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
     return {"name": None}
 
 
-def launch(arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the entry point in a child; it must end before it makes a process group."""
-    with tempfile.TemporaryFile("w+") as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
+class Launch:
+    """The entry point running in a child; it must end before it makes a process group."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._output = os.memfd_create("launch")
+        self._child = os.fork()
+        if self._child == 0:
+            os.dup2(self._output, 1)
+            os.dup2(self._output, 2)
             import torch
 
             torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
             code = pretrain.main(arguments)
             sys.stdout.flush()
             os._exit(code)
-        _, status = os.waitpid(child, 0)
-        output.seek(0)
-        said = output.read()
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    return {
-        "code": os.waitstatus_to_exitcode(status),
-        "errors": errors,
-        "traceback": "Traceback" in said,
-        "output": said[-1500:],
-    }
+
+    def result(self) -> dict[str, Any]:
+        """Wait for its end."""
+        _, status = os.waitpid(self._child, 0)
+        with open(self._output) as output:
+            output.seek(0)
+            said = output.read()
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        return {
+            "code": os.waitstatus_to_exitcode(status),
+            "errors": errors,
+            "traceback": "Traceback" in said,
+            "output": said[-1500:],
+        }
+
+
+def launched(command_lines: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """The result of each launch, two of them running at a time."""
+    running: dict[str, Launch] = {}
+    results = {}
+    for name, arguments in command_lines.items():
+        if len(running) == 2:
+            oldest = next(iter(running))
+            results[oldest] = running.pop(oldest).result()
+        running[name] = Launch(arguments)
+    return results | {name: launch.result() for name, launch in running.items()}
 
 
 def main() -> None:
@@ -85,6 +102,7 @@ def main() -> None:
     parser = pretrain.add_arguments(parser)
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     rows: dict[str, Any] = {}
+    launches = {}
     for refusal in REFUSALS:
         known = refusal.setting in actions
         tried = triggering_flags(refusal.setting, actions[refusal.setting]) if known else []
@@ -92,12 +110,16 @@ def main() -> None:
         rows[refusal.setting] = {
             "known": known,
             "tried": [{"flags": flags, **refused_by_table(parser, [*common, *flags])} for flags in tried],
-            "launch": launch([*common, *tried[0]]) if tried else None,
+            "launch": None,
         }
+        if tried:
+            launches[refusal.setting] = [*common, *tried[0]]
+    for setting, result in launched(launches).items():
+        rows[setting]["launch"] = result
     report = {
-        "accepted": launch(base),
+        "accepted": Launch(base).result(),
         "rows": rows,
-        "others": {name: launch(a) for name, a in others.items()},
+        "others": launched(others),
     }
     with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:
         json.dump(report, file)

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.timeout(60)
 Run = Callable[..., Cluster]
 
 WORDS = ["--nodes", "2", "--gpus-per-node", "4", "--job-name", "job", "--", "--lr", "1e-4"]
-CHECKPOINT = "echo {iteration} >runs/job/checkpoints/latest_checkpointed_iteration.txt"
+# Whole at once: the first node to end takes the other with it, in the middle of whatever it writes.
+CHECKPOINT = (
+    "cd runs/job/checkpoints; echo {iteration} >$SLURM_NODEID; "
+    "mv $SLURM_NODEID latest_checkpointed_iteration.txt"
+)
 FAILS = "exit 1"
 SECOND_NODE_FAILS = 'if [ "$SLURM_NODEID" = 1 ]; then exit 3; else sleep 600; fi'
 WAITS = "echo waiting; sleep 600"

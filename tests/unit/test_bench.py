@@ -488,6 +488,8 @@ def test_a_case_holds_what_scripts_read() -> None:
         "head_ms": 3.0,
         "tail_ms": 1.0,
     }
+    # 60 ms over the least bound, which is that of two chunks in either order.
+    assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
@@ -508,7 +510,9 @@ def shown(found: dict[str, Any], path: Path) -> list[str]:
 
 def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
     older, empty = document(), document()
-    assert "busy" in shown(document(), tmp_path / "x.json")
+    words = shown(document(), tmp_path / "x.json")
+    assert "busy" in words
+    assert words[words.index("most") + 1] == "3.16"
     case = older["cases"][0]
     del case["stock_busy_cores"]
     for row in case["rows"]:

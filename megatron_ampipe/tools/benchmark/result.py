@@ -103,11 +103,12 @@ def case_result(
         for index, variant in enumerate(variants)
         if index > 0
     ]
+    stock_ms = round(statistics.median(stock), 4)
     return {
         "name": case.name,
         "link": link.text,
         "emulated": link.emulated,
-        "stock_ms": round(statistics.median(stock), 4),
+        "stock_ms": stock_ms,
         "stock_samples_ms": stock,
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
@@ -115,8 +116,18 @@ def case_result(
         "kernel": reports[0]["kernel"],
         "fused_gradients": reports[0]["fused_gradients"],
         "block": asdict(case),
+        "possible_speedup": possible_speedup(stock_ms, rows),
         "rows": rows,
     }
+
+
+def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """What the least of the bounds would be over Megatron's layer; None where nothing was cut.
+
+    No order of the stages of these rows is faster, so a larger speedup needs another link, block or cut.
+    """
+    found = [row["bound_ms"] for row in rows if row["bound_ms"] is not None]
+    return round(stock_ms / min(found), 4) if found else None
 
 
 def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[list[float]]] | None:

@@ -8,11 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe.tools.benchmark.result import possible_speedup
+
 _CAPTION = (
     "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
-    "stock / this within a repeat, and the 10th to 90th percentile. of bound: share of the time that no "
-    "order of these stages can beat. busy: cores that the slowest rank kept at work. degree 1 is stock "
-    "again and shows the noise."
+    "stock / this within a repeat, and the 10th to 90th percentile; beside stock, what no order of these "
+    "stages can exceed. of bound: share of the time that no order can beat. busy: cores that the slowest "
+    "rank kept at work. degree 1 is stock again and shows the noise."
 )
 
 
@@ -37,7 +39,9 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
         stock_busy = [f"{case['stock_busy_cores']:.2f}"] if counted else []
-        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}", *[""] * 4, *stock_busy)
+        possible = possible_speedup(case["stock_ms"], case["rows"])
+        limit = "" if possible is None else f"at most {possible:.2f}"
+        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}", limit, *[""] * 3, *stock_busy)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
