@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AUTO, AMPipeConfig
-from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
+from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import NOT_YET, Compiled, graph, run
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, graph, run, streams_of
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage
-from megatron_ampipe.schedule.issue import merge_lanes
-from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind
+from megatron_ampipe.schedule.issue import COVERS_A_WAIT, counts_of, merge_lanes
+from megatron_ampipe.schedule.types import COMM, COMPUTE
 
 Lanes = tuple[tuple[int, ...], tuple[int, ...]]
 """The order of the computation, and that of the communication."""
@@ -98,8 +98,7 @@ class OrderProblem:
             travels=tuple(stage.is_communication for stage in stages),
             ancestors=tuple(ancestors),
             host_needs=tuple(
-                number.get(Stage(Kind.COUNTS, stage.chunk), -1) if stage.kind is Kind.DISPATCH else -1
-                for stage in stages
+                -1 if (counts := counts_of(stage, graph)) is None else number[counts] for stage in stages
             ),
             issue_us=None if issue_us is None else tuple(issue_us[stage] for stage in stages),
             latency_us=None if latency_us is None else tuple(latency_us[stage] for stage in stages),
@@ -129,6 +128,7 @@ class OrderProblem:
                 {COMPUTE: lanes[0], COMM: lanes[1]},
                 dict(enumerate(self.needs)),
                 waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
+                covers={stage for stage, one in enumerate(self.stages) if one.kind in COVERS_A_WAIT},
             )
             if merged is None:
                 return NOT_YET
@@ -137,13 +137,15 @@ class OrderProblem:
             for position, stage in enumerate(issued):
                 placed[stage] = position
             positions = tuple(placed)
+        named = ((COMPUTE, lanes[0]), (COMM, lanes[1]))
         compiled = Compiled(
             stages=self.stages,
-            lanes=((COMPUTE, lanes[0]), (COMM, lanes[1])),
+            lanes=named,
             num_needs=tuple(map(len, self.needs)),
             followers=self.followers,
             communicates=self.travels,
             reversed_lanes=(lanes[0][::-1], lanes[1][::-1]),
+            reversed_streams=() if self.issue_us is None else streams_of(named, self.stages),
             issued=issued,
             positions=positions,
             host_needs=self.host_needs,

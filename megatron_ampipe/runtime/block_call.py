@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_ampipe.runtime.block_stages import BlockPlan, BlockStages
 from megatron_ampipe.runtime.collectives import Transfer, gather_together, travel_together
+from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.recorder import Recorder
@@ -51,7 +53,8 @@ class BlockCall:
         self._segments: dict[Stage, Segment] = {}
         self._values: dict[tuple[str, int | None], Tensor] = {}
         self._gradients: dict[tuple[str, int | None], Tensor | None] = {}
-        self._held: list[Tensor] = []
+        self._crossing = Crossing() if executor.crosses_streams else None
+        self._travelled_inputs: dict[Stage, tuple[StorageWeakRef, ...]] = {}
         self._sums = GradientSums()
 
     # Forward
@@ -148,7 +151,7 @@ class BlockCall:
         gathered = gather_together(counts, group=self._stages.counts_group)
         for index, of_ranks in zip(indices, gathered.outputs, strict=True):
             self._stages.set_counts(index, of_ranks)
-        self._hold(*counts, *gathered.outputs)
+        self._note_travel(*counts, *gathered.outputs)
         return gathered
 
     def _dispatch(self, stage: Stage) -> Transfer:
@@ -182,6 +185,7 @@ class BlockCall:
     def _run(
         self, stage: Stage, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
+        travelled = self._crossing.use(inputs) if self._crossing is not None else ()
         segment = Segment(
             function,
             *inputs,
@@ -191,6 +195,7 @@ class BlockCall:
         values, segment.values = segment.values, ()
         if self._keep_graph:
             self._segments[stage] = segment
+            self._travelled_inputs[stage] = travelled
         return values
 
     # Backward
@@ -308,6 +313,9 @@ class BlockCall:
     def _differentiate(self, stage: Stage, *gradients: Tensor | None) -> tuple[Tensor, ...]:
         parameters = self._stages.parameters(stage.kind)
         segment = self._segments.pop(stage)
+        if self._crossing is not None:
+            self._crossing.use(gradients)
+            self._crossing.use_again(self._travelled_inputs.pop(stage))
         return segment.backward(gradients, parameters=parameters, sums=self._sums)
 
     def _take_gradient(self, name: str, index: int | None) -> Tensor | None:
@@ -341,9 +349,12 @@ class BlockCall:
         self._recorder.enter(self._layer, direction)
         with self._recorder.passes.timed(direction):
             self._executor.execute(
-                self._plan.order[direction], self._plan.needs[direction], run, self._recorder
+                self._plan.order[direction],
+                self._plan.needs[direction],
+                run,
+                self._recorder,
+                self._crossing,
             )
-        self._held.clear()
 
     def _travel(
         self,
@@ -368,16 +379,16 @@ class BlockCall:
         transfer = travel_together(transports, tensors, back=back)
         places = [(name, index) for index in indices for name in arriving]
         store.update(zip(places, transfer.outputs, strict=True))
-        self._hold(*itertools.chain(*tensors), *transfer.outputs)
+        self._note_travel(*itertools.chain(*tensors), *transfer.outputs)
         return transfer
 
     def _indices(self, stage: Stage, direction: Direction) -> list[int]:
         """The chunks that share a collective."""
         return [self._index(of_chunk) for of_chunk in self._plan.parts[direction][stage]]
 
-    def _hold(self, *tensors: Tensor) -> None:
-        if self._executor.holds_buffers:
-            self._held.extend(tensors)
+    def _note_travel(self, *tensors: Tensor) -> None:
+        if self._crossing is not None:
+            self._crossing.travel(tensors)
 
     def _chunk(self, stage: Stage) -> Chunk:
         return self._whole if stage.chunk is None else self._stages.chunks[stage.chunk]

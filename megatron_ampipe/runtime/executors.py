@@ -1,8 +1,8 @@
 """Executors: run the stages of one direction in a given issue order. They decide nothing.
 
 ``SequentialExecutor`` is the oracle. ``ThreadExecutor`` pipelines on a CPU host: threads of a communication
-lane start collectives and wait on the backend's asynchronous handles. ``CudaExecutor`` pipelines on a
-GPU: each communication lane is a stream.
+lane start collectives and wait on the backend's asynchronous handles. The one for GPUs is in
+:mod:`.cuda_executor`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule.types import COMPUTE, Stage
 
@@ -36,10 +35,17 @@ class Executor(Protocol):
 
     host_waits: bool
     """Whether issuing a stage can make the host wait for the device; see ``schedule.issue_order``."""
-    holds_buffers: bool
-    """Whether what a collective reads or writes must stay referenced until ``execute`` has returned."""
+    crosses_streams: bool
+    """Whether stages run on several streams of a device, and ``execute`` has to know what crosses them."""
 
-    def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
+    def execute(
+        self,
+        order: Order,
+        needs: Needs,
+        run_stage: RunStage,
+        recorder: Recorder,
+        crossing: Crossing | None = None,
+    ) -> None:
         """Run every stage once.
 
         Args:
@@ -47,6 +53,7 @@ class Executor(Protocol):
             needs: What each stage waits for.
             run_stage: Does the work of a stage, in the lane that calls it; see :data:`RunStage`.
             recorder: Told when each stage began and ended.
+            crossing: Says what a stage has used that crosses streams; None where nothing does.
         """
         ...
 
@@ -55,9 +62,16 @@ class SequentialExecutor:
     """One stage after another on the calling thread, every collective waited for."""
 
     host_waits = False
-    holds_buffers = False
+    crosses_streams = False
 
-    def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
+    def execute(
+        self,
+        order: Order,
+        needs: Needs,
+        run_stage: RunStage,
+        recorder: Recorder,
+        crossing: Crossing | None = None,
+    ) -> None:
         """See :class:`Executor`."""
         for lane, stage in order:
             run_on_host(lane, stage, run_stage, recorder)
@@ -84,12 +98,19 @@ class ThreadExecutor:
     """
 
     host_waits = False
-    holds_buffers = False
+    crosses_streams = False
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
 
-    def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
+    def execute(
+        self,
+        order: Order,
+        needs: Needs,
+        run_stage: RunStage,
+        recorder: Recorder,
+        crossing: Crossing | None = None,
+    ) -> None:
         """See :class:`Executor`.
 
         After a failure no stage is begun any more, in no lane, and the first error is the one that is
@@ -240,49 +261,3 @@ class _Lane:
             finally:
                 self._free.release()
             del call
-
-
-class CudaExecutor:
-    """Compute on the current stream, each communication lane on a stream of its own.
-
-    One event per operation. Memory that crosses streams is safe without ``record_stream``. What a
-    collective reads or writes in the forward pass, the block keeps referenced until ``execute`` returns,
-    by when every stream is ordered after every other. What the graph frees during the backward pass was
-    received by a lane's stream: a collective that could be given that memory again is issued right
-    behind a stage it needs, and then waits for all that was issued to the compute stream.
-    """
-
-    host_waits = True
-    holds_buffers = True
-
-    def __init__(self) -> None:
-        self._streams: dict[str, torch.cuda.Stream] = {}
-
-    def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
-        """See :class:`Executor`. Returns when everything is issued and ordered before the current stream."""
-        compute = torch.cuda.current_stream()
-        ended: dict[Stage, tuple[str, torch.cuda.Event]] = {}
-        for lane in {lane for lane, _ in order} - {COMPUTE}:
-            self._stream(lane).wait_stream(compute)
-        previous: Stage | None = None
-        for lane, stage in order:
-            stream = compute if lane == COMPUTE else self._stream(lane)
-            if lane != COMPUTE and previous in needs[stage]:
-                stream.wait_stream(compute)
-            for needed in needs[stage]:
-                needed_lane, event = ended[needed]
-                if needed_lane != lane:
-                    stream.wait_event(event)
-            previous = stage
-            with torch.cuda.stream(stream), recorder.on_stream(lane, stage, stream):
-                finish(run_stage(stage))
-            event = torch.cuda.Event()
-            event.record(stream)
-            ended[stage] = (lane, event)
-        for stream in self._streams.values():
-            compute.wait_stream(stream)
-
-    def _stream(self, lane: str) -> torch.cuda.Stream:
-        if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream()
-        return self._streams[lane]

@@ -4,7 +4,7 @@ from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
-from megatron_ampipe.schedule.issue import issue_order
+from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.text import from_text, to_text
 from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
@@ -28,5 +28,6 @@ __all__ = [
     "from_text",
     "issue_order",
     "restrict",
+    "stream_of",
     "to_text",
 ]

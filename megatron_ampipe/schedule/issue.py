@@ -10,6 +10,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from megatron_ampipe.schedule.types import COMPUTE, Kind, Program, Stage
 
+COVERS_A_WAIT = frozenset({Kind.ATTENTION, Kind.EXPERT, Kind.SHARED})
+"""Kinds of stages that keep a device busy while its host waits: the others are over before the host knows
+what it waits for."""
+
 
 def issue_order(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
@@ -22,17 +26,40 @@ def issue_order(
         program: One direction of a schedule that :func:`~megatron_ampipe.schedule.check.check` accepted.
         needs: The dependencies of that direction.
         host_waits: Whether issuing a ``dispatch`` makes the host wait for its ``counts`` (as on CUDA).
-            It is then put behind the next compute stage, so that the device has work meanwhile.
+            It is then put after the next compute stage that is long enough to cover the wait, so that the
+            device has work meanwhile. A backward pass has no ``counts`` and nothing is postponed.
     """
     lanes = {order.lane: order.stages for order in program.lanes}
-    waits_before = {stage for stage in needs if stage.kind is Kind.DISPATCH} if host_waits else set()
-    order = merge_lanes(lanes, needs, waits_before=waits_before)
+    order = merge_lanes(
+        lanes,
+        needs,
+        waits_before={stage for stage in needs if host_waits and counts_of(stage, needs) is not None},
+        covers={stage for stage in needs if stage.kind in COVERS_A_WAIT},
+    )
     assert order is not None, "the program was not checked"
     return order
 
 
+def counts_of(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
+    """The ``counts`` that a host must know before it can issue this stage; None where it need not wait."""
+    return next((needed for needed in needs[stage] if needed.kind is Kind.COUNTS), None)
+
+
+def stream_of(lane: str, stage: Stage) -> str:
+    """The stream of a device on which a stage of a lane runs.
+
+    Every lane is a stream, except that ``counts`` have their own: behind a ``dispatch`` the host would wait
+    for a whole transfer before it knew a few numbers.
+    """
+    return f"{lane} counts" if stage.kind is Kind.COUNTS and lane != COMPUTE else lane
+
+
 def merge_lanes[S: Hashable](
-    lanes: Mapping[str, Sequence[S]], needs: Mapping[S, Sequence[S]], *, waits_before: Collection[S]
+    lanes: Mapping[str, Sequence[S]],
+    needs: Mapping[S, Sequence[S]],
+    *,
+    waits_before: Collection[S],
+    covers: Collection[S],
 ) -> tuple[tuple[str, S], ...] | None:
     """What :func:`issue_order` does, on anything that stands for stages.
 
@@ -40,6 +67,7 @@ def merge_lanes[S: Hashable](
         lanes: For each lane its stages, in order.
         needs: For each stage those that must have been issued before.
         waits_before: Stages before which the host waits.
+        covers: Compute stages that keep the device busy meanwhile.
 
     Returns:
         ``(lane, stage)`` in issue order; None if the lanes wait for each other.
@@ -54,19 +82,21 @@ def merge_lanes[S: Hashable](
         stages = lanes[lane]
         return place[lane] < len(stages) and issued.issuperset(needs[stages[place[lane]]])
 
-    def issue(lane: str) -> None:
+    def issue(lane: str) -> S:
         stage = lanes[lane][place[lane]]
         place[lane] += 1
         issued.add(stage)
         order.append((lane, stage))
+        return stage
 
     while len(order) < remaining:
         others = [lane for lane in lanes if lane != COMPUTE and ready(lane)]
         for lane in others:
             head = lanes[lane][place[lane]]
-            if head in waits_before and head not in postponed and ready(COMPUTE):
+            if head in waits_before and head not in postponed:
                 postponed.add(head)
-                issue(COMPUTE)
+                while ready(COMPUTE) and issue(COMPUTE) not in covers:
+                    pass
             issue(lane)
         if not others:
             if not ready(COMPUTE):

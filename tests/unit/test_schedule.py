@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
     from_text,
     issue_order,
     restrict,
+    stream_of,
     to_text,
 )
 
@@ -78,13 +79,34 @@ def test_issue_order_respects_lanes_and_dependencies(
             assert [stage for name_, stage in order if name_ == lane.lane] == list(lane.stages)
 
 
-def test_a_waiting_host_has_launched_the_next_attention_before() -> None:
-    schedule = build("ampipe", degree=4, features=BlockFeatures())
-    needs = needs_of(schedule, BlockFeatures(), Direction.FORWARD)
+@pytest.mark.parametrize("chunked_qkv", [False, True])
+def test_a_waiting_host_has_launched_the_next_attention_before(chunked_qkv: bool) -> None:
+    """Not only the next stage: a projection of one chunk is over before the host knows the counts."""
+    block = BlockFeatures(chunked_qkv=chunked_qkv)
+    schedule = build("ampipe", degree=4, features=block)
+    needs = needs_of(schedule, block, Direction.FORWARD)
     order = [stage for _, stage in issue_order(schedule.forward, needs, host_waits=True)]
     for chunk in range(3):
         dispatch, next_attention = Stage(Kind.DISPATCH, chunk), Stage(Kind.ATTENTION, chunk + 1)
         assert order.index(next_attention) < order.index(dispatch)
+        # And no more than that: the tokens leave behind one attention, not behind all.
+        assert order.index(dispatch) < order.index(Stage(Kind.ROUTE, chunk + 1))
+
+
+@given(names, degrees, features)
+def test_nothing_is_postponed_in_a_backward_pass(name: str, degree: int, block: BlockFeatures) -> None:
+    """The split sizes are known: no host waits."""
+    schedule = build(name, degree=degree, features=block)
+    needs = needs_of(schedule, block, Direction.BACKWARD)
+    waiting, running = (
+        issue_order(schedule.backward, needs, host_waits=host_waits) for host_waits in (True, False)
+    )
+    assert waiting == running
+
+
+def test_counts_have_a_stream_of_their_own() -> None:
+    assert stream_of("comm", Stage(Kind.COUNTS, 1)) != stream_of("comm", Stage(Kind.DISPATCH, 0)) == "comm"
+    assert stream_of("compute", Stage(Kind.COUNTS, 1)) == "compute"
 
 
 def test_backward_is_the_reverse_of_forward() -> None:

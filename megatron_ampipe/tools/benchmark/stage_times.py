@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction
@@ -24,14 +25,21 @@ class StageTimer:
     """
 
     host_waits = False
-    holds_buffers = False
+    crosses_streams = False
 
     def __init__(self, *, saved_bytes: int = 0) -> None:
         self._saved_bytes = saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
         """By direction and stage, the names of the stages it waited for."""
 
-    def execute(self, order: Order, needs: Needs, run_stage: RunStage, recorder: Recorder) -> None:
+    def execute(
+        self,
+        order: Order,
+        needs: Needs,
+        run_stage: RunStage,
+        recorder: Recorder,
+        crossing: Crossing | None = None,
+    ) -> None:
         """Every stage once, each recorded with nothing beside it."""
         # Every pass is a forward and then a backward.
         direction = Direction.FORWARD if not self.needs else Direction.BACKWARD

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
-from megatron_ampipe.runtime.executors import CudaExecutor, Executor, Order, ThreadExecutor
+from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.executors import Executor, Order, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Kind, Stage
 from megatron_ampipe.schedule.types import COMM, COMPUTE

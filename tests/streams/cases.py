@@ -1,0 +1,156 @@
+"""What the modelled device runs: every kind of block, and orders that nobody has drawn, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Direction,
+    Kind,
+    LaneOrder,
+    Pipeline,
+    Program,
+    Schedule,
+    Stage,
+    dependencies,
+)
+from megatron_ampipe.schedule.types import COMM, COMPUTE
+from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
+
+IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
+"""As ``schedule.issue_order``."""
+RANKS = 2
+NUM_RANDOM_ORDERS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run on the modelled device.
+
+    Attributes:
+        name: Of the run.
+        case: The block.
+        pipeline: In place of the case's.
+        in_flight: Micro-batches whose forward passes run before the first backward pass.
+        gradients: Without, under ``no_grad``.
+        issue: In place of ``schedule.issue_order``.
+    """
+
+    name: str
+    case: Case
+    pipeline: Pipeline | None = None
+    in_flight: int = 1
+    gradients: bool = True
+    issue: IssueOrder | None = None
+
+
+def block(*, local_experts: int = 1, **fields: object) -> Case:
+    """A block with so many experts on each rank."""
+    model = {"num_moe_experts": RANKS * local_experts} | fields.pop("model", {})  # type: ignore[operator]
+    return Case("block", world_size=RANKS, executor="cuda", model=model, **fields)  # type: ignore[arg-type]
+
+
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+VARIANTS = {
+    "": {},
+    "recompute": RECOMPUTE,
+    "shared": SHARED,
+    "shared-recompute": SHARED | RECOMPUTE,
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "allgather-recompute": {"moe_token_dispatcher_type": "allgather"} | RECOMPUTE,
+    "losses-top2": AUX | Z | {"moe_router_topk": 2},
+    "capacity": TIGHT,
+}
+
+
+def runs() -> Iterator[Run]:
+    """All of them."""
+    for schedule in ("ampipe", "moe-only", "sequential"):
+        for degree in range(1, 9):
+            for local_experts in (1, 2, 4):
+                case = block(local_experts=local_experts, schedule=schedule, degree=max(degree, 2))
+                pipeline = Pipeline(degree=degree, schedule=schedule)
+                yield Run(f"{schedule}-{degree}-{local_experts}-experts", case, pipeline)
+    for name, model in VARIANTS.items():
+        for local_experts in (1, 2):
+            for forward, backward in ((4, 4), (4, 2), (2, 4), (1, 4), (8, 2)):
+                case = block(local_experts=local_experts, degree=4, model=model)
+                pipeline = Pipeline(degree=forward, backward_degree=backward)
+                yield Run(f"{name}-{forward}-{backward}-{local_experts}-experts", case, pipeline)
+            case = block(local_experts=local_experts, model=model)
+            yield Run(f"{name}-no-grad-{local_experts}-experts", case, gradients=False)
+            yield Run(f"{name}-in-flight-{local_experts}-experts", case, in_flight=3)
+            yield Run(f"{name}-late-{local_experts}-experts", case, issue=lazy_issue)
+    for case in PARITY:
+        # Where a sequence is cut and which kernel attends makes no difference here.
+        told = case.name.startswith(("degree", "length", "kernel", "only"))
+        if case.executor == "thread" and case.world_size == RANKS and not case.parallel and not told:
+            yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
+    yield from random_runs()
+
+
+def random_runs() -> Iterator[Run]:
+    """Orders that keep the dependencies and nothing else, of the lanes and of the host."""
+    for number in range(NUM_RANDOM_ORDERS):
+        chooser = random.Random(number)
+        shared, losses, top2 = (chooser.random() < 0.5 for _ in range(3))
+        model = (
+            (SHARED if shared else {}) | (AUX if losses else {}) | ({"moe_router_topk": 2} if top2 else {})
+        )
+        if chooser.random() < 0.3:
+            model |= RECOMPUTE
+        degree = chooser.choice((2, 3, 4))
+        case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
+        features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
+        pipeline = Pipeline(degree=degree, order=random_schedule(degree, features, chooser))
+        issue = functools.partial(random_issue, chooser) if number % 2 else None
+        yield Run(f"random-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
+
+
+def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
+    """Some order of every lane that passes the check."""
+    programs = []
+    for direction in Direction:
+        needs = dependencies(features, degree=degree, whole_attention=False, direction=direction)
+        combines = chooser.choice((COMM, "comm.second"))
+        lanes: dict[str, list[Stage]] = {}
+        left = dict(needs)
+        while left:
+            stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
+            del left[stage]
+            lane = combines if stage.kind is Kind.COMBINE else COMM if stage.is_communication else COMPUTE
+            lanes.setdefault(lane, []).append(stage)
+        programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
+    return Schedule("random", degree, *programs)
+
+
+def random_issue(
+    chooser: random.Random, program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
+) -> tuple[tuple[str, Stage], ...]:
+    """Lanes merged as chance has it: a collective may be issued long after it could have been."""
+    return _merged(program, needs, lambda ready: chooser.choice(ready))
+
+
+def lazy_issue(
+    program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
+) -> tuple[tuple[str, Stage], ...]:
+    """Every collective as late as the computation allows."""
+    return _merged(program, needs, lambda ready: COMPUTE if COMPUTE in ready else ready[0])
+
+
+def _merged(
+    program: Program, needs: dict[Stage, tuple[Stage, ...]], choose: Callable[[list[str]], str]
+) -> tuple[tuple[str, Stage], ...]:
+    left = {order.lane: list(order.stages) for order in program.lanes}
+    issued: dict[Stage, str] = {}
+    while any(left.values()):
+        ready = [lane for lane, stages in left.items() if stages and issued.keys() >= set(needs[stages[0]])]
+        lane = choose(ready)
+        issued[left[lane].pop(0)] = lane
+    return tuple((lane, stage) for stage, lane in issued.items())

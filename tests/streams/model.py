@@ -1,0 +1,181 @@
+"""Streams, events and the host as a device without an order of its own would have them: vector clocks.
+
+Stand-ins for ``torch.cuda.Stream`` and ``torch.cuda.Event`` that order nothing in time, because on a CPU
+every operation is done when its call returns. They keep what a GPU would have been told: which work of one
+stream is ordered after which work of another. :mod:`.tracker` asks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+Clock = dict[int, int]
+"""By stream, how many of its operations come before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """One operation: the ``position``-th of a stream, counted from 1."""
+
+    stream: int
+    position: int
+
+
+def merge(clock: Clock, other: Clock) -> None:
+    """Have ``clock`` come after ``other`` too."""
+    for stream, position in other.items():
+        clock[stream] = max(clock.get(stream, 0), position)
+
+
+class ModelStream:
+    """A stream: a clock that its own operations advance and that waits merge others into."""
+
+    made: ClassVar[list[ModelStream]] = []
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **_: Any) -> None:
+        self.number = len(ModelStream.made)
+        self.name = name or f"stream {self.number}"
+        self.priority = priority
+        self.clock: Clock = {}
+        ModelStream.made.append(self)
+
+    def launch(self) -> Stamp:
+        """One more operation, after all that the host has waited for."""
+        merge(self.clock, HOST.clock)
+        position = self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return Stamp(self.number, position)
+
+    def is_after(self, stamp: Stamp) -> bool:
+        """Whether the next operation is ordered after that one."""
+        known = max(self.clock.get(stamp.stream, 0), HOST.clock.get(stamp.stream, 0))
+        return known >= stamp.position
+
+    def wait_stream(self, other: ModelStream) -> None:
+        DEVICE.note("wait")
+        merge(self.clock, other.clock)
+
+    def wait_event(self, event: ModelEvent) -> None:
+        DEVICE.note("wait")
+        merge(self.clock, event.clock)
+
+    def record_event(self, event: ModelEvent | None = None) -> ModelEvent:
+        event = event or ModelEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        HOST.waits_for(self.clock, "Stream.synchronize")
+
+    def query(self) -> bool:
+        return False
+
+    def __enter__(self) -> None:
+        """As in ``with stream:``."""
+        self._before = DEVICE.current
+        DEVICE.current = self
+
+    def __exit__(self, *_: object) -> None:
+        DEVICE.current = self._before
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, -5)
+
+
+class ModelEvent:
+    """An event: the clock of the stream at the moment of recording. Before that, nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.clock: Clock = {}
+
+    def record(self, stream: ModelStream | None = None) -> None:
+        stream = stream or DEVICE.current
+        DEVICE.note("record")
+        merge(stream.clock, HOST.clock)
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: ModelStream | None = None) -> None:
+        (stream or DEVICE.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        HOST.waits_for(self.clock, "Event.synchronize")
+
+    def query(self) -> bool:
+        return False
+
+    def elapsed_time(self, _: ModelEvent) -> float:
+        return 0.0
+
+
+@dataclass(slots=True)
+class Host:
+    """The host thread.
+
+    Attributes:
+        clock: What it knows to be done.
+        waits: What it has waited for since :meth:`Device.reset`: stage and call.
+    """
+
+    clock: Clock = field(default_factory=dict)
+    waits: list[tuple[str, str]] = field(default_factory=list)
+
+    def waits_for(self, clock: Clock, call: str) -> None:
+        """Stand still until that is done."""
+        self.waits.append((DEVICE.stage, call))
+        merge(self.clock, clock)
+
+
+class Device:
+    """What there is one of: the current stream, the stage that is being issued, and counts of what was.
+
+    Attributes:
+        current: The current stream.
+        stage: Direction and name of the stage that is being issued; "" outside of any.
+        issued: By stage, how many calls of which kind reached the device.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As in a fresh process."""
+        ModelStream.made.clear()
+        self.default = self.current = ModelStream(name="compute")
+        self.stage = ""
+        self.issued: dict[str, dict[str, int]] = {}
+
+    def note(self, kind: str) -> None:
+        """Count one call."""
+        of_stage = self.issued.setdefault(self.stage, {})
+        of_stage[kind] = of_stage.get(kind, 0) + 1
+
+    @contextlib.contextmanager
+    def using(self, stream: ModelStream | None) -> Iterator[None]:
+        """As ``torch.cuda.stream``."""
+        before = self.current
+        self.current = stream or before
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self) -> None:
+        """As ``torch.cuda.synchronize``."""
+        clock: Clock = {}
+        for stream in ModelStream.made:
+            merge(clock, stream.clock)
+        HOST.waits_for(clock, "synchronize")
+
+
+HOST = Host()
+DEVICE = Device()
+
+
+def reset() -> None:
+    """A device on which nothing has run."""
+    HOST.clock.clear()
+    HOST.waits.clear()
+    DEVICE.reset()

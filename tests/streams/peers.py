@@ -1,0 +1,88 @@
+"""Pretended peers: one process is rank 0 of several; collectives run as NCCL's, on streams of their own.
+
+What peers would send is this rank's own rows again, so that every value is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.streams.model import DEVICE, ModelEvent, ModelStream
+
+
+class _Work:
+    """NCCL's handle: ``wait`` orders the current stream after the collective and blocks nobody.
+
+    Until then the process group keeps what the collective reads and writes.
+    """
+
+    def __init__(self, done: ModelEvent, *kept: Tensor) -> None:
+        self._done, self._kept = done, kept
+
+    def wait(self, *_: Any) -> bool:
+        DEVICE.current.wait_event(self._done)
+        self._kept = ()
+        return True
+
+
+class Peers:
+    """The collectives of a block; every group has a stream inside NCCL."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Any, ModelStream] = {}
+
+    @contextlib.contextmanager
+    def pretended(self) -> Iterator[None]:
+        """While this lasts, ``torch.distributed`` has them."""
+        with (
+            mock.patch.object(dist, "all_to_all_single", self.all_to_all_single),
+            mock.patch.object(dist, "all_gather_into_tensor", self.all_gather_into_tensor),
+            mock.patch.object(dist, "reduce_scatter_tensor", self.reduce_scatter_tensor),
+        ):
+            yield
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> _Work | None:
+        return self._run(output, input, group, async_op)
+
+    def all_gather_into_tensor(
+        self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
+    ) -> _Work | None:
+        return self._run(output, input, group, async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> _Work | None:
+        return self._run(output, input, group, async_op)
+
+    def _run(self, output: Tensor, input: Tensor, group: Any, async_op: bool) -> _Work | None:
+        if group not in self._streams:
+            self._streams[group] = ModelStream(name=f"NCCL {len(self._streams)}")
+        stream = self._streams[group]
+        DEVICE.note("collective")
+        stream.wait_stream(DEVICE.current)
+        with DEVICE.using(stream):
+            if input.shape[0]:
+                output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
+            else:
+                output.zero_()
+            done = stream.record_event()
+        work = _Work(done, output, input)
+        if async_op:
+            return work
+        work.wait()
+        return None

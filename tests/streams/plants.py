@@ -1,0 +1,126 @@
+"""Faults to plant into the executor. For each the checker must report that one.
+
+Each changes what stands in one place of ``runtime``, on the block of :data:`BLOCK`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from megatron_ampipe.runtime import cuda_executor
+from megatron_ampipe.runtime.stream_order import Mark, StreamOrder
+from megatron_ampipe.schedule import Stage
+from tests.streams.cases import IssueOrder, block, lazy_issue
+from tests.streams.model import DEVICE, ModelStream
+
+BLOCK = block(degree=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A fault and the race that it makes.
+
+    Attributes:
+        plant: Makes it, while the context lasts.
+        race: What the report says, as a regular expression.
+        issue: In which order the host issues the stages; as always if None.
+    """
+
+    plant: Callable[[], contextlib.AbstractContextManager[object]]
+    race: str
+    issue: IssueOrder | None = None
+
+
+class _NeverWaits(StreamOrder):
+    """Takes the stream of the collectives for ordered after all computation."""
+
+    def is_after(self, stream: str, mark: Mark) -> bool:
+        return (stream == "comm" and mark.stream == "compute") or super().is_after(stream, mark)
+
+
+class _ReleasesEarly(StreamOrder):
+    def release(self) -> None:
+        self._kept.clear()
+
+
+class _DropsComputation(StreamOrder):
+    """Keeps what collectives use, not what computations do."""
+
+    def keep(self, mark: Mark, memory: object) -> None:
+        if mark.stream != "compute":
+            super().keep(mark, memory)
+
+
+def _replaced(order: type[StreamOrder]) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    return lambda: mock.patch.object(cuda_executor, "StreamOrder", order)
+
+
+def _wrong_stream() -> contextlib.AbstractContextManager[object]:
+    """``attention.1`` runs where the collectives do."""
+    issue = cuda_executor.CudaExecutor._issue
+
+    def issued(self: Any, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+        def run(stage: Stage) -> Any:
+            if str(stage) != "attention.1":
+                return run_stage(stage)
+            with DEVICE.using(self._streams["comm"]):
+                return run_stage(stage)
+
+        issue(self, order, needs, run, *rest)
+
+    return mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued)
+
+
+@contextlib.contextmanager
+def _event_before_work() -> Iterator[None]:
+    """The events of the compute lane stand before the stage that they are to mark the end of."""
+    issue = cuda_executor.CudaExecutor._issue
+    record = ModelStream.record_event
+
+    def issued(self: Any, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+        def run(stage: Stage) -> Any:
+            early["event"] = record(DEVICE.current)
+            return run_stage(stage)
+
+        early: dict[str, Any] = {}
+
+        def recorded(stream: ModelStream, *_: Any) -> Any:
+            late = record(stream)
+            return early.pop("event", late) if stream is DEVICE.default else late
+
+        with mock.patch.object(ModelStream, "record_event", recorded):
+            issue(self, order, needs, run, *rest)
+
+    with mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued):
+        yield
+
+
+PLANTS = {
+    "a missing event": Plant(
+        _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
+    ),
+    "an early free": Plant(
+        _replaced(_ReleasesEarly), r"made by forward route\.\d: .* was let go and may be given to"
+    ),
+    "a wrong stream": Plant(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
+    "a dropped hold": Plant(
+        _replaced(_DropsComputation),
+        r"made by forward dispatch\.\d: new_empty was let go .* not ordered after backward expert\.\d",
+        issue=lazy_issue,
+    ),
+    "a reordered pair": Plant(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
+}
+
+
+def races(name: str) -> tuple[list[str], list[str]]:
+    """What is reported with the fault, and what without it, of the same run."""
+    from tests.streams.run import run_case
+
+    plant = PLANTS[name]
+    with plant.plant():
+        planted = run_case(BLOCK, issue=plant.issue).races
+    return list(planted), list(run_case(BLOCK, issue=plant.issue).races)

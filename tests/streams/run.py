@@ -1,0 +1,146 @@
+"""Runs real blocks through ``CudaExecutor`` on the modelled device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_ampipe.runtime import block_stages
+from megatron_ampipe.schedule import Kind, Pipeline
+from tests.dist.blocks import build_layers, transformer_config
+from tests.dist.cases import Case
+from tests.streams import model
+from tests.streams.cases import IssueOrder
+from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
+from tests.streams.peers import Peers
+from tests.streams.tracker import HostCalls, Tracker, pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one run showed.
+
+    Attributes:
+        races: One line each.
+        waits: Stage and call of every wait of the host inside a block.
+        issued: By direction and stage, how many calls of each kind reached the device.
+    """
+
+    races: tuple[str, ...]
+    waits: tuple[tuple[str, str], ...]
+    issued: dict[str, dict[str, int]]
+
+    @property
+    def num_operations(self) -> int:
+        """How many operations were followed."""
+        return sum(calls.get("operation", 0) for calls in self.issued.values())
+
+
+@contextlib.contextmanager
+def modelled_device() -> Iterator[Tracker]:
+    """Everything that runs inside is followed, as on a device where nothing has run before."""
+    model.reset()
+    tracker = Tracker()
+    with contextlib.ExitStack() as stack:
+        for name, replacement in {
+            "Stream": ModelStream,
+            "Event": ModelEvent,
+            "stream": DEVICE.using,
+            "current_stream": lambda *_: DEVICE.current,
+            "synchronize": lambda *_: DEVICE.synchronize(),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
+        stack.enter_context(Peers().pretended())
+        stack.enter_context(tracker)
+        stack.enter_context(HostCalls(tracker))
+        yield tracker
+
+
+def run_case(
+    case: Case,
+    *,
+    pipeline: Pipeline | None = None,
+    in_flight: int = 1,
+    gradients: bool = True,
+    stock: bool = False,
+    warm: bool = False,
+    issue: IssueOrder | None = None,
+) -> Found:
+    """Run forward and backward of a block.
+
+    Args:
+        case: The block; its executor is the one for CUDA.
+        pipeline: In place of the case's own.
+        in_flight: Micro-batches whose forward passes have run before the first backward pass.
+        gradients: Without, under ``no_grad``.
+        stock: Megatron's layer in place of ours.
+        warm: Report the second of two runs.
+        issue: In place of ``schedule.issue_order``.
+    """
+    layers = build_layers(case)
+    layer = layers[0] if stock else layers[1]
+    if not stock:
+        context = layer._block._context
+        if pipeline is not None:
+            context.pipeline = pipeline
+        _name_stages(context.executor)
+    hidden_size = transformer_config(case).hidden_size
+    with modelled_device() as tracker, _issued_by(issue):
+        for _ in range(1 + warm):
+            HOST.waits.clear()
+            DEVICE.issued.clear()
+            _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
+    return Found(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
+
+
+@contextlib.contextmanager
+def _issued_by(issue: IssueOrder | None) -> Iterator[None]:
+    with mock.patch.object(block_stages, "issue_order", issue) if issue else contextlib.nullcontext():
+        yield
+
+
+def _passes(
+    layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool, stock: bool
+) -> None:
+    shape = (case.sequence_length, case.batch, hidden_size)
+    outputs = []
+    for number in range(in_flight):
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)
+        with torch.set_grad_enabled(gradients), _stage("stock forward" if stock else ""):
+            outputs.append(layer(hidden_states=hidden, attention_mask=None)[0])
+        del hidden
+    for output in outputs if gradients else ():
+        with _stage("stock backward" if stock else ""):
+            # Not Tensor.backward: a function mode is off inside of what it sees.
+            torch.autograd.backward(output, torch.ones_like(output))
+
+
+@contextlib.contextmanager
+def _stage(name: str) -> Iterator[None]:
+    DEVICE.stage = name
+    try:
+        yield
+    finally:
+        DEVICE.stage = ""
+
+
+def _name_stages(executor: Any) -> None:
+    """Have the device know which stage is issued; the executor is otherwise its own."""
+    execute = executor.execute
+
+    def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
+        direction = "forward" if any(stage.kind is Kind.COUNTS for stage in needs) else "backward"
+
+        def run(stage: Any) -> Any:
+            with _stage(f"{direction} {stage}"):
+                return run_stage(stage)
+
+        execute(order, needs, run, *rest, **options)
+
+    executor.execute = named

@@ -1,0 +1,269 @@
+"""Follows every tensor that a block touches, and reports what stream order and events do not separate.
+
+A storage belongs to the stream that was current when it was made. Once the host has let it go, torch's
+caching allocator may hand its memory to the very next allocation on that stream: whatever another stream
+still does with it must be ordered before. Reads and writes by several streams must be ordered as on any
+device. The accesses of an operation follow from its schema, so nothing has to be told of a new stage.
+
+What a CPU run cannot show (kernels' own temporaries, NCCL's inside) is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.streams.model import DEVICE, HOST, ModelStream, Stamp
+
+_MAKES_ONLY = ("aten::empty", "aten::new_empty")
+"""Beginnings of the names of operations that allocate and touch nothing."""
+_ALIASES = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh")
+"""Operations that give a view back without saying so in their schema."""
+_WAITS = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
+    "aten::is_nonzero", "aten::unique_consecutive", "aten::unique_dim",
+}  # fmt: skip
+"""Operations whose result, or the size of it, the host reads: on a GPU it waits for the device."""
+_TO_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
+
+
+@dataclass(slots=True)
+class Memory:
+    """One storage.
+
+    Attributes:
+        owner: The stream that made it; None for host memory.
+        made_by: The operation and stage, for reports.
+        writes: By stream, its last write.
+        reads: By stream, its last read.
+    """
+
+    owner: ModelStream | None
+    made_by: str
+    writes: dict[int, Stamp] = field(default_factory=dict)
+    reads: dict[int, Stamp] = field(default_factory=dict)
+    last: dict[int, str] = field(default_factory=dict)
+
+
+class Tracker(TorchDispatchMode):
+    """Reports races; see the module.
+
+    Attributes:
+        races: What was found, one line each, without repetitions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races: dict[str, None] = {}
+        self._memory: dict[int, Memory] = {}
+        self._freed: list[Memory] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = operation._schema.name
+        reads, writes, seen = _accesses(operation, args, kwargs)
+        inputs = [tensor for tensor in (*reads, *writes, *seen) if isinstance(tensor, Tensor)]
+        on_host = bool(inputs) and all(self._is_host(tensor) for tensor in inputs)
+        waits = name in _WAITS or _indexes_by_mask(name, args)
+        output = operation(*args, **kwargs)
+        made = [tensor for tensor in _tensors(output) if tensor.untyped_storage()._cdata not in self._memory]
+        made = [tensor for tensor in made if not any(_same(tensor, other) for other in inputs)]
+        if not (made or reads or writes):
+            return output
+        where = f"{DEVICE.stage or 'between blocks'}: {name.removeprefix('aten::')}"
+        if on_host:
+            for tensor in (*reads, *writes):
+                self._on_host(tensor, where)
+            for tensor in made:
+                self.make(tensor, where, owner=None)
+            return output
+        stream = DEVICE.current
+        DEVICE.note("operation")
+        if made:
+            self._allocate(stream, where)
+        stamp = stream.launch()
+        for tensor in reads:
+            self._access(tensor, stream, stamp, where, writes=False)
+        for tensor in writes:
+            self._access(tensor, stream, stamp, where, writes=True)
+        for tensor in made:
+            memory = self.make(tensor, where, owner=stream)
+            if memory is not None and not name.startswith(_MAKES_ONLY):
+                memory.writes[stream.number] = stamp
+                memory.last[stream.number] = where
+        if waits and DEVICE.stage:
+            HOST.waits_for(stream.clock, name.removeprefix("aten::"))
+        return output
+
+    def make(self, tensor: Tensor, where: str, *, owner: ModelStream | None) -> Memory | None:
+        """A storage came to be."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return None
+        key = storage._cdata
+        memory = self._memory[key] = Memory(owner, where)
+        weakref.finalize(storage, self._gone, key)
+        return memory
+
+    def move_to_host(self, tensor: Tensor) -> None:
+        """This is memory of the host."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is not None:
+            memory.owner = None
+
+    def _gone(self, key: int) -> None:
+        memory = self._memory.pop(key, None)
+        if memory is not None and memory.owner is not None:
+            foreign = (memory.reads.keys() | memory.writes.keys()) - {memory.owner.number}
+            if foreign:
+                self._freed.append(memory)
+
+    def _allocate(self, stream: ModelStream, where: str) -> None:
+        """The allocator may hand out anything of this stream that was let go."""
+        kept = []
+        for memory in self._freed:
+            if memory.owner is not stream:
+                kept.append(memory)
+                continue
+            for stamp in (*memory.reads.values(), *memory.writes.values()):
+                if not stream.is_after(stamp):
+                    self._report(
+                        f"memory made by {memory.made_by} was let go and may be given to {where} on "
+                        f"{stream.name}, which is not ordered after {memory.last[stamp.stream]}"
+                    )
+                    kept.append(memory)
+                    break
+        self._freed = kept
+
+    def _access(self, tensor: Tensor, stream: ModelStream, stamp: Stamp, where: str, *, writes: bool) -> None:
+        memory = self._known(tensor)
+        if memory is None:
+            return
+        before = [*memory.writes.values(), *(memory.reads.values() if writes else ())]
+        for earlier in before:
+            if earlier.stream != stream.number and not stream.is_after(earlier):
+                self._report(
+                    f"{where} on {stream.name} {'writes' if writes else 'reads'} what "
+                    f"{memory.last[earlier.stream]} has used, and is not ordered after it"
+                )
+        (memory.writes if writes else memory.reads)[stream.number] = stamp
+        memory.last[stream.number] = where
+
+    def _on_host(self, tensor: Tensor, where: str) -> None:
+        """The host itself reads or writes host memory."""
+        memory = self._known(tensor)
+        for earlier in memory.writes.values() if memory is not None else ():
+            if HOST.clock.get(earlier.stream, 0) < earlier.position:
+                self._report(f"{where}: the host reads what is still being copied to it")
+
+    def _known(self, tensor: Tensor) -> Memory | None:
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        # Made before anybody looked: parameters and inputs, long done.
+        return memory or self.make(tensor, "what was there before", owner=DEVICE.default)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        return memory is not None and memory.owner is None
+
+    def _report(self, race: str) -> None:
+        self.races[race] = None
+
+
+class HostCalls(TorchFunctionMode):
+    """Has tensors of the modelled device answer as CUDA tensors do, and sees what copies them to the host."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+        self._is_cuda = torch.Tensor.is_cuda.__get__
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function == self._is_cuda:
+            return not self._tracker._is_host(args[0])
+        copies = function in _TO_HOST or (
+            function is _TENSOR_TO and "cpu" in (*map(str, args[1:]), str(kwargs.get("device")))
+        )
+        if not copies or self._tracker._is_host(args[0]) or not DEVICE.stage:
+            return function(*args, **kwargs)
+        copy = args[0].detach().clone()
+        HOST.waits_for(DEVICE.current.clock, f"Tensor.{function.__name__}")
+        self._tracker.move_to_host(copy)
+        if function in (torch.Tensor.cpu, _TENSOR_TO):
+            return copy
+        return function(copy, *args[1:], **kwargs)
+
+
+_TENSOR_TO = torch.Tensor.to
+
+
+def pinned(tracker: Tracker) -> Any:
+    """``torch.empty`` that knows pinned memory for the host's."""
+    empty = torch.empty
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        is_pinned = kwargs.pop("pin_memory", False)
+        tensor: Tensor = empty(*args, **kwargs)
+        if is_pinned:
+            tracker.move_to_host(tensor)
+        return tensor
+
+    return make
+
+
+def _accesses(
+    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The tensors that an operation reads, those that it writes, and those of which it only makes a view."""
+    found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for index, (name, which) in enumerate(_arguments(operation)):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            found[which].append(value)
+        elif isinstance(value, (list, tuple)):
+            found[which].extend(_tensors(value))
+    return found
+
+
+@functools.cache
+def _arguments(operation: Any) -> tuple[tuple[str, int], ...]:
+    """The name of each argument, and whether the operation reads it (0), writes it (1) or neither (2)."""
+    schema = operation._schema
+    untouched = schema.name.startswith(_ALIASES + _MAKES_ONLY)
+    return tuple(
+        (
+            argument.name,
+            int(untouched) * 2 if argument.alias_info is None else 1 if argument.alias_info.is_write else 2,
+        )
+        for argument in schema.arguments
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from _of_each(value)
+
+
+def _of_each(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        yield from _tensors(value)
+
+
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    return name in ("aten::index", "aten::index_put_", "aten::index_put") and any(
+        tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors(args[1])
+    )

@@ -1,0 +1,57 @@
+"""Runs the modelled device over many blocks in one process, rank 0 of two; reports by name of the run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import traceback
+
+from tests.dist.worker import report
+
+
+def start(world_size: int) -> None:
+    """Rank 0 of so many; the others are pretended."""
+    from megatron_ampipe.launch import host
+
+    host.install()
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=world_size, create_gloo_process_groups=False
+    )
+    model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+
+def main() -> None:
+    """The share of the runs that this process has, and on the first the faults to plant."""
+    from tests.streams.cases import RANKS, runs
+    from tests.streams.plants import PLANTS, races
+
+    start(RANKS)
+    from tests.streams.run import run_case
+
+    process, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, object] = {}
+    for run in itertools.islice(runs(), process, None, processes):
+        try:
+            result = run_case(
+                run.case,
+                pipeline=run.pipeline,
+                in_flight=run.in_flight,
+                gradients=run.gradients,
+                issue=run.issue,
+            )
+            found[run.name] = {"races": result.races, "operations": result.num_operations}
+        except Exception:
+            found[run.name] = {"error": traceback.format_exc()}
+    planted = {name: races(name) for name in PLANTS} if process == 0 else {}
+    report({"runs": found, "planted": planted})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What is kept of memory that crosses streams, and until when. Blocks on a modelled device: tests/streams."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from megatron_ampipe.runtime.crossing import Crossing
+from megatron_ampipe.runtime.stream_order import StreamOrder
+
+
+class Memory:
+    """Something that can be let go."""
+
+
+def test_memory_is_kept_until_every_stream_with_work_left_comes_after_its_use() -> None:
+    order = StreamOrder(["compute", "comm", "compute", "comm", "comm"])
+    order.issue("compute")
+    memory = Memory()
+    gone = weakref.ref(memory)
+    used = order.issue("comm")
+    order.keep(used, memory)
+    del memory
+    order.release()
+    assert gone() is not None
+    order.wait("compute", used)
+    # compute comes after it now, and comm after itself.
+    order.release()
+    assert gone() is None
+
+
+def test_a_stream_without_stages_left_holds_nobody_up() -> None:
+    order = StreamOrder(["compute", "comm"])
+    memory = Memory()
+    gone = weakref.ref(memory)
+    order.keep(order.issue("comm"), memory)
+    del memory
+    order.release()
+    assert gone() is not None
+    order.issue("compute")
+    order.release()
+    assert gone() is None
+
+
+def test_waiting_brings_what_the_other_stream_has_waited_for() -> None:
+    order = StreamOrder(["a", "b", "c", "a"])
+    first = order.issue("a")
+    order.wait("b", first)
+    second = order.issue("b")
+    assert not order.is_after("c", first)
+    order.wait("c", second)
+    assert order.is_after("c", first)
+    assert not order.is_after("a", second)
+
+
+def test_views_of_what_has_travelled_are_known_and_nothing_else() -> None:
+    crossing = Crossing()
+    received, other = torch.zeros(4, 2), torch.zeros(4, 2)
+    crossing.travel([received])
+    assert len(crossing.take()) == 1
+    references = crossing.use([received[1:], other, None])
+    assert len(references) == len(crossing.take()) == 1
+    crossing.use_again(references)
+    assert [storage._cdata for storage in crossing.take()] == [received.untyped_storage()._cdata]
+
+
+def test_what_nobody_has_kept_is_not_brought_back() -> None:
+    crossing = Crossing()
+    received = torch.zeros(4)
+    crossing.travel([received])
+    references = crossing.use([received])
+    crossing.take()
+    del received
+    crossing.use_again(references)
+    assert crossing.take() == []
