@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -109,19 +110,33 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return self.routing_map
 
     def set_counts(self, gathered: Tensor) -> None:
-        """Take the routing maps of all ranks ``[ranks * T, E]``."""
+        """Take the routing maps of all ranks ``[ranks * T, E]``; their sums go to the host meanwhile."""
         self.routing_map = gathered
+        first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
+        self._tokens_per_expert = HostCopy(gathered[:, first:last].sum(dim=0))
 
     def transport(self) -> Transport:
         """How the chunk's tokens travel."""
         return AllGather(self.routing_map.shape[0] // self.tp_ep_group.size(), self.tp_ep_group)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        """As in the stock dispatcher, but able to run again when the experts are recomputed."""
-        kept = self.routing_map
-        found: tuple[Tensor, ...] = super().dispatch_postprocess(hidden_states, probs)
-        self.routing_map = kept
-        return found
+        """As in the stock dispatcher, without its waits for the device, and able to run again.
+
+        The stock dispatcher asks the device how many tokens each expert has; here these numbers have come to
+        the host with the counts.
+        """
+        experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        tokens_per_expert = self._tokens_per_expert.wait()
+        self.hidden_shape_before_permute = hidden_states.shape
+        self.local_map = self.routing_map[:, experts].contiguous()
+        tokens, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+            hidden_states,
+            self.local_map,
+            probs=probs[:, experts].contiguous(),
+            num_out_tokens=int(tokens_per_expert.sum()),
+            fused=self.config.moe_permute_fusion,
+        )
+        return tokens, tokens_per_expert, self.local_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in the stock dispatcher, in the precision in which ``token_combine`` sums over ranks."""

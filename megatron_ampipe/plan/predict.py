@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel, Pair
+from megatron_ampipe.plan.host_time import share
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, Kind, Schedule, Stage
@@ -87,9 +88,13 @@ class Predictor:
         once = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
         if not once:
             return None
+        shares = {
+            kind: once * share(kind, direction, self.workload)
+            for kind in {stage.kind for stage in compiled.stages}
+        }
         # A stage of several chunks is issued chunk by chunk, a collective at once.
         return [
-            once if stage.is_communication or stage.chunk is None else once * parts
+            shares[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
             for stage in compiled.stages
         ]
 

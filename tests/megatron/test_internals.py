@@ -492,6 +492,14 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.moe_utils.permute",
+        "layers/dispatcher.py",
+        (
+            takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
+            says("permuted_input, permuted_probs, sorted_indices, None, tokens_per_expert"),
+        ),
+    ),
+    Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
         "layers/router.py runtime/block_call.py",
         (behaves(_adds_its_gradient_whatever_comes_in),),

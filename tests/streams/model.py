@@ -39,6 +39,7 @@ class ModelStream:
         self.number = len(ModelStream.made)
         self.name = name or f"stream {self.number}"
         self.priority = priority
+        self.inside_a_call = False
         self.clock: Clock = {}
         ModelStream.made.append(self)
 
@@ -93,7 +94,8 @@ class ModelEvent:
 
     def record(self, stream: ModelStream | None = None) -> None:
         stream = stream or DEVICE.current
-        DEVICE.note("record")
+        if not stream.inside_a_call:
+            DEVICE.note("record")
         merge(stream.clock, HOST.clock)
         self.clock = dict(stream.clock)
 
@@ -148,7 +150,9 @@ class Device:
         self.issued: dict[str, dict[str, int]] = {}
 
     def note(self, kind: str) -> None:
-        """Count one call."""
+        """Count one call of the host; what NCCL does inside is none."""
+        if self.current.inside_a_call:
+            return
         of_stage = self.issued.setdefault(self.stage, {})
         of_stage[kind] = of_stage.get(kind, 0) + 1
 

@@ -72,10 +72,12 @@ class Peers:
     def _run(self, output: Tensor, input: Tensor, group: Any, async_op: bool) -> _Work | None:
         if group not in self._streams:
             self._streams[group] = ModelStream(name=f"NCCL {len(self._streams)}")
+            self._streams[group].inside_a_call = True
         stream = self._streams[group]
         DEVICE.note("collective")
-        stream.wait_stream(DEVICE.current)
+        waiting = DEVICE.current
         with DEVICE.using(stream):
+            stream.wait_stream(waiting)
             if input.shape[0]:
                 output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
             else:

@@ -9,6 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.runtime import block_stages
 from megatron_ampipe.schedule import Kind, Pipeline
@@ -29,11 +31,13 @@ class Found:
         races: One line each.
         waits: Stage and call of every wait of the host inside a block.
         issued: By direction and stage, how many calls of each kind reached the device.
+        peak_bytes: The most that was held at once of what the run made.
     """
 
     races: tuple[str, ...]
     waits: tuple[tuple[str, str], ...]
     issued: dict[str, dict[str, int]]
+    peak_bytes: int
 
     @property
     def num_operations(self) -> int:
@@ -55,6 +59,9 @@ def modelled_device() -> Iterator[Tracker]:
             "synchronize": lambda *_: DEVICE.synchronize(),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        # Megatron's own stream to the host, made with the first layer.
+        side = ModelStream(name="dtoh")
+        stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side))
         stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
         stack.enter_context(Peers().pretended())
         stack.enter_context(tracker)
@@ -92,11 +99,23 @@ def run_case(
         _name_stages(context.executor)
     hidden_size = transformer_config(case).hidden_size
     with modelled_device() as tracker, _issued_by(issue):
+        for constant in _host_constants(layer):
+            tracker.make(constant, "a constant", owner=None)
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
+            tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
-    return Found(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued))
+    return Found(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+
+
+def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a dispatcher makes once, on the host by name."""
+    for module in (layer.mlp.token_dispatcher, getattr(layer, "_block", None)):
+        dispatcher = getattr(module, "chunk_dispatcher", module)
+        if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":
+            yield dispatcher.sort_input_by_local_experts
+            yield dispatcher.restore_output_by_local_experts
 
 
 @contextlib.contextmanager
@@ -117,8 +136,16 @@ def _passes(
         del hidden
     for output in outputs if gradients else ():
         with _stage("stock backward" if stock else ""):
-            # Not Tensor.backward: a function mode is off inside of what it sees.
-            torch.autograd.backward(output, torch.ones_like(output))
+            # Below torch.autograd.backward, which a function mode sees and inside of which it is off.
+            _engine_run_backward(
+                (output,),
+                (torch.ones_like(output),),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
 
 
 @contextlib.contextmanager

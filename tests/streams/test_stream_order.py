@@ -6,15 +6,22 @@ What this cannot show stands in docs/gpu.md.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ampipe.plan.host_time import calls
+from megatron_ampipe.schedule import Direction, Kind
 from tests.dist.launch import run_workers
+from tests.plan_cases import workload
+from tests.streams import census
 from tests.streams.cases import runs
+from tests.streams.peaks import PEAKS
 from tests.streams.plants import PLANTS
 
 PROCESSES = 2
+PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +46,54 @@ def test_a_planted_fault_is_reported(name: str, reports: list[dict[str, Any]]) -
     planted, sound = reports[0]["planted"][name]
     assert any(re.search(PLANTS[name].race, race) for race in planted), planted
     assert sound == []
+
+
+WAITS = {
+    # One for each chunk, for the numbers of tokens that travel; none in a backward pass.
+    "capacity": {"forward dispatch: Event.synchronize": 4, "forward route: _local_scalar_dense": 4},
+    "all-gather dispatcher": {"forward expert: Event.synchronize": 4},
+}
+
+
+@pytest.mark.parametrize("name", census.BLOCKS)
+def test_the_host_waits_once_for_a_chunk(name: str, reports: list[dict[str, Any]]) -> None:
+    expected = WAITS.get(name, {"forward dispatch: Event.synchronize": 4})
+    assert reports[1]["census"][name]["4"]["waits"] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "local_experts"),
+    [("1 expert per rank", 1), ("2 experts per rank", 2), ("4 experts per rank", 4)],
+)
+def test_the_planner_knows_the_calls_of_each_stage(
+    name: str, local_experts: int, reports: list[dict[str, Any]]
+) -> None:
+    block = workload(experts=2 * local_experts, expert=2)
+    for degree in census.DEGREES:
+        counted = reports[1]["census"][name][str(degree)]["calls"]
+        table = {
+            f"{direction} {kind}": calls(kind, direction, block)
+            for direction in Direction
+            for kind in Kind
+            if f"{direction} {kind}" in counted
+        }
+        assert table.keys() == counted.keys()
+        wrong = {
+            place: (made, table[place])
+            for place, made in counted.items()
+            # The first chunk has no earlier keys, and its attention fewer calls.
+            if abs(made - table[place]) > max(1.0, 0.15 * table[place])
+        }
+        assert wrong == {}, "counted, and in plan/host_time.py"
+
+
+def test_the_page_s_census_is_up_to_date(reports: list[dict[str, Any]]) -> None:
+    table = census.table(reports[1]["census"])
+    assert table in PAGE.read_text(encoding="utf-8"), f"python -m tests.streams.census prints it:\n{table}"
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_less_than_half_is_kept_of_what_crosses_streams(name: str, reports: list[dict[str, Any]]) -> None:
+    """Above keeping nothing, which races; next to keeping everything until the pass has ended."""
+    kept, nothing, everything = reports[0]["peaks"][name]
+    assert nothing <= kept < (nothing + everything) / 2

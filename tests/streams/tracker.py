@@ -42,12 +42,14 @@ class Memory:
     Attributes:
         owner: The stream that made it; None for host memory.
         made_by: The operation and stage, for reports.
+        size_bytes: Its size.
         writes: By stream, its last write.
         reads: By stream, its last read.
     """
 
     owner: ModelStream | None
     made_by: str
+    size_bytes: int
     writes: dict[int, Stamp] = field(default_factory=dict)
     reads: dict[int, Stamp] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         races: What was found, one line each, without repetitions.
+        peak_bytes: The most that was held at once.
     """
 
     def __init__(self) -> None:
@@ -65,6 +68,11 @@ class Tracker(TorchDispatchMode):
         self.races: dict[str, None] = {}
         self._memory: dict[int, Memory] = {}
         self._freed: list[Memory] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Count memory from here on, what there is already left out."""
+        self._held_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,8 +117,10 @@ class Tracker(TorchDispatchMode):
         if not storage.nbytes():
             return None
         key = storage._cdata
-        memory = self._memory[key] = Memory(owner, where)
+        memory = self._memory[key] = Memory(owner, where, storage.nbytes())
         weakref.finalize(storage, self._gone, key)
+        self._held_bytes += memory.size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
         return memory
 
     def move_to_host(self, tensor: Tensor) -> None:
@@ -121,6 +131,7 @@ class Tracker(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         memory = self._memory.pop(key, None)
+        self._held_bytes -= 0 if memory is None else memory.size_bytes
         if memory is not None and memory.owner is not None:
             foreign = (memory.reads.keys() | memory.writes.keys()) - {memory.owner.number}
             if foreign:

@@ -28,8 +28,10 @@ def start(world_size: int) -> None:
 
 
 def main() -> None:
-    """The share of the runs that this process has, and on the first the faults to plant."""
+    """This process's share of the runs; on the first the planted faults, on the second the census."""
     from tests.streams.cases import RANKS, runs
+    from tests.streams.census import census
+    from tests.streams.peaks import PEAKS, peaks
     from tests.streams.plants import PLANTS, races
 
     start(RANKS)
@@ -49,8 +51,11 @@ def main() -> None:
             found[run.name] = {"races": result.races, "operations": result.num_operations}
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}
-    planted = {name: races(name) for name in PLANTS} if process == 0 else {}
-    report({"runs": found, "planted": planted})
+    if process == 0:
+        planted = {name: races(name) for name in PLANTS}
+        report({"runs": found, "planted": planted, "peaks": {name: peaks(name) for name in PEAKS}})
+    else:
+        report({"runs": found, "census": census()})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.exact import best_order
+from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
@@ -18,13 +21,14 @@ from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degre
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
+    Kind,
     Schedule,
     build,
     check,
     dependencies,
     issue_order,
 )
-from tests.plan_cases import cluster, hosted, workload
+from tests.plan_cases import NONE, cluster, hosted, workload
 
 TIMES = st.one_of(st.integers(0, 6).map(float), st.floats(0, 8, allow_subnormal=False))
 SLOWDOWNS = st.sampled_from([(1.0, 1.0), (1.05, 1.1), (1.5, 1.3), (1.0, 1.8)])
@@ -202,6 +206,32 @@ def test_a_degree_in_10_ms_and_a_plan_in_a_second() -> None:
 
     assert seconds(choose_degree, DEGREES, times=20) < 0.010
     assert seconds(full_plan, (16,), times=5) < 1.0
+
+
+@pytest.mark.parametrize("experts", [8, 32, 128])
+def test_a_slower_host_means_fewer_chunks(experts: int) -> None:
+    """A device that waits for its host gains nothing by more chunks; experts one by one are more calls."""
+    block = workload(sequence_length=32768, experts=experts)
+    device = cluster()
+    degrees = []
+    for issue_us in (10, 300, 1000):
+        issue = Overhead(forward_us=issue_us, backward_us=issue_us, **NONE)
+        host = dataclasses.replace(device.host, issue=issue)
+        predictor = Predictor(block, dataclasses.replace(device, host=host))
+        chosen = choose_degree(predictor)
+        degrees.append(chosen.schedule.degree)
+        # Were the host all that counts, a pass would take as long as it needs to issue the stages.
+        _, _, issues = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
+        assert issue_us == 1000 or sum(issues or ()) < chosen.time.forward
+    assert degrees == sorted(degrees, reverse=True)
+    assert degrees[0] > degrees[-1]
+
+
+def test_experts_one_by_one_keep_the_host_busier_than_grouped_ones() -> None:
+    single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
+    for direction in Direction:
+        assert calls(Kind.EXPERT, direction, single) > 3 * calls(Kind.EXPERT, direction, grouped)
+        assert calls(Kind.ROUTE, direction, single) == calls(Kind.ROUTE, direction, grouped)
 
 
 def test_both_named_schedules_are_tried() -> None:

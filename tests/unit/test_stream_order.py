@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
 
 from megatron_ampipe.runtime.crossing import Crossing
+from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StreamOrder
+from megatron_ampipe.schedule import Kind, Stage
+from megatron_ampipe.schedule.types import COMM, COMPUTE
+from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
 class Memory:
@@ -74,3 +80,21 @@ def test_what_nobody_has_kept_is_not_brought_back() -> None:
     del received
     crossing.use_again(references)
     assert crossing.take() == []
+
+
+def test_collectives_and_counts_have_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", ModelStream)
+    monkeypatch.setattr(torch.cuda, "Event", ModelEvent)
+    monkeypatch.setattr(torch.cuda, "stream", DEVICE.using)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
+    route, counts, dispatch = (Stage(kind, 0) for kind in (Kind.ROUTE, Kind.COUNTS, Kind.DISPATCH))
+    ran_on: dict[Stage, ModelStream] = {}
+    CudaExecutor().execute(
+        [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],
+        {route: (), counts: (route,), dispatch: (route, counts)},
+        lambda stage: ran_on.update({stage: DEVICE.current}),
+        Recorder(),
+    )
+    assert ran_on[route] is DEVICE.default
+    assert len(set(ran_on.values())) == 3
+    assert ran_on[counts].priority == ran_on[dispatch].priority == min(ModelStream.priority_range())

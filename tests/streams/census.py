@@ -1,0 +1,80 @@
+"""A census of what the host does for a block: calls of the device, and waits for it.
+
+``python -m tests.streams.census`` prints it as the table of docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from tests.dist.cases import AUX, TIGHT
+from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
+
+DEGREES = (2, 4, 8)
+WARM = 64
+"""Rows of the sequence: enough for every expert to have some in every chunk."""
+BLOCKS: dict[str, dict[str, Any]] = {
+    "1 expert per rank": {},
+    "2 experts per rank": {"local_experts": 2},
+    "4 experts per rank": {"local_experts": 4},
+    "router losses, shared experts": {"model": AUX | SHARED},
+    "capacity": {"model": TIGHT},
+    "recompute of experts": {"model": RECOMPUTE},
+    "all-gather dispatcher": {"local_experts": 2, "model": VARIANTS["allgather"]},
+}
+
+
+def census() -> dict[str, dict[str, Any]]:
+    """By block and degree (0 for Megatron's layer): ``calls`` by direction and kind per stage, ``waits``."""
+    from tests.streams.run import run_case
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, fields in BLOCKS.items():
+        case = block(kernel="cpu-flash", sequence_length=WARM, **fields)
+        found[name] = {"0": _counted(run_case(case, stock=True, warm=True))}
+        for degree in DEGREES:
+            ours = block(kernel="cpu-flash", sequence_length=WARM, degree=degree, **fields)
+            found[name][str(degree)] = _counted(run_case(ours, warm=True))
+    return found
+
+
+def _counted(run: Any) -> dict[str, Any]:
+    calls: dict[str, Counter[str]] = defaultdict(Counter)
+    stages: Counter[str] = Counter()
+    for place, made in run.issued.items():
+        kind = place.partition(".")[0]
+        stages[kind] += 1
+        calls[kind].update(made)
+    waits: Counter[str] = Counter(f"{place.partition('.')[0]}: {call}" for place, call in run.waits)
+    return {
+        "calls": {kind: sum(made.values()) / stages[kind] for kind, made in calls.items() if kind},
+        "all": sum(sum(made.values()) for made in calls.values()),
+        "waits": dict(waits),
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """The calls and waits of a forward and a backward pass together."""
+    degrees = ("0", *map(str, DEGREES))
+    head = "| block | " + " | ".join("Megatron" if d == "0" else f"degree {d}" for d in degrees) + " |"
+    rows = [
+        f"| {name} | "
+        + " | ".join(
+            f"{by_degree[d]['all']} calls, {sum(by_degree[d]['waits'].values())} waits" for d in degrees
+        )
+        + " |"
+        for name, by_degree in found.items()
+    ]
+    return "\n".join([head, "|" + "---|" * (len(degrees) + 1), *rows])
+
+
+def main() -> None:
+    from tests.streams.worker import start
+
+    start(RANKS)
+    print(table(census()))
+
+
+if __name__ == "__main__":
+    main()

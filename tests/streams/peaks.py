@@ -1,0 +1,29 @@
+"""Peak memory of a pass on the modelled device, and what keeping memory for other streams adds to it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.stream_order import StreamOrder
+from tests.streams.cases import block
+
+SIZES = {"ffn_hidden_size": 32, "moe_router_topk": 2}
+PEAKS: dict[str, dict[str, Any]] = {"forward": {"gradients": False}, "forward and backward": {}}
+
+
+def peaks(name: str) -> tuple[int, int, int]:
+    """Bytes with what the rule keeps, with nothing kept, and with everything kept until the end."""
+    from tests.streams.run import run_case
+
+    case = block(degree=8, sequence_length=256, kernel="cpu-flash", model=SIZES)
+
+    def peak() -> int:
+        return run_case(case, warm=True, **PEAKS[name]).peak_bytes
+
+    with mock.patch.object(CudaExecutor, "crosses_streams", False):
+        nothing = peak()
+    with mock.patch.object(StreamOrder, "release", lambda self: None):
+        everything = peak()
+    return peak(), nothing, everything
