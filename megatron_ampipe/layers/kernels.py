@@ -80,7 +80,7 @@ def _cannot(special: list[str]) -> str:
 def _best_on(gpu: compat.Gpu, head_size: int) -> KernelChoice:
     """The first kernel in the order of speed that can be used."""
     objections: list[str] = []
-    for name, objection_to in _BY_SPEED.items():
+    for name, objection_to in BY_SPEED.items():
         objection = objection_to(gpu, head_size)
         if objection is None:
             return KernelChoice(name, "; ".join(objections))
@@ -145,12 +145,13 @@ def _dotted(cudnn: int) -> str:
     return f"{cudnn // major}.{cudnn % major // 100}.{cudnn % 100}"
 
 
-_BY_SPEED: dict[str, Callable[[compat.Gpu, int], str | None]] = {
+BY_SPEED: dict[str, Callable[[compat.Gpu, int], str | None]] = {
     "flash-attn-3": _not_flash_attn_3,
     "cudnn": _not_cudnn,
     "flash-attn-2": _not_flash_attn_2,
     "torch-flash-2": _not_torch_flash_2,
 }
+"""The kernels by pieces, the fastest first: what keeps one from being used, or None."""
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int) -> str:

@@ -151,7 +151,7 @@ def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
         return output.transpose(0, 1), lse, torch.empty(0), random_state
 
     def _flash_attn_backward(
-        dout: Tensor,
+        grad_out: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -173,7 +173,9 @@ def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
         assert window_size_left == window_size_right == -1
         assert rng_state is random_state
-        _write_gradients((dout, q, k, v, out), softmax_lse, (dq, dk, dv), causal=causal, scale=softmax_scale)
+        _write_gradients(
+            (grad_out, q, k, v, out), softmax_lse, (dq, dk, dv), causal=causal, scale=softmax_scale
+        )
         return torch.empty(0)
 
     interface = types.ModuleType("flash_attn.flash_attn_interface")
@@ -200,12 +202,12 @@ FA3_FORWARD = (
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 FA3_BACKWARD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None,"
+    "bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None,"
     " Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, float? softmax_scale=None, bool is_causal=False,"
     " int window_size_left=-1, int window_size_right=-1, bool deterministic=False, int sm_margin=0)"
     " -> (Tensor)"
 )
-"""The arguments that we give, in their places, and some of those that have defaults."""
+"""The arguments that we give, in their places, and some of those with defaults; one has another name."""
 
 
 def _register_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: str) -> torch.library.Library:
@@ -243,7 +245,7 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)
 
     def bwd(
-        dout: Tensor,
+        grad_out: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -260,7 +262,7 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sm_margin: int = 0,
     ) -> Tensor:
         assert softmax_scale is not None and not deterministic
-        given = (dout, q, k, v, out)
+        given = (grad_out, q, k, v, out)
         _write_gradients(given, softmax_lse, (dq, dk, dv), causal=is_causal, scale=softmax_scale)
         return torch.empty(0)
 
