@@ -1,6 +1,7 @@
 """Attention of chunks by pieces: that the pieces cover what is seen, their merging, their sums."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from torch import Tensor
 from megatron_ampipe.runtime.attention import KERNELS, exact
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import PieceKernel, PieceOutput, _merge
+from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceKernel, PieceOutput, _merge
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from tests.plain_pieces import PLAIN_KERNELS
+from tests.plain_pieces import PLAIN_KERNELS, PlainPieces
 
 MERGED = {"cpu-flash": KERNELS["cpu-flash"], **PLAIN_KERNELS}
 
@@ -112,7 +113,7 @@ def test_16_bit_outputs_are_merged_in_32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("kernel", MERGED)
-def test_16_bit_gradients_of_pieces_are_summed_in_32(kernel: str) -> None:
+def test_16_bit_tensors_are_attended_to_within_their_precision(kernel: str) -> None:
     """Within a few roundings of bf16, 2**-8 each, of what fp64 makes of the same tensors."""
     torch.manual_seed(2)
     spans = LAYOUTS["later"]
@@ -131,6 +132,27 @@ def test_16_bit_gradients_of_pieces_are_summed_in_32(kernel: str) -> None:
     for a, b in pairs:
         assert a.dtype == torch.bfloat16
         assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
+
+
+class ManyPieces(PlainPieces):
+    """A piece for every key before the span; each gives the query a gradient of one."""
+
+    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
+        own = Piece(0, span.length, span.global_start, span.global_end, causal=True)
+        return own, *(Piece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start))
+
+    def backward(self, gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        _, *of_keys = super().backward(gradient, query, *rest, **more)
+        return torch.ones_like(query), *of_keys
+
+
+def test_gradients_of_16_bit_queries_are_summed_in_32() -> None:
+    spans = (Span(0, 2, 299),)
+    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
+    found = MergedAttention(ManyPieces(bottom_right=False))(*tensors, spans=spans, scale=0.3)
+    (of_query, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
+    # bf16 would have stopped at 256.
+    assert bool((of_query == 300).all())
 
 
 @pytest.mark.parametrize("seed", range(20))
