@@ -30,6 +30,8 @@ SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first that builds a GPT model from a configuration, which megatron_ampipe.pretrain_gpt rests on."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
+FLASH_ATTN_PIECES = "2.7"
+"""The first whose inner functions have the form in which we call them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +309,64 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
     On a GPU apex brings the kernel, elsewhere the host platform does. Imports nothing.
     """
     return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+@cache
+def has_flash_attn_pieces() -> bool:
+    """Whether flash-attn is there and its inner functions have the form in which we call them."""
+    found = installed_version("flash-attn")
+    return found is not None and found >= Version(FLASH_ATTN_PIECES)
+
+
+@cache
+def has_flash_attn_3() -> bool:
+    """Whether flash-attn-3 is there and its operators take the arguments that we give. Imports it."""
+    if importlib.util.find_spec("flash_attn_3") is None:
+        return False
+    import torch
+
+    try:
+        importlib.import_module("flash_attn_3._C")
+        schemas = [getattr(torch.ops.flash_attn_3, name).default._schema for name in ("fwd", "bwd")]
+    except (ImportError, AttributeError):
+        return False
+    given = (
+        {"softmax_scale", "is_causal", "num_splits"},
+        {"dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"},
+    )
+    return all(
+        names <= {argument.name for argument in schema.arguments}
+        for names, schema in zip(given, schemas, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What decides which attention kernels can run on the current device.
+
+    Attributes:
+        capability: CUDA's compute capability, such as (9, 0); (0, 0) for AMD's devices.
+        cudnn: Version as torch counts it, 91501 for 9.15.1; 0 without.
+        torch_flash: Whether torch was built with its FlashAttention.
+        deterministic: Whether torch has been told to use deterministic algorithms alone.
+    """
+
+    capability: tuple[int, int]
+    cudnn: int
+    torch_flash: bool
+    deterministic: bool
+
+
+def current_gpu() -> Gpu:
+    """The device that torch computes on."""
+    import torch
+
+    return Gpu(
+        capability=(0, 0) if torch.version.hip else torch.cuda.get_device_capability(),
+        cudnn=torch.backends.cudnn.version() or 0,
+        torch_flash=torch.backends.cuda.is_flash_attention_available(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 @cache

@@ -11,10 +11,9 @@ from pathlib import Path
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
-from megatron_ampipe.plan.rows import even_chunks
 from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies
+from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies, even_chunks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"

@@ -21,8 +21,8 @@ from megatron_ampipe.launch.planned import planner_of, read_pipeline
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import candidates
-from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.kernels import choose_kernel, describe_kernel
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
@@ -82,7 +82,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
     rows = [
         megatron,
         *_choose(args, context, layout),
-        ("attention", _attention_kernel(args, on_gpu=on_gpu)),
+        _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
     ]
@@ -123,16 +123,19 @@ def _choose(
     ]
 
 
-def _attention_kernel(args: argparse.Namespace, *, on_gpu: bool) -> str:
-    return kernel_name(
+def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:
+    """The kernel of the layers, and why it is not a better one."""
+    choice = choose_kernel(
         local=args.transformer_impl == "local",
         on_gpu=on_gpu,
         dtype=args.params_dtype,
+        head_size=args.kv_channels,
         context_parallel=args.context_parallel_size > 1,
         latent=args.multi_latent_attention,
         dropout=args.attention_dropout > 0,
         window=args.window_size is not None,
     )
+    return "attention", describe_kernel(choice.name), choice.reason
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:

@@ -12,11 +12,13 @@ from megatron_ampipe import compat
 from megatron_ampipe.launch.host import Adjustment
 
 
-def print_startup_table(rows: Sequence[tuple[str, str]], adjustments: Sequence[Adjustment]) -> None:
+def print_startup_table(
+    rows: Sequence[tuple[str, str] | tuple[str, str, str]], adjustments: Sequence[Adjustment]
+) -> None:
     """Print, on rank 0 only, what this run does and what was adjusted.
 
     Args:
-        rows: Name and value of every setting.
+        rows: Name and value of every setting, and the reason where there is one to give.
         adjustments: Flags that were added to the command line, each with its reason.
     """
     if int(os.environ.get("RANK", "0")) != 0:
@@ -25,8 +27,8 @@ def print_startup_table(rows: Sequence[tuple[str, str]], adjustments: Sequence[A
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("why", overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value, "")
+    for row in rows:
+        table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
     for piece, reason in compat.missing_pieces():

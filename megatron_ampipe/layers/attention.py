@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.layers.kernels import choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -194,49 +195,16 @@ def _scale(attention: Attention) -> float:
     return float(core.softmax_scale * again)
 
 
-def kernel_name(
-    *,
-    local: bool,
-    on_gpu: bool,
-    dtype: torch.dtype,
-    context_parallel: bool = False,
-    latent: bool = False,
-    dropout: bool = False,
-    window: bool = False,
-) -> str:
-    """Which kernel attends to the chunks of a layer: ``te`` or one of ``runtime.attention.KERNELS``.
-
-    A layer built with Transformer Engine keeps it, unless context parallelism would start TE's own
-    exchange of keys and values. A local layer, whose own kernel holds the scores of the whole sequence,
-    gets the leanest kernel there is that computes the same function.
-
-    Args:
-        local: The layer is made of Megatron's local modules rather than Transformer Engine's.
-        on_gpu: Where it runs.
-        dtype: Of its parameters.
-        context_parallel: The sequence is spread over ranks.
-        latent: Values may have another head size than keys.
-        dropout: Attention weights are dropped.
-        window: Attention sees a sliding window.
-    """
-    if not local and not context_parallel:
-        return "te"
-    if not on_gpu:
-        plain = not (latent or dropout or window)
-        return "cpu-flash" if plain and compat.has_cpu_flash() else "sdpa"
-    sixteen_bit = dtype in (torch.float16, torch.bfloat16)
-    return "flash-attn" if compat.has_flash_attn() and sixteen_bit and not latent else "sdpa"
-
-
 def kernel_of(attention: Attention, *, on_gpu: bool) -> str:
-    """:func:`kernel_name` of a built layer."""
+    """The name of the kernel for a built layer; see :func:`choose_kernel`."""
     config = attention.config
-    return kernel_name(
+    return choose_kernel(
         local=isinstance(attention.core_attention, DotProductAttention),
         on_gpu=on_gpu,
         dtype=config.params_dtype,
+        head_size=config.kv_channels,
         context_parallel=config.context_parallel_size > 1,
         latent=isinstance(attention, MultiLatentAttention),
         dropout=config.attention_dropout > 0,
         window=config.window_size is not None,
-    )
+    ).name

@@ -16,7 +16,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.records import read_record, refuse, write_record
 from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
-from megatron_ampipe.schedule import Pipeline, Schedule, build, from_text, to_text
+from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
 HELPS = 1.01
@@ -86,7 +86,10 @@ class Plan:
         Args:
             rows: Of the residual stream of one rank.
         """
-        equal = (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6
+        even = even_chunks(rows, len(self.shares))
+        equal = (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6 or all(
+            abs(share * rows - length) < 0.5 for share, length in zip(self.shares, even, strict=True)
+        )
         forward, backward = self.forward_degree, self.backward_degree
         return Pipeline(
             degree=forward,

@@ -27,12 +27,6 @@ class Rows:
     merged: int
 
 
-def even_chunks(rows: int, degree: int) -> tuple[int, ...]:
-    """Lengths of chunks that differ by at most one row, longer ones first, as ``schedule.chunk_sequence``."""
-    base, extra = divmod(rows, degree)
-    return tuple(base + (index < extra) for index in range(degree))
-
-
 def chunk_rows(workload: Workload, lengths: Sequence[int]) -> tuple[Rows, ...]:
     """What the attention of each chunk sees.
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.order import improve_order
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.rows import even_chunks
-from megatron_ampipe.schedule import Direction, Schedule, build, check
+from megatron_ampipe.schedule import Direction, Schedule, build, check, even_chunks, row_unit
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
 """The numbers of chunks that are tried: those with many divisors, as one degree has to divide the other."""
@@ -23,8 +22,6 @@ NAMED = ("ampipe", "moe-only")
 """The named schedules that hide something, the more usual one first: it wins a tie."""
 SUFFERED = 2
 """So many larger degrees in a row may be slower before the search ends."""
-MIN_ROWS_STEP = 64
-"""Chunks of GPU length end at multiples of this, because kernels work on tiles."""
 CHUNK_EVALUATIONS = 1200
 """Trials of other lengths, times the chunks: a bound on the time of a search."""
 SHORTEST = 4
@@ -94,7 +91,8 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
         start: Where to begin; returned where nothing is better.
     """
     rows, count = predictor.workload.rows, len(start.lengths)
-    unit = MIN_ROWS_STEP if rows >= 4 * count * MIN_ROWS_STEP else 1
+    # What is found must be what runs: chunks of a run end on these rows too.
+    unit = row_unit(rows, count)
     shortest = max(1, rows // (SHORTEST * count))
     best, evaluations = start, 0
     step = max(unit, rows // (2 * count) // unit * unit)
@@ -205,9 +203,10 @@ def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -
 
 
 def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:
-    """Lengths that shrink or grow by a ratio from chunk to chunk."""
+    """Lengths that shrink or grow by a ratio from chunk to chunk; ends, but for the last, on whole units."""
     weights = [ratio**index for index in range(count)]
     lengths = [max(unit, round(rows * weight / sum(weights) / unit) * unit) for weight in weights]
     longest = lengths.index(max(lengths))
-    lengths[longest] += rows - sum(lengths)
+    lengths[longest] += rows // unit * unit - sum(lengths)
+    lengths[-1] += rows % unit
     return tuple(lengths)

@@ -17,11 +17,15 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_ampipe.runtime.cpu_flash import cpu_flash
+from megatron_ampipe.runtime.cpu_flash import CpuFlash
+from megatron_ampipe.runtime.flash_attn_packages import FlashAttn2, FlashAttn3, flash_attn
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.merged import MergedAttention
 from megatron_ampipe.runtime.rows import join_spans, repeat_heads, split_spans
+from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule.chunks import Span
 
 
@@ -117,7 +121,7 @@ def sdpa(
     return _each_span(attend, query, key, value, spans=spans, window=window)
 
 
-def flash_attn(
+def sdpa_efficient(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,22 +132,14 @@ def flash_attn(
     window: int | None = None,
     sums: KeyValueSums | None = None,
 ) -> Tensor:
-    """The flash-attn package, 2.1 or later (causal is bottom-right from there on)."""
-    from flash_attn import flash_attn_func
+    """:func:`sdpa` on a GPU by torch's memory-efficient kernel alone, whatever the shapes and the dtype.
 
-    outputs = []
-    for rows, span in split_spans(query, spans):
-        output = flash_attn_func(
-            rows.transpose(0, 1),
-            key[: span.global_end].transpose(0, 1),
-            value[: span.global_end].transpose(0, 1),
-            dropout_p=dropout,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(-1, -1) if window is None else (window, 0),
-        )
-        outputs.append(output.transpose(0, 1))
-    return join_spans(outputs)
+    For comparisons: by itself torch may choose another kernel for a chunk than for the whole sequence.
+    Shared heads are repeated, because this kernel has no grouped ones in older versions of torch.
+    """
+    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return sdpa(query, key, value, spans=spans, scale=scale, dropout=dropout, window=window)
 
 
 def _each_span(
@@ -174,6 +170,15 @@ def _visible(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
 KERNELS: dict[str, AttentionKernel] = {
     "exact": exact,
     "sdpa": sdpa,
+    "sdpa-efficient": sdpa_efficient,
+    "cpu-flash": MergedAttention(CpuFlash()),
+    "cudnn": MergedAttention(Cudnn()),
+    "torch-flash-2": MergedAttention(TorchFlash2()),
     "flash-attn": flash_attn,
-    "cpu-flash": cpu_flash,
+    "flash-attn-2": MergedAttention(FlashAttn2()),
+    "flash-attn-3": MergedAttention(FlashAttn3()),
 }
+"""By the name that start-up table and benchmarks give them: which backend runs, for every chunk the same.
+
+But for ``sdpa``, which leaves the choice to torch.
+"""

@@ -2,7 +2,14 @@
 
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
-from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, Span, chunk_sequence
+from megatron_ampipe.schedule.chunks import (
+    Chunk,
+    SequenceLayout,
+    Span,
+    chunk_sequence,
+    even_chunks,
+    row_unit,
+)
 from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.pipeline import Pipeline
@@ -25,9 +32,11 @@ __all__ = [
     "check",
     "chunk_sequence",
     "dependencies",
+    "even_chunks",
     "from_text",
     "issue_order",
     "restrict",
+    "row_unit",
     "stream_of",
     "to_text",
 ]

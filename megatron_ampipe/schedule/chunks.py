@@ -14,6 +14,11 @@ from dataclasses import dataclass
 
 from megatron_ampipe.errors import BadInput
 
+TILE_ROWS = 128
+"""Rows of a tile of the attention kernels of GPUs, which compute the rest of one for nothing."""
+ALIGNED_TILES = 4
+"""Chunks end on whole tiles where the shortest of them has so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -125,7 +130,10 @@ def chunk_sequence(
 ) -> tuple[Chunk, ...]:
     """Cut a sequence into ``degree`` chunks.
 
-    Without shares their lengths differ by at most one row, longer ones first.
+    Without shares their lengths differ by at most one row, longer ones first. Where a rank has
+    :data:`ALIGNED_TILES` tiles of :data:`TILE_ROWS` rows or more for every chunk, chunks end on whole tiles:
+    lengths then differ by at most one tile, and what is left over belongs to the last chunk. With shares,
+    ends go to the nearest tile where every chunk has so many tiles, else to the nearest row.
 
     A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
     scatters a chunk's rows evenly over those ranks and must hand each the rows it owns.
@@ -133,7 +141,7 @@ def chunk_sequence(
     Args:
         sequence_length: Rows of the whole sequence.
         degree: Number of chunks.
-        shares: Of the sequence, one for each chunk, with a sum of 1; ends of chunks go to the nearest row.
+        shares: Of the sequence, one for each chunk, with a sum of 1.
         layout: What this rank holds; the whole sequence if None.
         flag: Where the shares stood, for the error.
 
@@ -175,14 +183,31 @@ def chunk_sequence(
     return tuple(chunks)
 
 
-def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: str) -> list[int]:
+def row_unit(num_rows: int, degree: int) -> int:
+    """Ends of chunks go to multiples of this many rows of a rank.
+
+    :data:`TILE_ROWS` where a chunk has :data:`ALIGNED_TILES` tiles or more, else 1. So chunks that were
+    equal differ by a quarter at most, and short sequences are cut as evenly as can be.
+    """
+    return TILE_ROWS if num_rows // TILE_ROWS // degree >= ALIGNED_TILES else 1
+
+
+def even_chunks(num_rows: int, degree: int) -> tuple[int, ...]:
+    """Rows of each of ``degree`` chunks without shares; see :func:`chunk_sequence`."""
+    unit = row_unit(num_rows, degree)
+    units, rest = divmod(num_rows, unit)
+    base, extra = divmod(units, degree)
+    lengths = [unit * (base + (index < extra)) for index in range(degree)]
+    lengths[-1] += rest
+    return tuple(lengths)
+
+
+def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: str) -> tuple[int, ...]:
     """Rows of each chunk."""
     if shares is None:
-        base, extra = divmod(num_rows, degree)
-        return [base + (index < extra) for index in range(degree)]
+        return even_chunks(num_rows, degree)
     assert len(shares) == degree
-    ends = [math.floor(share * num_rows + 0.5) for share in itertools.accumulate(shares)]
-    lengths = [end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows])]
+    lengths = _nearest(num_rows, shares, unit=1)
     shortest = min(lengths)
     if shortest < 1:
         raise BadInput(
@@ -191,4 +216,12 @@ def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: s
             rule=f"chunk {lengths.index(shortest)} would have no row of the {num_rows} that one rank holds",
             remedy=f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}.",
         )
-    return lengths
+    if shortest < ALIGNED_TILES * TILE_ROWS:
+        return lengths
+    return _nearest(num_rows, shares, unit=TILE_ROWS)
+
+
+def _nearest(num_rows: int, shares: Sequence[float], *, unit: int) -> tuple[int, ...]:
+    """Lengths of chunks whose ends, but for the last, are the multiples of a unit next to the shares."""
+    ends = [unit * math.floor(share * num_rows / unit + 0.5) for share in itertools.accumulate(shares)]
+    return tuple(end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows]))

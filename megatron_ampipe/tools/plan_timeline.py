@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.rows import even_chunks
 from megatron_ampipe.schedule import Pipeline
 from megatron_ampipe.timeline import PREDICTED, Timeline
 
@@ -67,9 +66,7 @@ def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str)
             rule=f"is more chunks than the {rows} rows that a rank holds",
             remedy=f"Use --trace-of {rows} or less.",
         )
-    lengths = even_chunks(rows, pipeline.num_chunks)
-    if pipeline.shares is not None:
-        lengths = tuple(round(share * rows) for share in pipeline.shares)
+    lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
     schedule = pipeline.schedule_of(predictor.workload.features)
     return predictor.timeline(schedule, lengths, labels={PREDICTED: source, **pipeline.labels})
 

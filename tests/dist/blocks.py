@@ -15,12 +15,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from tests.dist import logged_losses
 from tests.dist.cases import Case
+from tests.plain_pieces import PLAIN_KERNELS
 
+KERNELS.update(PLAIN_KERNELS)
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
 HIDDEN = 32

@@ -58,6 +58,18 @@ PARITY = [
         Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, model={"num_query_groups": 2})
         for kernel in ("exact", "sdpa", "cpu-flash")
     ),
+    # The pieces that GPUs compute, by their definition: own and earlier keys, or both at once.
+    *(
+        Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, rope=True, model={"num_query_groups": 2})
+        for kernel in ("plain-pieces", "plain-bottom-right")
+    ),
+    Case(
+        "kernel-plain-pieces-odd-recompute",
+        kernel="plain-pieces",
+        degree=3,
+        sequence_length=31,
+        model={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ),
     *(
         Case(f"top{topk}-{name}", model={"moe_router_topk": topk, **losses})
         for topk in (1, 2)
@@ -190,6 +202,8 @@ PARALLEL = [
     ),
     Case("tp-cpu-flash", parallel=TP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
     Case("cp-cpu-flash", parallel=CP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
+    Case("tp-plain-pieces", parallel=TP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
+    Case("cp-plain-pieces", parallel=CP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
     Case("tp-odd", parallel=TP, degree=3, sequence_length=26, batch=3, model=LARGE),
     Case("cp-odd", parallel=CP, degree=3, sequence_length=28, batch=3, model=LARGE),
     Case("tp-capacity", parallel=TP, model=TIGHT | AUX, batch=3),

@@ -1,48 +1,158 @@
-"""Attention of chunks on the CPU: its parts, its sums, and that it is what the definition says."""
+"""Attention of chunks by pieces: that the pieces cover what is seen, their merging, their sums."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention import exact
-from megatron_ampipe.runtime.cpu_flash import _parts_of, cpu_flash
+from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.schedule import Span
+from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceKernel, PieceOutput, _merge
+from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
+from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
+from tests.plain_pieces import PLAIN_KERNELS, PlainPieces
+
+MERGED = {"cpu-flash": KERNELS["cpu-flash"], **PLAIN_KERNELS}
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "kernel", [CpuFlash(), Cudnn(), TorchFlash2()], ids=lambda kernel: type(kernel).__name__
+)
 @pytest.mark.parametrize(("length", "start"), [(1, 0), (128, 0), (129, 7), (300, 0), (512, 512), (700, 1)])
-def test_parts_cover_what_a_query_sees_exactly_once(length: int, start: int) -> None:
+def test_pieces_cover_what_a_query_sees_exactly_once(
+    length: int, start: int, kernel: PieceKernel, backward: bool
+) -> None:
     seen = torch.zeros(length, start + length, dtype=torch.int)
-    for part in _parts_of(Span(0, length, start)):
-        rows = slice(part.first_row, part.last_row)
-        keys = slice(part.first_key, part.last_key)
-        shape = seen[rows, keys].shape
-        seen[rows, keys] += torch.ones(shape, dtype=torch.int).tril() if part.causal else 1
+    begun = torch.zeros(length, dtype=torch.bool)
+    for piece in kernel.pieces(Span(0, length, start), backward=backward):
+        rows = slice(piece.first_row, piece.last_row)
+        part = seen[rows, piece.first_key : piece.last_key]
+        offset = part.shape[1] - part.shape[0]
+        part += torch.ones_like(part).tril(offset) if piece.causal else 1
+        # The causal piece of a row comes first, and is its only one.
+        assert bool((begun[rows] != piece.causal).all())
+        begun[rows] = True
     assert torch.equal(seen, torch.ones_like(seen).tril(start))
 
 
+LAYOUTS = {
+    "first": (Span(0, 137, 0),),
+    "later": (Span(0, 61, 140),),
+    "one row": (Span(0, 1, 5),),
+    "tensor parallel": chunk_sequence(520, degree=2, layout=SequenceLayout(tensor_ranks=2))[1].queries,
+    "context parallel": chunk_sequence(520, degree=3, layout=SequenceLayout(context_ranks=2, context_rank=1))[
+        1
+    ].queries,
+    "both": chunk_sequence(
+        528, degree=3, layout=SequenceLayout(tensor_ranks=2, tensor_rank=1, context_ranks=2)
+    )[0].queries,
+}
+
+
+def inputs(spans: tuple[Span, ...], *, groups: int, more_keys: int = 9) -> list[Tensor]:
+    """Query, key, value: in fp64, and with more keys than the spans see."""
+    num_keys = max(span.global_end for span in spans) + more_keys
+    num_rows = sum(span.length for span in spans)
+    shapes = ((num_rows, 2, 4, 16), (num_keys, 2, groups, 16), (num_keys, 2, groups, 16))
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("kernel", MERGED)
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_the_cpu_kernel_computes_the_definition(groups: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_merged_pieces_are_the_definition(layout: str, groups: int, kernel: str) -> None:
     torch.manual_seed(groups)
-    spans = (Span(0, 300, 200), Span(300, 140, 600))
-    query, key, value = (torch.randn(n, 2, heads, 16).double().requires_grad_()
-                         for n, heads in ((440, 4), (740, groups), (740, groups)))  # fmt: skip
-    expected = exact(query, key, value, spans=spans, scale=0.3)
+    spans = LAYOUTS[layout]
+    tensors = inputs(spans, groups=groups)
+    _, key, value = tensors
+    expected = exact(*tensors, spans=spans, scale=0.3)
     gradient = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, (query, key, value), gradient)
-    found = cpu_flash(query, key, value, spans=spans, scale=0.3)
+    wanted = torch.autograd.grad(expected, tensors, gradient)
+    found = MERGED[kernel](*tensors, spans=spans, scale=0.3)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    for a, b in zip(torch.autograd.grad(found, (query, key, value), gradient), wanted, strict=True):
+    for a, b in zip(torch.autograd.grad(found, tensors, gradient), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     # The same with the gradients of keys and values added to sums.
     sums = KeyValueSums(key, value)
-    found = cpu_flash(query, key, value, spans=spans, scale=0.3, sums=sums)
-    of_query, *of_keys = torch.autograd.grad(found, (query, key, value), gradient, allow_unused=True)
+    found = MERGED[kernel](*tensors, spans=spans, scale=0.3, sums=sums)
+    of_query, *of_keys = torch.autograd.grad(found, tensors, gradient, allow_unused=True)
     assert of_keys == [None, None]
     for a, b in zip((of_query, *sums.totals()), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", MERGED)
+def test_the_whole_sequence_is_a_chunk_too(kernel: str) -> None:
+    """As the stock layer of a benchmark calls it."""
+    whole = (Span(0, 150, 0),)
+    tensors = inputs(whole, groups=2, more_keys=0)
+    expected, found = (attend(*tensors, spans=whole, scale=0.3) for attend in (exact, MERGED[kernel]))
+    gradient = torch.randn_like(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    wanted, got = (torch.autograd.grad(output, tensors, gradient) for output in (expected, found))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_16_bit_outputs_are_merged_in_32_and_rounded_once() -> None:
+    torch.manual_seed(1)
+    parts = [
+        PieceOutput(torch.randn(64, 2, 4, 16, dtype=torch.bfloat16), torch.randn(2, 4, 64)) for _ in range(2)
+    ]
+    output, lse = _merge(parts)
+    precise, total = _merge([PieceOutput(part.output.double(), part.lse.double()) for part in parts])
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(lse.double(), total)
+    # Here and there fp32 lies on the other side of a middle between two values.
+    equal = output == precise.to(torch.bfloat16)
+    assert equal.float().mean() > 0.999
+
+
+@pytest.mark.parametrize("kernel", MERGED)
+def test_16_bit_tensors_are_attended_to_within_their_precision(kernel: str) -> None:
+    """Within a few roundings of bf16, 2**-8 each, of what fp64 makes of the same tensors."""
+    torch.manual_seed(2)
+    spans = LAYOUTS["later"]
+    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
+    precise = [x.detach().double().requires_grad_() for x in tensors]
+    expected, found = (
+        exact(*precise, spans=spans, scale=0.3),
+        MERGED[kernel](*tensors, spans=spans, scale=0.3),
+    )
+    gradient = torch.randn_like(found)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, tensors, gradient)),
+        (expected, *torch.autograd.grad(expected, precise, gradient.double())),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert a.dtype == torch.bfloat16
+        assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
+
+
+class ManyPieces(PlainPieces):
+    """A piece for every key before the span; each gives the query a gradient of one."""
+
+    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
+        own = Piece(0, span.length, span.global_start, span.global_end, causal=True)
+        return own, *(Piece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start))
+
+    def backward(self, gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        _, *of_keys = super().backward(gradient, query, *rest, **more)
+        return torch.ones_like(query), *of_keys
+
+
+def test_gradients_of_16_bit_queries_are_summed_in_32() -> None:
+    spans = (Span(0, 2, 299),)
+    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
+    found = MergedAttention(ManyPieces(bottom_right=False))(*tensors, spans=spans, scale=0.3)
+    (of_query, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
+    # bf16 would have stopped at 256.
+    assert bool((of_query == 300).all())
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -439,6 +439,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "needs": needs,
         "difference": difference,
         "kernel": "sdpa",
+        "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
     }
 

@@ -1,5 +1,6 @@
 """Where sequences are cut."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.config import parse_shares
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, Span, chunk_sequence
+from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, Span, chunk_sequence, even_chunks
 
 
 @given(st.integers(1, 300), st.data())
@@ -28,6 +29,55 @@ def test_chunks_cover_the_sequence_evenly_and_in_order(length: int, data: st.Dat
 
 def test_the_last_chunk_is_shorter_where_the_degree_does_not_divide() -> None:
     assert [chunk.hidden[0].length for chunk in chunk_sequence(10, degree=4)] == [3, 3, 2, 2]
+
+
+def lengths(chunks: tuple[Chunk, ...]) -> list[int]:
+    return [sum(span.length for span in chunk.hidden) for chunk in chunks]
+
+
+@given(st.integers(1, 60_000), st.integers(1, 32))
+def test_long_chunks_end_on_whole_tiles_and_differ_by_a_quarter_at_most(rows: int, degree: int) -> None:
+    degree = min(degree, rows)
+    found = even_chunks(rows, degree)
+    assert len(found) == degree and sum(found) == rows and min(found) > 0
+    if rows // degree >= 4 * 128:
+        ends = list(itertools.accumulate(found))[:-1]
+        assert [end for end in ends if end % 128] == []
+        assert max(found) - min(found) <= 128 <= min(found) / 4
+    else:
+        assert max(found) - min(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "degree", "expected"),
+    [
+        (4096, 4, [1024] * 4),
+        (4096, 3, [1408, 1408, 1280]),
+        (4100, 3, [1408, 1408, 1284]),
+        (2048, 4, [512] * 4),
+        # Less than four tiles each: as even as can be.
+        (2047, 4, [512, 512, 512, 511]),
+        (4096, 12, [342] * 4 + [341] * 8),
+    ],
+)
+def test_where_chunks_end_by_hand(rows: int, degree: int, expected: list[int]) -> None:
+    assert lengths(chunk_sequence(rows, degree=degree)) == expected
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+@pytest.mark.parametrize("context_ranks", [1, 2])
+def test_tiles_are_of_the_rows_of_a_rank(tensor_ranks: int, context_ranks: int) -> None:
+    layout = SequenceLayout(tensor_ranks=tensor_ranks, context_ranks=context_ranks)
+    chunks = chunk_sequence(2048 * tensor_ranks * context_ranks, degree=3, layout=layout)
+    assert lengths(chunks) == [768, 640, 640]
+    for chunk in chunks:
+        assert [span.global_start % 128 for span in chunk.queries] == [0] * len(chunk.queries)
+
+
+def test_shares_go_to_the_nearest_tile_where_every_chunk_has_four() -> None:
+    assert lengths(chunk_sequence(4096, degree=3, shares=(0.3, 0.3, 0.4))) == [1280, 1152, 1664]
+    assert lengths(chunk_sequence(4100, degree=2, shares=(0.5, 0.5))) == [2048, 2052]
+    assert lengths(chunk_sequence(4096, degree=2, shares=(0.9, 0.1))) == [3686, 410]
 
 
 def test_a_chunk_sees_all_earlier_keys_and_its_own() -> None:

@@ -11,8 +11,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Transfer
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.rows import chunk_rows, even_chunks
-from megatron_ampipe.schedule import Kind, SequenceLayout, Stage, chunk_sequence
+from megatron_ampipe.plan.rows import chunk_rows
+from megatron_ampipe.schedule import Kind, SequenceLayout, Stage, chunk_sequence, even_chunks
 from tests.plan_cases import NONE, cluster, workload
 
 

@@ -15,6 +15,7 @@ from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
+from megatron_ampipe.plan.plan import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
 from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degree, full_plan, improve_chunks
@@ -185,6 +186,19 @@ def test_unequal_chunks_are_improved_step_by_step() -> None:
     found = improve_chunks(predictor, start)
     assert found.schedule == start.schedule
     assert found.total_us < start.total_us
+
+
+@pytest.mark.parametrize("rows", [24576, 10000, 2600, 900])
+@pytest.mark.parametrize("degree", [3, 4])
+def test_what_is_planned_is_what_runs(rows: int, degree: int) -> None:
+    """Chunks of a run end where those of the prediction do: equal ones, and found ones by their shares."""
+    predictor = Predictor(workload(sequence_length=rows), hosted(cluster()))
+    (start,) = (one for one in candidates(predictor, [degree]) if one.schedule.name == "ampipe")
+    for planned in (start, improve_chunks(predictor, start)):
+        pipeline = plan_of(predictor, planned, degrees=(degree,)).pipeline(rows=rows)
+        assert (pipeline.shares is None) == (planned is start)
+        run = [chunk.hidden[0].length for chunk in pipeline.chunks(rows)]
+        assert run == list(planned.lengths)
 
 
 def test_every_rank_finds_the_same_plan() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.rows import even_chunks
 from megatron_ampipe.plan.simulate import compile_named, compile_program, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -20,6 +19,7 @@ from megatron_ampipe.schedule import (
     Stage,
     build,
     dependencies,
+    even_chunks,
 )
 from tests.plan_cases import cluster, hosted, workload
 

@@ -13,8 +13,7 @@ from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import read_cluster, write_cluster
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.rows import even_chunks
-from megatron_ampipe.schedule import Direction, build
+from megatron_ampipe.schedule import Direction, build, even_chunks
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.prediction import predict
 from megatron_ampipe.tools.profiling.assemble import assemble

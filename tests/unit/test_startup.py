@@ -38,6 +38,14 @@ def test_one_that_is_too_old_is_called_so(
     assert "2.0.9 is older than 2.1" in line
 
 
+def test_a_setting_has_its_reason_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_startup_table([("degree", "4"), ("attention", "cudnn", "flash-attn-3: not installed")], [])
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if "attention" in line and "cudnn" in line
+    ]
+    assert "flash-attn-3: not installed" in line
+
+
 def test_what_is_there_has_no_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

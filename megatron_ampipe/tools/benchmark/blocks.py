@@ -1,7 +1,8 @@
 """Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
 
 All of them attend with one kernel of :mod:`megatron_ampipe.runtime.attention`: Megatron's layer gets a core
-attention module that calls it on the whole sequence, so that no variant gains by a better kernel. And all
+attention module that calls it on the whole sequence, so that no variant gains by a better kernel. It is one
+that runs the same backend for every shape (:func:`~megatron_ampipe.layers.kernels.pinned_kernel`). And all
 hold the very same ``Parameter`` objects. Called by :mod:`.passes`.
 """
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.kernels import pinned_kernel
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.executors import Executor
@@ -61,7 +62,9 @@ class BlockFactory:
     def __init__(self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int) -> None:
         self._on_cuda = on_cuda
         self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
-        self.kernel = kernel_name(local=True, on_gpu=on_cuda, dtype=DTYPES[case.dtype])
+        self.kernel = pinned_kernel(
+            on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
+        )
         self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
         attention = self._spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})

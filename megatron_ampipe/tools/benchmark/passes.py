@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
+from megatron_ampipe.layers.kernels import describe_kernel
 from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Job, Variant
@@ -47,7 +48,8 @@ def measure(
         ``samples_s``: by variant, seconds of every repeat; ``processor_s``: by variant, seconds that
         processors worked in it, None on CUDA; ``stages``: by variant (None where the layer is
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
-        ``difference`` by variant; ``kernel``; ``fused_gradients``, whether linear layers add their weights'
+        ``difference`` by variant; ``kernel`` of attention, the same for all variants, and ``attention``,
+        which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
 
     Raises:
@@ -93,6 +95,7 @@ def measure(
         "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
         "difference": difference,
         "kernel": factory.kernel,
+        "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
     }
 

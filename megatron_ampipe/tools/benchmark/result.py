@@ -114,6 +114,7 @@ def case_result(
         "stock_processor_ms_by_rank": worked and worked[0],
         "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
+        "attention": reports[0]["attention"],
         "fused_gradients": reports[0]["fused_gradients"],
         "block": asdict(case),
         "possible_speedup": possible_speedup(stock_ms, rows),

@@ -61,7 +61,7 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_ampipe.layers.attention import kernel_name
+    from megatron_ampipe.layers.kernels import choose_kernel
     from megatron_ampipe.runtime.executors import calm_event_loops
     from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
 
@@ -76,7 +76,7 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
                 Attention.calm = True
             return super().forward(*inputs, **more)
 
-    kernel = kernel_name(local=True, on_gpu=False, dtype=DTYPES[dtype])
+    kernel = choose_kernel(local=True, on_gpu=False, dtype=DTYPES[dtype]).name
     spec = ModuleSpec(module=Attention, params={"kernel": kernel})
     LocalSpecProvider.core_attention = lambda self: spec
 

@@ -27,8 +27,7 @@ from megatron_ampipe.plan.cluster import (
     Transfer,
 )
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.plan.rows import even_chunks
-from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule import Direction, even_chunks
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, nearest_line
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers

@@ -1,0 +1,139 @@
+"""Every attention kernel that this device has, against the definition, and which backend it ran.
+
+In bf16 against fp64 of the same inputs: whole sequences and later chunks, even and odd lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_ampipe import compat
+from megatron_ampipe.layers.kernels import BY_SPEED, choose_kernel
+from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
+
+pytestmark = pytest.mark.gpu
+
+BOUND = 2**-6
+"""Relative to the largest value: a few roundings of bf16 (2**-8 each)."""
+MARKS = {
+    "flash-attn-3": "FlashAttnFwdSm90",
+    "cudnn": "cudnn",
+    "flash-attn-2": "flash_fwd",
+    "torch-flash-2": "flash_fwd",
+    "flash-attn": "flash_fwd",
+    "sdpa-efficient": "fmha_cutlass",
+}
+"""By kernel, what the names of its backend hold on the device."""
+LATER = (Span(0, 1024, 3072),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Spans of a chunk, and sizes of the tensors."""
+
+    name: str
+    spans: tuple[Span, ...]
+    head_size: int = 128
+    heads: int = 8
+    groups: int = 2
+    batch: int = 1
+
+    @property
+    def num_keys(self) -> int:
+        return max(span.global_end for span in self.spans)
+
+
+SIZES = [
+    Sizes("whole", (Span(0, 2048, 0),)),
+    Sizes("later chunk", LATER),
+    Sizes("later chunk, one head each", LATER, groups=8, head_size=64, batch=2),
+    Sizes("odd", (Span(0, 333, 501),), batch=3),
+    Sizes("a few rows", (Span(0, 2, 700),)),
+    Sizes(
+        "tensor parallel", chunk_sequence(2048, degree=2, layout=SequenceLayout(tensor_ranks=2))[1].queries
+    ),
+    Sizes(
+        "context parallel",
+        chunk_sequence(2052, degree=3, layout=SequenceLayout(context_ranks=2, context_rank=1))[1].queries,
+    ),
+]
+
+
+def usable(kernel: str, *, head_size: int) -> None:
+    """Skip with the reason where a kernel cannot be used."""
+    objection = None
+    if kernel in BY_SPEED:
+        objection = BY_SPEED[kernel](compat.current_gpu(), head_size)
+    elif kernel == "flash-attn" and not compat.has_flash_attn():
+        objection = "not installed"
+    if objection is not None:
+        pytest.skip(f"{kernel}: {objection}")
+
+
+def inputs(sizes: Sizes) -> list[Tensor]:
+    rows = sum(span.length for span in sizes.spans)
+    shapes = ((rows, sizes.heads), (sizes.num_keys, sizes.groups), (sizes.num_keys, sizes.groups))
+    return [
+        torch.randn(length, sizes.batch, heads, sizes.head_size, device="cuda").bfloat16().requires_grad_()
+        for length, heads in shapes
+    ]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: sizes.name)
+@pytest.mark.parametrize("kernel", [*MARKS, "sdpa"])
+def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
+    usable(kernel, head_size=sizes.head_size)
+    torch.manual_seed(1)
+    tensors = inputs(sizes)
+    precise = [x.detach().double().requires_grad_() for x in tensors]
+    scale = sizes.head_size**-0.5
+    # exact computes its softmax in fp32, which is precise enough to compare bf16 with.
+    expected = exact(*precise, spans=sizes.spans, scale=scale)
+    gradient = torch.randn_like(expected).bfloat16()
+    wanted = [expected, *torch.autograd.grad(expected, precise, gradient.double())]
+    found = KERNELS[kernel](*tensors, spans=sizes.spans, scale=scale)
+    got = [found, *torch.autograd.grad(found, tensors, gradient)]
+    sums = KeyValueSums(*tensors[1:])
+    again = KERNELS[kernel](*tensors, spans=sizes.spans, scale=scale, sums=sums)
+    of_query, *of_keys = torch.autograd.grad(again, tensors, gradient, allow_unused=True)
+    # Kernels that know sums leave nothing to autograd.
+    summed = of_keys if of_keys[0] is not None else sums.totals()
+    names = ("output", "query", "key", "value", "again", "query again", "key sum", "value sum")
+    pairs = zip(names, (*got, again, of_query, *summed), (*wanted, wanted[0], *wanted[1:]), strict=True)
+    wrong = {
+        name: float((a.double() - b).abs().max() / b.abs().max())
+        for name, a, b in pairs
+        if not bool((a.double() - b).abs().max() <= BOUND * b.abs().max())
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("kernel", MARKS)
+def test_all_chunks_run_one_backend(kernel: str) -> None:
+    usable(kernel, head_size=128)
+    ran = []
+    for sizes in SIZES[:2]:
+        tensors = inputs(sizes)
+        attend = KERNELS[kernel]
+        # cuDNN compiles at the first call of a shape.
+        for _ in range(2):
+            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+                output = attend(*tensors, spans=sizes.spans, scale=0.1)
+                torch.autograd.grad(output, tensors, torch.ones_like(output))
+                torch.cuda.synchronize()
+        names = {event.key for event in recorded.key_averages()}
+        ran.append({mark for mark in MARKS.values() if any(mark in name for name in names)})
+    assert ran == [{MARKS[kernel]}] * 2
+
+
+def test_the_kernel_that_is_chosen_can_run() -> None:
+    choice = choose_kernel(local=True, on_gpu=True, dtype=torch.bfloat16, head_size=128)
+    print(f"chosen: {choice.name} ({choice.reason})")
+    test_attention_kernel_in_bf16(choice.name, SIZES[1])

@@ -1,0 +1,342 @@
+"""The kernels for GPUs, without one: torch's own on the meta device and behind a stand-in that computes, the
+packages behind stand-ins of their documented form. What they compute on a GPU shows tests/gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.schedule import Span
+from tests import plain_pieces
+
+LATER = (Span(0, 24, 40),)
+WHOLE = (Span(0, 64, 0),)
+SEVERAL = (Span(0, 24, 16), Span(24, 8, 56))
+GPU_KERNELS = ("cudnn", "torch-flash-2", "flash-attn-2", "flash-attn-3")
+aten = torch.ops.aten
+
+
+def tensors(
+    spans: Sequence[Span], *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    rows = sum(span.length for span in spans)
+    shapes = ((rows, 2, 4, 16), (64, 2, 2, 16), (64, 2, 2, 16))
+    return [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+class Called(TorchDispatchMode):
+    """Notes the calls of torch's attention operators: name, queries, keys, causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int, int, bool]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Last arguments that have their default values are not handed on.
+        arguments = function._schema.arguments
+        named = {a.name: a.default_value for a in arguments}
+        named |= {a.name: value for a, value in zip(arguments, args, strict=False)}
+        if "scaled_dot_product" in str(function):
+            query, key = named["query"].shape[2], named["key"].shape[2]
+            self.calls.append((function.__name__.split(".")[0], query, key, named["is_causal"]))
+        return self.compute(function, named, args, kwargs or {})
+
+    def compute(
+        self, function: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return function(*args, **kwargs)
+
+
+class Computing(Called):
+    """Computes torch's attention operators by their definition.
+
+    ``lse_dimensions``: 3 or 4, how the forward operator of cuDNN gives its log-sum-exp; that differs between
+    versions of torch, and the backward one takes what the forward one gives.
+    """
+
+    def __init__(self, lse_dimensions: int) -> None:
+        super().__init__()
+        self._lse_dimensions = lse_dimensions
+        self._random = torch.tensor([3, 5]), torch.tensor(7)
+
+    def compute(
+        self, function: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        cudnn = "cudnn" in str(function)
+        if "scaled_dot_product" not in str(function):
+            return function(*args, **kwargs)
+        rows_first = [named[name].permute(2, 0, 1, 3) for name in ("query", "key", "value")]
+        causal, scale = named["is_causal"], kwargs["scale"]
+        assert named["dropout_p"] == 0.0
+        # torch lets cuDNN be causal from the top left only.
+        assert not (cudnn and causal) or len(rows_first[0]) == len(rows_first[1])
+        if "backward" not in str(function):
+            output, lse = plain_pieces.forward(*rows_first, causal=causal, scale=scale)
+            lse = lse.unsqueeze(-1) if cudnn and self._lse_dimensions == 4 else lse
+            return output.permute(1, 2, 0, 3), lse, None, None, 1, 1, *self._random, None
+        assert (named["max_q"], named["max_k"]) == (len(rows_first[0]), len(rows_first[1]))
+        assert named["philox_seed"] is self._random[0] and named["philox_offset"] is self._random[1]
+        lse = named["logsumexp"]
+        assert lse.is_contiguous() and lse.dim() == (self._lse_dimensions if cudnn else 3)
+        gradient, output = (named[name].permute(2, 0, 1, 3) for name in ("grad_out", "out"))
+        lse = lse.reshape(lse.shape[:3])
+        found = plain_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
+        return tuple(x.permute(1, 2, 0, 3) for x in found)
+
+
+FLASH_2, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spans", "pieces"),
+    [
+        ("cudnn", LATER, [(CUDNN, 24, 24, True), (CUDNN, 24, 40, False)]),
+        ("cudnn", WHOLE, [(CUDNN, 64, 64, True)]),
+        ("torch-flash-2", LATER, [(FLASH_2, 24, 64, True)]),
+        ("torch-flash-2", WHOLE, [(FLASH_2, 64, 64, True)]),
+    ],
+)
+def test_torch_takes_the_calls_and_every_chunk_has_the_kernel_of_the_whole(
+    kernel: str, spans: tuple[Span, ...], pieces: list[tuple[str, int, int, bool]]
+) -> None:
+    """On the meta device, where torch's operators check their arguments and compute shapes."""
+    inputs = tensors(spans, device="meta", dtype=torch.bfloat16)
+    with Called() as called:
+        output = KERNELS[kernel](*inputs, spans=spans, scale=0.3)
+        gradients = torch.autograd.grad(output, inputs, torch.empty_like(output))
+    assert output.shape == (len(inputs[0]), 2, 64) and output.dtype == torch.bfloat16
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
+    backward = [(name + "_backward", *rest) for name, *rest in pieces]
+    assert called.calls == [*pieces, *backward]
+
+
+@pytest.fixture
+def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inner functions of flash-attn from 2.7 on; those before gave more results."""
+    random_state = torch.tensor([3, 5])
+
+    def _flash_attn_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        assert window_size_left == window_size_right == -1
+        output, lse = plain_pieces.forward(
+            *(x.transpose(0, 1) for x in (q, k, v)), causal=causal, scale=softmax_scale
+        )
+        return output.transpose(0, 1), lse, torch.empty(0), random_state
+
+    def _flash_attn_backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        assert window_size_left == window_size_right == -1
+        assert rng_state is random_state
+        _write_gradients(
+            (grad_out, q, k, v, out), softmax_lse, (dq, dk, dv), causal=causal, scale=softmax_scale
+        )
+        return torch.empty(0)
+
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+
+
+def _write_gradients(
+    given: Sequence[Tensor], lse: Tensor, into: Sequence[Tensor | None], *, causal: bool, scale: float
+) -> None:
+    assert lse.is_contiguous() and lse.dtype == torch.float32
+    gradient, query, key, value, output = (x.transpose(0, 1) for x in given)
+    found = plain_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
+    for target, part in zip(into, found, strict=True):
+        assert target is not None and target.is_contiguous()
+        target.copy_(part.transpose(0, 1))
+
+
+FA3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None,"
+    " float? softmax_scale=None, bool is_causal=False,"
+    " int window_size_left=-1, int window_size_right=-1, int num_splits=0, int sm_margin=0)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+FA3_BACKWARD = (
+    "bwd(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq=None,"
+    " Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, float? softmax_scale=None, bool is_causal=False,"
+    " int window_size_left=-1, int window_size_right=-1, bool deterministic=False, int sm_margin=0)"
+    " -> (Tensor)"
+)
+"""The arguments that we give, in their places, and some of those with defaults; one has another name."""
+
+
+def _register_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: str) -> torch.library.Library:
+    library = torch.library.Library("flash_attn_3", "DEF")
+    library.define(forward)
+    library.define(FA3_BACKWARD)
+    package = types.ModuleType("flash_attn_3")
+    package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "flash_attn_3", package)
+    monkeypatch.setitem(sys.modules, "flash_attn_3._C", types.ModuleType("flash_attn_3._C"))
+    compat.has_flash_attn_3.cache_clear()
+    return library
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The operators of flash-attn-3."""
+
+    def fwd(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seqused_k: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        num_splits: int = 0,
+        sm_margin: int = 0,
+    ) -> tuple[Tensor, ...]:
+        assert softmax_scale is not None and num_splits == 1
+        output, lse = plain_pieces.forward(
+            *(x.transpose(0, 1) for x in (q, k, v)), causal=is_causal, scale=softmax_scale
+        )
+        return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)
+
+    def bwd(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        deterministic: bool = False,
+        sm_margin: int = 0,
+    ) -> Tensor:
+        assert softmax_scale is not None and not deterministic
+        given = (grad_out, q, k, v, out)
+        _write_gradients(given, softmax_lse, (dq, dk, dv), causal=is_causal, scale=softmax_scale)
+        return torch.empty(0)
+
+    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD)
+    library.impl("fwd", fwd, "CompositeExplicitAutograd")
+    library.impl("bwd", bwd, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+    compat.has_flash_attn_3.cache_clear()
+
+
+@pytest.mark.usefixtures("flash_attn_2", "flash_attn_3")
+@pytest.mark.parametrize("lse_dimensions", [3, 4])
+@pytest.mark.parametrize("spans", [LATER, WHOLE, SEVERAL], ids=["later", "whole", "several"])
+@pytest.mark.parametrize("kernel", GPU_KERNELS)
+def test_what_is_made_of_the_kernels_is_the_definition(
+    kernel: str, spans: tuple[Span, ...], lse_dimensions: int
+) -> None:
+    """Layouts, arguments and merging: the kernels themselves are computed by their definition."""
+    torch.manual_seed(3)
+    inputs = tensors(spans)
+    expected = exact(*inputs, spans=spans, scale=0.3)
+    gradient = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, gradient)
+    with Computing(lse_dimensions):
+        found = KERNELS[kernel](*inputs, spans=spans, scale=0.3)
+        gradients = torch.autograd.grad(found, inputs, gradient)
+        sums = KeyValueSums(*inputs[1:])
+        again = KERNELS[kernel](*inputs, spans=spans, scale=0.3, sums=sums)
+        torch.autograd.grad(again, inputs, gradient, allow_unused=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip((*gradients, *sums.totals()), (*wanted, *wanted[1:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_cudnn_refuses_a_single_key() -> None:
+    inputs = tensors((Span(0, 1, 40),), device="meta")
+    with pytest.raises(BadInput, match="cuDNN attends to two keys or more"):
+        KERNELS["cudnn"](*inputs, spans=(Span(0, 1, 40),), scale=0.3)
+
+
+@pytest.mark.usefixtures("flash_attn_3")
+def test_flash_attention_3_is_used_where_its_operators_take_what_we_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compat.has_flash_attn_3()
+
+
+def test_one_with_other_arguments_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", "causal"))
+    try:
+        assert not compat.has_flash_attn_3()
+    finally:
+        library._destroy()
+        compat.has_flash_attn_3.cache_clear()
+
+
+@pytest.mark.parametrize("spans", [LATER, WHOLE], ids=["later", "whole"])
+def test_the_pinned_kernel_of_comparisons_leaves_torch_no_choice(
+    spans: tuple[Span, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enabled = []
+
+    def stand_in(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        cuda = torch.backends.cuda
+        enabled.append(
+            (
+                cuda.mem_efficient_sdp_enabled(),
+                cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled() or cuda.math_sdp_enabled(),
+            )
+        )
+        assert query.shape[1] == key.shape[1] == value.shape[1], "heads are repeated"
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", stand_in)
+    KERNELS["sdpa-efficient"](*tensors(spans), spans=spans, scale=0.3)
+    assert enabled == [(True, False)]

@@ -1,0 +1,182 @@
+"""Which attention kernel a layer gets on which device, and why not a better one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_ampipe import compat
+from megatron_ampipe.compat import Gpu
+from megatron_ampipe.layers.kernels import KernelChoice, choose_kernel, describe_kernel, pinned_kernel
+from megatron_ampipe.runtime.attention import KERNELS
+
+HOPPER = Gpu(capability=(9, 0), cudnn=91501, torch_flash=True, deterministic=False)
+BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
+AMPERE = dataclasses.replace(HOPPER, capability=(8, 0))
+ADA = dataclasses.replace(HOPPER, capability=(8, 9))
+TURING = dataclasses.replace(HOPPER, capability=(7, 5))
+NO_2, NO_3 = "flash-attn-2: needs flash-attn 2.7", "flash-attn-3: not installed"
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("has_flash_attn", "has_flash_attn_pieces", "has_flash_attn_3"):
+        monkeypatch.setattr(compat, name, lambda: False)
+
+
+def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -> KernelChoice:
+    monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
+    return choose_kernel(local=True, on_gpu=True, dtype=torch.bfloat16, head_size=head_size)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "name", "reasons"),
+    [
+        (HOPPER, {"has_flash_attn_3", "has_flash_attn_pieces"}, "flash-attn-3", []),
+        (HOPPER, {"has_flash_attn_pieces"}, "cudnn", [NO_3]),
+        (
+            dataclasses.replace(HOPPER, cudnn=91002),
+            set(),
+            "torch-flash-2",
+            [NO_3, "cudnn: cuDNN 9.10.2 is older than 9.15.1", NO_2],
+        ),
+        (
+            dataclasses.replace(HOPPER, cudnn=8907, deterministic=True),
+            {"has_flash_attn_pieces"},
+            "flash-attn-2",
+            [NO_3, "cudnn: cuDNN 8.9.7 is older than 9.15.1"],
+        ),
+        (
+            dataclasses.replace(HOPPER, deterministic=True),
+            set(),
+            "torch-flash-2",
+            [NO_3, "cudnn: not deterministic", NO_2],
+        ),
+        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: for Hopper"]),
+        (
+            AMPERE,
+            {"has_flash_attn_3", "has_flash_attn_pieces"},
+            "flash-attn-2",
+            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell"],
+        ),
+        (
+            AMPERE,
+            {"has_flash_attn"},
+            "torch-flash-2",
+            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell", NO_2],
+        ),
+        (
+            dataclasses.replace(AMPERE, torch_flash=False),
+            {"has_flash_attn"},
+            "flash-attn",
+            [
+                "flash-attn-3: for Hopper",
+                "cudnn: for Hopper and Blackwell",
+                NO_2,
+                "torch-flash-2: this torch was built without",
+            ],
+        ),
+        (
+            TURING,
+            {"has_flash_attn", "has_flash_attn_pieces"},
+            "sdpa",
+            [
+                "flash-attn-3: for Hopper",
+                "cudnn: for Hopper and Blackwell",
+                "flash-attn-2: for Ampere and later",
+                "torch-flash-2: for Ampere and later",
+            ],
+        ),
+    ],
+)
+def test_the_first_that_can_be_used(
+    gpu: Gpu, installed: set[str], name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in installed:
+        monkeypatch.setattr(compat, package, lambda: True)
+    assert chosen(gpu, monkeypatch) == KernelChoice(name, "; ".join(reasons))
+    assert name in KERNELS
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_size", "name"),
+    [
+        (HOPPER, 64, "cudnn"),
+        (HOPPER, 192, "torch-flash-2"),
+        (HOPPER, 256, "torch-flash-2"),
+        (HOPPER, 264, "sdpa"),
+        (HOPPER, 100, "sdpa"),
+        (ADA, 192, "torch-flash-2"),
+        (ADA, 256, "sdpa"),
+    ],
+)
+def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen(gpu, monkeypatch, head_size=head_size)
+    assert choice.name == name
+    refused = choice.reason.count(f"head size {head_size} is not a multiple of 8 up to")
+    assert refused == {"cudnn": 0, "torch-flash-2": gpu is HOPPER, "sdpa": 1 + (gpu is HOPPER)}[name]
+
+
+@pytest.mark.parametrize("has_flash_attn", [False, True])
+@pytest.mark.parametrize("asked", ["latent", "dropout", "window"])
+def test_what_pieces_cannot_do_keeps_its_kernel_and_is_named(
+    asked: str, has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
+    names = {"latent": "latent attention", "dropout": "attention dropout", "window": "sliding window"}
+    for on_gpu, reason in ((True, "kernels by pieces"), (False, "cpu-flash")):
+        choice = choose_kernel(
+            local=True, on_gpu=on_gpu, dtype=torch.bfloat16, head_size=128, **{asked: True}
+        )
+        fast = on_gpu and has_flash_attn and asked != "latent"
+        assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no {names[asked]}")
+
+
+def test_fp32_on_a_gpu_is_left_to_torch() -> None:
+    choice = choose_kernel(local=True, on_gpu=True, dtype=torch.float32, head_size=128)
+    assert choice == KernelChoice("sdpa", "flash kernels: not for float32")
+
+
+def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
+    found = [
+        choose_kernel(
+            local=False, on_gpu=True, dtype=torch.bfloat16, head_size=128, context_parallel=spread
+        ).name
+        for spread in (False, True)
+    ]
+    assert found == ["te", "cudnn"]
+
+
+def test_comparisons_never_leave_the_choice_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
+    names = [
+        pinned_kernel(on_gpu=True, dtype=dtype, head_size=head_size)
+        for dtype, head_size in ((torch.bfloat16, 128), (torch.bfloat16, 100), (torch.float32, 128))
+    ]
+    assert names == ["cudnn", "sdpa-efficient", "sdpa-efficient"]
+    assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"
+
+
+def test_on_a_cpu() -> None:
+    assert choose_kernel(local=True, on_gpu=False, dtype=torch.float32) == KernelChoice("cpu-flash")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("te", "Transformer Engine chooses"),
+        ("sdpa", "torch chooses"),
+        ("cudnn", "own keys causal, earlier keys without a mask, merged"),
+        ("cpu-flash", "own keys causal, earlier keys without a mask, merged"),
+        ("flash-attn-3", "own and earlier keys at once"),
+        ("flash-attn", "own and earlier keys at once"),
+        ("sdpa-efficient", "own and earlier keys at once"),
+    ],
+)
+def test_a_kernel_is_described_by_what_runs_for_which_keys(name: str, words: str) -> None:
+    assert describe_kernel(name) == f"{name} ({words})"
