@@ -16,7 +16,7 @@ from megatron_ampipe.schedule import Direction, Kind
 
 CALLS: dict[Kind, tuple[float, float]] = {
     Kind.QKV: (10, 20),
-    Kind.ATTENTION: (16, 28),
+    Kind.ATTENTION: (15, 27),
     Kind.ROUTE: (16, 12),
     Kind.LOSSES: (16, 7),
     Kind.SHARED: (3, 7),

@@ -33,6 +33,9 @@ class Predictor:
         self.workload, self.cluster = workload, cluster
         self._model = CostModel(workload, cluster)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+        self._shares = {
+            direction: {kind: share(kind, direction, workload) for kind in Kind} for direction in Direction
+        }
         self._latency = {kind: self._model.latency(kind) for kind in Kind}
         self._slowdowns = {
             "compute_slowdown": cluster.overlap.compute_slowdown,
@@ -88,13 +91,10 @@ class Predictor:
         once = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
         if not once:
             return None
-        shares = {
-            kind: once * share(kind, direction, self.workload)
-            for kind in {stage.kind for stage in compiled.stages}
-        }
+        shares = self._shares[direction]
         # A stage of several chunks is issued chunk by chunk, a collective at once.
         return [
-            shares[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
+            once * shares[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
             for stage in compiled.stages
         ]
 

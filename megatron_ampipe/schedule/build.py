@@ -6,6 +6,7 @@ whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -15,8 +16,9 @@ from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind, LaneOrder, Program, Schedule, Stage
 
 
+@functools.lru_cache(maxsize=512)
 def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: int | None = None) -> Schedule:
-    """The schedule of that name for that many chunks.
+    """The schedule of that name for that many chunks. Remembered, because a search comes back to few.
 
     Args:
         name: One of :data:`~megatron_ampipe.config.SCHEDULE_NAMES`.
