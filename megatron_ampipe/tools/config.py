@@ -19,7 +19,8 @@ _EPILOG = """\
 examples:
   ampipe config --ampipe-config tiny quickstart                 as YAML, each value with its source
   ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
-  ampipe config --ampipe-config tiny quickstart --mock-data --ranks 2   also Megatron's checks for 2 ranks
+  ampipe config --ampipe-config tiny quickstart --mock-data --train-iters 100 --ranks 2
+      also what a launch on 2 ranks checks
 
 What is checked: the name, type and choices of every setting, and AMPipe's own. With --ranks also what a
 launch checks before its ranks find each other: Megatron's rules, and what AMPipe cannot combine. Not checked

@@ -8,13 +8,13 @@ nodes often lack: the flags themselves are checked when the job starts. Called b
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.tools.slurm.job import Job, render
@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: it is to be submitted, and there is no ``sbatch``.
         RunFailed: ``sbatch`` refused it.
     """
+    if arguments.output is not None:
+        outputs.check(arguments.output, flag="--output")
     job = make_job(arguments)
     script = render(job)
     if arguments.submit and shutil.which("sbatch") is None:
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print(script, end="")
     if arguments.output is not None:
-        _write(script, arguments.output)
+        outputs.write_text(arguments.output, script, mode=0o755)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if arguments.submit or (arguments.output is None and _agreed()):
         print(_submit(script))
@@ -212,17 +214,6 @@ def _check_flags(flags: Sequence[str]) -> None:
                 rule="is set by the job script, which goes on from its own checkpoints",
                 remedy="Leave it out behind --; 'ampipe sbatch' has --folder and --save-interval before it.",
             )
-
-
-def _write(script: str, path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise BadInput(
-            "--output", path, rule="its directory does not exist", remedy="Make it, or choose another."
-        )
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(script, encoding="utf-8")
-    partial.chmod(0o755)
-    os.replace(partial, path)
 
 
 def _agreed() -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from megatron_ampipe import cli
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import pretrain, settings
+from tests.help_examples import help_examples
 from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
 
 
@@ -95,6 +97,14 @@ def main() -> None:
         common = ["--ampipe-config", model, run, "--tokenizer-type", "NullTokenizer", "--mock-data", *words]
         return command("config", "--ranks", str(ranks), *common)
 
+    def example(words: list[str]) -> dict[str, Any]:
+        """With a file of the user's where the examples have one."""
+        mine = folder / "my" / "run.yaml"
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mock-data: true\ntrain-iters: 100\n")
+        with contextlib.chdir(folder):
+            return command(*words)
+
     tiny = ["--ampipe-config", "tiny", "quickstart"]
     report = {
         "wrong": {name: outcome(lambda name=name: check(name)) for name in WRONG},
@@ -109,6 +119,7 @@ def main() -> None:
         "as_yaml": command("config", *tiny, "--lr", "0.5", "--ampipe-degree", "4"),
         "as_command": command("config", "--format", "command", *tiny, "--lr", "0.5"),
         "refused": command("config", *tiny, "--num-layers", "two"),
+        "examples": {shlex.join(words): example(words) for words in help_examples("config")},
         "help": parser.format_help(),
     }
     Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(report))

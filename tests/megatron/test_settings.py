@@ -93,6 +93,13 @@ def test_help_lists_every_flag(report: dict[str, Any]) -> None:
     assert "--ampipe-degree" in report["help"] and "--num-layers" in report["help"]
 
 
+def test_every_example_of_config_does_what_it_shows(report: dict[str, Any]) -> None:
+    assert len(report["examples"]) == 3
+    for words, found in report["examples"].items():
+        assert found["code"] == 0, f"ampipe {words}\n{found['err']}"
+        assert "num-layers" in found["out"]
+
+
 def test_config_says_where_each_value_comes_from(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0

@@ -43,7 +43,7 @@ def test_shipped_scripts_are_what_their_first_lines_say(
     words = shlex.split(command[1])[1:]
     assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
     # Without writing: the script is shown as well.
-    monkeypatch.setattr("megatron_ampipe.tools.sbatch._write", lambda script, path: None)
+    monkeypatch.setattr("megatron_ampipe.outputs.write_text", lambda path, script, mode: None)
     assert main(words) == 0
     assert capsys.readouterr().out == text
 
@@ -113,7 +113,7 @@ def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFi
         (["--gpus-per-node", "8", "--sbatch-option=qos", *FLAGS], "does not begin with --"),
         (["--gpus-per-node", "8", "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
         (["--gpus-per-node", "8", "--", "--save=x"], "flag --save=x: is set by the job script"),
-        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "--output no/job.sbatch: its direct"),
+        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no is not there. Make it, or"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
