@@ -83,7 +83,10 @@ def test_ctrl_c_ends_with_130_and_one_line(
 
 @pytest.mark.parametrize(
     "words",
-    ["sbatch --nodes 1 --gpus-per-node 1 -- --lr 1", "plan --model mixtral-8x7b --cluster dgx-h100 --json -"],
+    [
+        "sbatch --no-check --nodes 1 --gpus-per-node 1 -- --lr 1",
+        "plan --model mixtral-8x7b --cluster dgx-h100 --json -",
+    ],
 )
 def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(words: str) -> None:
     command = f"exec {sys.executable} -m megatron_ampipe.cli {words}"

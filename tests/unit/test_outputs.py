@@ -16,7 +16,7 @@ from megatron_ampipe.tools import bench, doctor, plan, profile
 from megatron_ampipe.tools.benchmark import result
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
-SBATCH = ["sbatch", "--nodes", "1", "--gpus-per-node", "8"]
+SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
 NO_FILES = {
     ".": "is a directory",
     "": "is a directory",
