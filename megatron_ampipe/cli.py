@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from megatron_ampipe import __version__
 from megatron_ampipe.errors import AMPipeError, BadInput
 
 INTERRUPTED = 130
+READER_GONE = 141
+"""As a shell says it of a program whose reader, such as ``head``, has had enough."""
 
 TOOLS = {
     "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
@@ -102,15 +106,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parse(words)
         # For what a tool writes, which says how it was made.
         parsed.command_line = shlex.join(["ampipe", *words])
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except AMPipeError as error:
         print(f"ampipe: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        return READER_GONE
     except KeyboardInterrupt:
         print("ampipe: interrupted; nothing unfinished stands under a final name", file=sys.stderr)
         return INTERRUPTED
+
+
+def _reader_has_gone() -> bool:
+    """Whether it is standard output that nobody reads any more; then nothing more is written to it."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+    except (AttributeError, OSError, ValueError):
+        # No file, or a system without poll.
+        return False
+    if not poll.poll(0):
+        return False
+    # What is still in the buffer would be written when the interpreter ends, and fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
 
 COMPUTE_LANE = "compute"
@@ -113,7 +113,11 @@ class Timeline:
         )
 
     def write_chrome(self, path: Path) -> None:
-        """Write the Chrome trace; the file appears under its name only when it is whole."""
+        """Write the Chrome trace; the file appears under its name only when it is whole.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
         process = "predicted" if self.is_predicted else f"rank {self.rank}"
         events: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": process}}
@@ -136,10 +140,7 @@ class Timeline:
             "displayTimeUnit": "ms",
             "otherData": {"rank": str(self.rank), **self.labels},
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(document))
-        os.replace(partial, path)
+        outputs.write_text(path, json.dumps(document))
 
     @classmethod
     def read_chrome(cls, path: Path) -> Timeline:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.yaml_lines import LinedMapping
 
@@ -55,12 +55,12 @@ def write_record(path: Path, record: object, *, head: str) -> None:
         path: Of the file; its folder is made.
         record: A dataclass whose form :func:`read_record` knows.
         head: What the file is, a line of text that becomes a comment.
+
+    Raises:
+        RunFailed: it cannot be written.
     """
     text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(f"# {head}\n{text}", encoding="utf-8")
-    os.replace(partial, path)
+    outputs.write_text(path, f"# {head}\n{text}")
 
 
 def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoReturn:

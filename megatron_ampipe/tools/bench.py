@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from megatron_ampipe import outputs
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
@@ -40,21 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, or read a result; then print the table and draw.
 
     Raises:
-        BadInput: an argument or a grid is refused.
+        BadInput: an argument, a grid or an output is refused.
         EnvironmentMissing: the link needs what is not there.
         DifferenceFound: the layers do not compute the same.
-        RunFailed: a rank was lost.
+        RunFailed: a rank was lost, or an output cannot be written any more.
     """
-    if arguments.plot is not None and not arguments.plot.absolute().parent.is_dir():
-        raise BadInput(
-            "--plot",
-            arguments.plot,
-            rule="its directory does not exist",
-            remedy="Make it, or choose another.",
-        )
-    check_training(arguments, parse_link(arguments.link))
+    from megatron_ampipe.tools.benchmark import plot, table
+
+    if arguments.plot is not None:
+        plot.check_target(arguments.plot)
     if arguments.json is not None:
-        result.check_target(arguments.json)
+        outputs.check(arguments.json, flag="--json")
+    check_training(arguments, parse_link(arguments.link))
     if arguments.source is not None and arguments.planned is not None:
         raise BadInput(
             "--planned",
@@ -69,15 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         document = _measure(arguments)
     if cluster is not None:
         prediction.predict(document, cluster)
-    if arguments.json is not None:
-        result.write(document, arguments.json)
     from rich.console import Console
 
-    from megatron_ampipe.tools.benchmark import plot, table
-
-    # A table in a file or a pipe is read later, by someone with more room.
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    (training if arguments.end_to_end else table).show(document, console)
+    try:
+        if arguments.json is not None:
+            result.write(document, arguments.json)
+    finally:
+        # Also where a disk has filled meanwhile: a table is better than nothing. One in a file or a pipe is
+        # read later, by someone with more room.
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
     if arguments.plot is not None:

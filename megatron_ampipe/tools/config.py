@@ -12,14 +12,19 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_ampipe.errors import BadInput
+
+if TYPE_CHECKING:
+    from megatron_ampipe.launch.settings import Resolved
 
 _EPILOG = """\
 examples:
   ampipe config --ampipe-config tiny quickstart                 as YAML, each value with its source
   ampipe config --ampipe-config mixtral-8x7b my/run.yaml --lr 1e-4 --format command
-  ampipe config --ampipe-config tiny quickstart --mock-data --ranks 2   also Megatron's checks for 2 ranks
+  ampipe config --ampipe-config tiny quickstart --mock-data --train-iters 100 --ranks 2
+      also what a launch on 2 ranks checks
 
 What is checked: the name, type and choices of every setting, and AMPipe's own. With --ranks also what a
 launch checks before its ranks find each other: Megatron's rules, and what AMPipe cannot combine. Not checked
@@ -51,24 +56,41 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import pretrain, settings
+    from megatron_ampipe.launch import settings
 
     if arguments.ranks is not None and arguments.ranks < 1:
         raise BadInput(
             "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
         )
+    resolved = check(arguments.passed_on, num_ranks=arguments.ranks)
+    print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
+    return 0
+
+
+def check(words: Sequence[str], *, num_ranks: int | None) -> Resolved:
+    """Resolve a command line of training, and check it.
+
+    Args:
+        words: Flags of Megatron and AMPipe, with ``--ampipe-config`` in them or not.
+        num_ranks: For how many ranks a launch is checked as well; None for none.
+
+    Raises:
+        EnvironmentMissing: torch or Megatron is not there.
+        BadInput: a file or a flag is wrong.
+    """
+    from megatron_ampipe.launch import pretrain, settings
+
     # Some libraries greet on standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         pretrain.import_megatron()
         parser = pretrain.full_parser()
-    resolved = settings.resolve(arguments.passed_on, parser)
+    resolved = settings.resolve(words, parser)
     pretrain.check_settings(resolved, parser)
     # Refuses what is no flag at all.
     parser.parse_args(resolved.words)
-    if arguments.ranks is not None:
-        _check_launch(resolved.words, num_ranks=arguments.ranks)
-    print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
-    return 0
+    if num_ranks is not None:
+        _check_launch(resolved.words, num_ranks=num_ranks)
+    return resolved
 
 
 def _check_launch(words: Sequence[str], *, num_ranks: int) -> None:

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
 from megatron_ampipe.tools.checkup.overlap_figures import PARTLY
 
@@ -48,8 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         BadInput: the JSON cannot be written where it should be.
+        RunFailed: it could before, and cannot any more.
     """
-    _check_target(arguments.json)
+    if arguments.json not in (None, "-"):
+        outputs.check(Path(arguments.json), flag="--json")
     started = "RANK" in os.environ
     # Before the packages are looked at, which takes a while: the other ranks are waiting.
     met = _meet(quick=arguments.quick) if started else None
@@ -117,20 +120,9 @@ def _problem(piece: pieces.Piece) -> str:
     )
 
 
-def _check_target(target: str | None) -> None:
-    """Before two minutes are spent."""
-    if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
-        raise BadInput(
-            "--json", target, rule="its directory does not exist", remedy="Make it, or choose another."
-        )
-
-
 def _write(document: dict[str, Any], target: str | None) -> None:
     text = json.dumps(document, indent=2) + "\n"
     if target == "-":
         print(text, end="")
     elif target is not None:
-        path = Path(target)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text)
-        os.replace(partial, path)
+        outputs.write_text(Path(target), text)

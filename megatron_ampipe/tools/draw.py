@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.timeline import COMPUTE_LANE, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
@@ -88,13 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     title = _title(shown, iteration=iteration, num_passes=num_passes)
     prediction = _prediction(arguments, shown)
     drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
-    try:
-        timeline_picture.draw(drawn, targets=targets, title=title, split=arguments.layer != "all")
-    except OSError as error:
-        raise RunFailed(
-            f"{error.filename or arguments.output} cannot be written ({error.strerror}). "
-            "Choose another --output."
-        ) from error
+    timeline_picture.draw(drawn, targets=targets, title=title, split=arguments.layer != "all")
     for timeline in shown:
         print(
             f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
@@ -188,7 +183,7 @@ def _beside(trace: Path) -> Path:
     return (trace if trace.is_dir() else trace.parent) / "timeline"
 
 
-def _targets(output: Path) -> tuple[Path, Path]:
+def _targets(output: Path) -> list[Path]:
     if output.suffix in (".svg", ".png"):
         raise BadInput(
             "--output",
@@ -196,11 +191,13 @@ def _targets(output: Path) -> tuple[Path, Path]:
             rule="has a suffix, and both an SVG and a PNG are written",
             remedy=f"Leave it away: {output.with_suffix('')}.",
         )
-    if output.is_dir() or not output.name:
+    if output.is_dir():
         raise BadInput(
             "--output", output, rule="is a directory", remedy=f"Name the files too: {output / 'timeline'}."
         )
-    return output.with_name(output.name + ".svg"), output.with_name(output.name + ".png")
+    return outputs.check_prefix(
+        output, suffixes=timeline_picture.SUFFIXES, flag="--output", makes_folder=True
+    )
 
 
 def _iteration(timelines: Sequence[Timeline], *, wanted: int | None) -> int:

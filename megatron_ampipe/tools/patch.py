@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ampipe import compat
+from megatron_ampipe import compat, outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 
 _EPILOG = """\
@@ -137,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ampipe patch``.
 
     Raises:
-        BadInput: The tree is of an unknown version, or changed, or the action has been done already.
+        BadInput: The tree is of an unknown version, or changed, or cannot be written to, or the action has
+            been done already.
         EnvironmentMissing: There is no git.
     """
     tree: Path = arguments.path
@@ -155,6 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
             rule="the patch is not in it" if revert else "the patch is in it already",
             remedy=f"To look, run: ampipe patch check {tree}",
         )
+    for folder in {(tree / name).absolute().parent for name in patch.original} | {tree.absolute()}:
+        outputs.check_folder(folder, flag="PATH", value=tree)
     write(patch, tree, revert=revert)
     print(f"ampipe: {'took out of' if revert else 'put into'} {tree}:")
     for name in patch.original:

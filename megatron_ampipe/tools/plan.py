@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model import find_model, read_model, workload_of
@@ -25,7 +25,7 @@ from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
 from megatron_ampipe.timeline import Timeline
-from megatron_ampipe.tools import plan_timeline
+from megatron_ampipe.tools import plan_timeline, timeline_picture
 
 _EPILOG = """\
 examples:
@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: matplotlib is absent, and a picture was asked for.
         RunFailed: an output cannot be written.
     """
+    _check_outputs(arguments)
     cluster = read_cluster(find_cluster(arguments.cluster))
     overrides = dict(_setting(text) for text in arguments.set)
     model = read_model(find_model(arguments.model), overrides=overrides)
@@ -117,27 +118,36 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(predictor, degrees=arguments.degrees)
     answer = _answer(predictor, plan, arguments, assumed)
     timeline = _timeline(predictor, plan, arguments)
-    try:
-        if arguments.json not in (None, "-"):
-            _write(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
-        if arguments.output is not None:
-            plan.write(
-                arguments.output, head=f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
-            )
-        if timeline is not None and arguments.trace is not None:
-            timeline.write_chrome(arguments.trace)
-        if timeline is not None and arguments.picture is not None:
-            plan_timeline.draw(timeline, arguments.picture)
-    except OSError as error:
-        raise RunFailed(
-            f"{error.filename} cannot be written ({error.strerror}). Choose another place."
-        ) from error
+    if arguments.json not in (None, "-"):
+        outputs.write_text(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
+    if arguments.output is not None:
+        plan.write(
+            arguments.output, head=f"ampipe plan --model {arguments.model} --cluster {arguments.cluster}"
+        )
+    if timeline is not None and arguments.trace is not None:
+        timeline.write_chrome(arguments.trace)
+    if timeline is not None and arguments.picture is not None:
+        plan_timeline.draw(timeline, arguments.picture)
     if arguments.json == "-":
         json.dump(answer, sys.stdout, indent=1)
         print()
     else:
         _show(answer, plan, Console())
     return 0
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    for flag, path in (
+        ("--json", None if arguments.json in (None, "-") else Path(arguments.json)),
+        ("--output", arguments.output),
+        ("--trace", arguments.trace),
+    ):
+        if path is not None:
+            outputs.check(path, flag=flag, makes_folder=True)
+    if arguments.picture is not None:
+        outputs.check_prefix(
+            arguments.picture, suffixes=timeline_picture.SUFFIXES, flag="--picture", makes_folder=True
+        )
 
 
 def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> Timeline | None:
@@ -250,13 +260,6 @@ def _show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     else:
         console.print("choice: degree 1, Megatron's own layers", soft_wrap=True)
     console.print(plan.reason, soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -76,12 +76,12 @@ def draw(timeline: Timeline, name: Path) -> None:
 
     Raises:
         EnvironmentMissing: matplotlib is absent.
+        RunFailed: a file cannot be written.
     """
     # Imported only here: without a picture, matplotlib need not be there.
     from megatron_ampipe.tools import timeline_picture
 
-    name.parent.mkdir(parents=True, exist_ok=True)
-    targets = (name.with_name(name.name + ".svg"), name.with_name(name.name + ".png"))
+    targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]
     degree, backward = timeline.labels["degree"], timeline.labels.get("backward degree")
     title = f"predicted, degree {degree}" + (f" forward, {backward} backward" if backward else "")
     timeline_picture.draw([timeline], targets=targets, title=title, split=True)

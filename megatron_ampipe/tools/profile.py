@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.benchmark import machine, network, ranks
 from megatron_ampipe.tools.benchmark.arguments import cores_of
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         EnvironmentMissing: the link needs what is not there.
         RunFailed: a rank was lost, the times of some operation lie on no line, or the file cannot be written.
     """
-    _check_target(arguments.output)
+    outputs.check(arguments.output, flag="--output")
     case = _case(arguments)
     with _progress(steps=NUM_PARTS + WARMUP + arguments.repeats) as advance:
         if under_torchrun():
@@ -94,9 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         write_cluster(profile.cluster, arguments.output, head=command)
-    except OSError as error:
-        raise RunFailed(f"{arguments.output} cannot be written ({error.strerror})") from error
-    _show(profile)
+    finally:
+        _show(profile)
     print(f"wrote {arguments.output}")
     return 0
 
@@ -162,14 +162,6 @@ def _refuse_own_ranks(arguments: argparse.Namespace) -> None:
                 rule="is for ranks that the command starts itself, and torchrun has started these",
                 remedy=f"Leave {flag} out.",
             )
-
-
-def _check_target(path: Path) -> None:
-    """Refuse, before anything is measured, a file that could not be written afterwards."""
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise BadInput(
-            "--output", path, rule="cannot be written there", remedy="Name a file in a folder of yours."
-        )
 
 
 def _description(case: Case, link: str, num_ranks: int, kernel: str) -> str:

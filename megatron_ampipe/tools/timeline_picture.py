@@ -13,7 +13,6 @@ first stage of the panel: the clocks of different ranks need not agree.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 
@@ -42,6 +42,8 @@ _OTHER_TINT = 0.6
 _WIDTH_IN, _ROW_IN, _RANK_GAP_IN = 13.0, 0.36, 0.2
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.6, 1.3, 1.12, 0.16
 _LABEL_PT, _CHARACTER_SHARE = 7.5, 0.6
+SUFFIXES = (".svg", ".png")
+"""Of the files that a picture is written to."""
 _PNG_DPI = 180
 _MAX_PNG_PIXELS = 30_000
 _BAR_SHARE, _SEAM_IN = 0.84, 0.012
@@ -81,6 +83,7 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
 
     Raises:
         EnvironmentMissing: matplotlib is absent.
+        RunFailed: a file cannot be written.
     """
     try:
         import matplotlib
@@ -366,15 +369,10 @@ def _write(figure: Figure, target: Path) -> None:
 
     FigureCanvasAgg(figure)
     kind = target.suffix.removeprefix(".")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(target.name + ".partial")
     dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
     metadata = {"Date": None} if kind == "svg" else None
-    try:
+    with outputs.whole(target) as partial:
         figure.savefig(partial, format=kind, dpi=dpi, metadata=metadata)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _letter(stage: str) -> str:

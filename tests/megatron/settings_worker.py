@@ -10,15 +10,19 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import cli
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import pretrain, settings
-from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
+from megatron_ampipe.tools.slurm import preflight
+from tests.help_examples import help_examples
+from tests.megatron.settings_cases import LAUNCHES, PREFLIGHTS, WRONG, WRONG_LAUNCHES
 
 
 def outcome(act: Callable[[], object]) -> dict[str, Any]:
@@ -37,6 +41,16 @@ def command(*words: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(words)
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def preflighted(words: Sequence[str]) -> dict[str, Any]:
+    """What the process that ``ampipe sbatch`` asks would answer."""
+    out = io.StringIO()
+    asked = json.dumps({"words": list(words), "num_ranks": 8})
+    with contextlib.redirect_stdout(out), unittest.mock.patch.object(sys, "stdin", io.StringIO(asked)):
+        preflight.main()
+    answer: dict[str, Any] = json.loads(out.getvalue().splitlines()[-1].removeprefix(preflight._ANSWER))
+    return answer
 
 
 def every_flag(parser: argparse.ArgumentParser) -> list[str]:
@@ -95,6 +109,14 @@ def main() -> None:
         common = ["--ampipe-config", model, run, "--tokenizer-type", "NullTokenizer", "--mock-data", *words]
         return command("config", "--ranks", str(ranks), *common)
 
+    def example(words: list[str]) -> dict[str, Any]:
+        """With a file of the user's where the examples have one."""
+        mine = folder / "my" / "run.yaml"
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mock-data: true\ntrain-iters: 100\n")
+        with contextlib.chdir(folder):
+            return command(*words)
+
     tiny = ["--ampipe-config", "tiny", "quickstart"]
     report = {
         "wrong": {name: outcome(lambda name=name: check(name)) for name in WRONG},
@@ -109,6 +131,8 @@ def main() -> None:
         "as_yaml": command("config", *tiny, "--lr", "0.5", "--ampipe-degree", "4"),
         "as_command": command("config", "--format", "command", *tiny, "--lr", "0.5"),
         "refused": command("config", *tiny, "--num-layers", "two"),
+        "examples": {shlex.join(words): example(words) for words in help_examples("config")},
+        "preflight": {name: preflighted(words) for name, words in PREFLIGHTS.items()},
         "help": parser.format_help(),
     }
     Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(report))

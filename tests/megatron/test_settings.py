@@ -93,6 +93,23 @@ def test_help_lists_every_flag(report: dict[str, Any]) -> None:
     assert "--ampipe-degree" in report["help"] and "--num-layers" in report["help"]
 
 
+def test_every_example_of_config_does_what_it_shows(report: dict[str, Any]) -> None:
+    assert len(report["examples"]) == 3
+    for words, found in report["examples"].items():
+        assert found["code"] == 0, f"ampipe {words}\n{found['err']}"
+        assert "num-layers" in found["out"]
+
+
+def test_a_job_is_checked_as_a_launch_is(report: dict[str, Any]) -> None:
+    """What ``ampipe sbatch`` makes of the answers is in tests/slurm/test_preflight.py."""
+    found = report["preflight"]
+    assert found["well"] == {}
+    assert found["unknown"]["refused"]["name"] == "argument"
+    assert found["unknown"]["refused"]["value"] == "--foo"
+    assert (found["value"]["refused"]["name"], found["value"]["refused"]["value"]) == ("--lr", "'abc'")
+    assert "global_batch_size (3)" in found["megatrons-own-check"]["refused"]["rule"]
+
+
 def test_config_says_where_each_value_comes_from(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0

@@ -60,14 +60,27 @@ class Cluster:
         """Run ``ampipe sbatch`` as on a login node."""
         return subprocess.run(
             [sys.executable, "-m", "megatron_ampipe.cli", "sbatch", *words],
-            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60,
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
 
     def submit(self, *words: str) -> None:
         """Make a job script and submit it."""
         done = self.ampipe_sbatch("--submit", *words)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith(f"Submitted batch job {self.job_id}\n")
+        self.submitted = done.stdout.count(f"Submitted batch job {self.job_id}\n")
+        assert self.submitted
+
+    def sbatch(self, script: Path) -> None:
+        """Submit a job script as SLURM's own command does."""
+        subprocess.run(["sbatch", str(script)], cwd=self.folder, env=self.environment, check=True)
+
+    def next_job(self) -> None:
+        """Let the next job that is submitted have a number of its own."""
+        self.job_id = _job_id_with_a_free_port(self.job_id + 1)
+        (self._state / "job-id").write_text(str(self.job_id))
+        (self._state / "events").unlink()
+        (self._state / "state").unlink()
+        (self._state / "script").unlink()
 
     def until(self, happened: Callable[[], object], *, timeout_s: float = 30) -> None:
         """Wait; fails the test, and ends the job, when it takes too long."""
@@ -138,9 +151,13 @@ class Cluster:
         path = self.folder / f"{name}-{self.job_id}.out"
         return path.read_text() if path.exists() else ""
 
+    def run_dir(self, name: str) -> Path:
+        """Where the job keeps checkpoints and logs, if the command did not say it."""
+        return self.folder / "runs" / name / str(self.job_id)
+
     def log(self, name: str, *, attempt: int, node: int) -> str:
         """What a node's ranks said in one attempt."""
-        path = self.folder / f"runs/{name}/logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
+        path = self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
         return path.read_text() if path.exists() else ""
 
     def losses(self, name: str, *, attempt: int, node: int) -> Run:
@@ -149,7 +166,7 @@ class Cluster:
 
     def everything(self) -> str:
         """All that was written, for the message of a failed test."""
-        logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/*/logs/*/*.log"), self._state / "events"]
+        logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log"), self._state / "events"]
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
     def _command(self, name: str, line: str) -> None:
@@ -158,9 +175,10 @@ class Cluster:
         path.chmod(0o755)
 
 
-def _job_id_with_a_free_port() -> int:
+def _job_id_with_a_free_port(first: int | None = None) -> int:
     """The job script takes its port from the job's number."""
-    for job_id in range(os.getpid() % 10_000, os.getpid() % 10_000 + 1000):
+    first = os.getpid() % 10_000 if first is None else first
+    for job_id in range(first, first + 1000):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", 20_000 + job_id % 12_000))

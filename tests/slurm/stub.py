@@ -29,12 +29,27 @@ POLL_S = 0.02
 PR_SET_CHILD_SUBREAPER = 36
 DIRECTIVES = (
     *("--job-name", "--account", "--partition", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--time"),
-    *("--output", "--open-mode", "--signal", "--qos"),
+    *(
+        "--output",
+        "--open-mode",
+        "--signal",
+        "--qos",
+        "--mem",
+        "--gres",
+        "--exclude",
+        "--dependency",
+        "--array",
+    ),
 )
 SWITCHES = ("--exclusive", "--requeue")
 SRUN_OPTIONS = (
     *("--ntasks-per-node", "--kill-on-bad-exit", "--cpu-bind", "--output"),
-    *("--container-image", "--container-mounts", "--container-workdir"),
+    # These are added by pyxis.
+    *(
+        ()
+        if "STUB_WITHOUT_PYXIS" in os.environ
+        else ("--container-image", "--container-mounts", "--container-workdir")
+    ),
 )
 
 
@@ -134,8 +149,11 @@ def sbatch(words: list[str]) -> int:
     directives = re.findall(r"^#SBATCH (.*)$", script.partition("\n\n")[0], re.M)
     given = parser_of(DIRECTIVES, SWITCHES).parse_args([w for line in directives for w in shlex.split(line)])
     job_id = (SHARED / "job-id").read_text().strip()
-    (SHARED / "script").write_text(script)
     print(f"Submitted batch job {job_id}", flush=True)
+    if given.dependency == "singleton" and (SHARED / "script").exists():
+        # Would wait for the one before.
+        return 0
+    (SHARED / "script").write_text(script)
     if os.fork() == 0:
         os.setsid()
         with Path(os.devnull).open("r+b") as nowhere:
@@ -156,6 +174,9 @@ def control(job_id: str, given: argparse.Namespace) -> None:
         "SLURM_JOB_NODELIST": "127.0.0.1" if nodes == 1 else f"127.0.0.[1-{nodes}]",
         "SLURM_NNODES": str(nodes),
     }
+    if given.array is not None:
+        # One task of the array, which has a number of its own.
+        identity |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": given.array}
     for attempt in range(100):
         (SHARED / "requeue").unlink(missing_ok=True)
         (SHARED / "state").write_text("RUNNING")

@@ -17,20 +17,22 @@ pytestmark = pytest.mark.timeout(60)
 
 Run = Callable[..., Cluster]
 
-WORDS = ["--nodes", "2", "--gpus-per-node", "4", "--job-name", "job", "--", "--lr", "1e-4"]
+WORDS = ["--nodes", "2", "--gpus-per-node", "4", "--job-name", "job"]
+FLAGS = ["--no-check", "--", "--lr", "1e-4"]
 # Whole at once: the first node to end takes the other with it, in the middle of whatever it writes.
 CHECKPOINT = (
-    "cd runs/job/checkpoints; echo {iteration} >$SLURM_NODEID; "
+    "cd runs/job/$SLURM_JOB_ID/checkpoints; echo {iteration} >$SLURM_NODEID; "
     "mv $SLURM_NODEID latest_checkpointed_iteration.txt"
 )
 FAILS = "exit 1"
 SECOND_NODE_FAILS = 'if [ "$SLURM_NODEID" = 1 ]; then exit 3; else sleep 600; fi'
 WAITS = "echo waiting; sleep 600"
 LISTENS = """
-import pathlib, signal, time
+import os, pathlib, signal, time
 def leave(*_):
     time.sleep(0.5)
-    pathlib.Path("runs/job/checkpoints/latest_checkpointed_iteration.txt").write_text("7\\n")
+    run_dir = pathlib.Path("runs/job", os.environ["SLURM_JOB_ID"])
+    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text("7\\n")
     raise SystemExit(0)
 print("at first", signal.signal(signal.SIGUSR1, leave).name, flush=True)
 time.sleep(600)
@@ -45,7 +47,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
     def submit(python: str, *words: str) -> Cluster:
         clusters.append(Cluster(tmp_path / "job", fake_python=python))
-        clusters[-1].submit(*words, *WORDS)
+        clusters[-1].submit(*words, *WORDS, *FLAGS)
         return clusters[-1]
 
     yield submit
@@ -63,7 +65,7 @@ def test_one_torchrun_on_each_node_in_the_order_of_the_nodes(run: Run) -> None:
         assert flags.pop("--master-port") == str(20000 + cluster.job_id % 12000)
         assert flags == {"--nnodes": "2", "--nproc-per-node": "4", "--master-addr": "127.0.0.1"}
         training = " ".join(words[12:])
-        checkpoints = "runs/job/checkpoints"
+        checkpoints = f"runs/job/{cluster.job_id}/checkpoints"
         assert training == (
             f"-m megatron_ampipe.pretrain_gpt --lr 1e-4 --save {checkpoints} --load {checkpoints} "
             "--save-interval 500 --exit-signal-handler --exit-signal SIGUSR1"
@@ -92,7 +94,10 @@ def test_a_job_that_gets_further_is_requeued_up_to_the_bound(run: Run) -> None:
     assert [attempt.requeued for attempt in cluster.attempts] == [True, True, True, False]
     said = cluster.said("job")
     assert "goes on from checkpoint 12" in said
-    assert "restart 3 of at most 3: not requeued. Submit again to go on" in said
+    assert (
+        f"restart 3 of at most 3: not requeued. To go on, submit with --folder runs/job/{cluster.job_id}"
+        in said
+    )
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -109,7 +114,7 @@ def test_a_signal_reaches_the_ranks_and_their_end_is_waited_for(run: Run, times:
     assert cluster.said("job").count("asked to stop") == times
     (attempt,) = cluster.attempts
     assert (attempt.code, attempt.left) == (0, 0)
-    saved = cluster.folder / "runs/job/checkpoints/latest_checkpointed_iteration.txt"
+    saved = cluster.run_dir("job") / "checkpoints/latest_checkpointed_iteration.txt"
     assert saved.read_text() == "7\n"
 
 
@@ -128,3 +133,100 @@ def test_the_logs_of_earlier_attempts_stay(run: Run) -> None:
     logs = [cluster.log("job", attempt=number, node=1) for number in (0, 1)]
     assert logs == ["attempt 0\n", "attempt 1\n"]
     assert cluster.said("job").count("node(s), first") == 2
+
+
+def test_another_job_with_other_settings_does_not_find_the_checkpoints(tmp_path: Path) -> None:
+    """And a requeued job finds its own."""
+    saves = CHECKPOINT.format(iteration="$((5 + ${SLURM_RESTART_COUNT:-0}))")
+    fake = f"({saves}); [ ${{SLURM_RESTART_COUNT:-0}} = 1 ]"
+    cluster = Cluster(tmp_path / "job", fake_python=fake)
+    for lr in ("1e-4", "3e-4"):
+        cluster.submit(*WORDS, "--no-check", "--", "--lr", lr)
+        assert cluster.wait() == "COMPLETED", cluster.everything()
+        said = cluster.said("job")
+        assert "attempt 1: 2 node(s), first 127.0.0.1; last checkpoint: none" in said
+        assert "attempt 2: 2 node(s), first 127.0.0.1; last checkpoint: 5" in said
+        assert (cluster.run_dir("job") / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "6\n"
+        cluster.next_job()
+
+
+@pytest.mark.parametrize("folder", [None, "here/it is"])
+def test_a_task_of_an_array_has_a_folder_of_its_own(run: Run, folder: str | None) -> None:
+    words = [] if folder is None else ["--folder", folder]
+    cluster = run("echo trained", "--sbatch-option=--array=7", *words)
+    assert cluster.wait() == "COMPLETED"
+    task = (cluster.run_dir("job") if folder is None else cluster.folder / folder) / "7"
+    assert (task / f"logs/{cluster.job_id}.0/127.0.0.1.log").read_text() == "trained\n"
+
+
+def test_each_node_is_set_up_first(run: Run) -> None:
+    lines = ["--setup", "export GREETING='hello' # a comment", "--setup", "lost=$NOT_SET_AT_ALL"]
+    cluster = run('echo "$GREETING $SLURM_NODEID"', *lines)
+    assert cluster.wait() == "COMPLETED"
+    assert [cluster.log("job", attempt=0, node=node) for node in (1, 2)] == ["hello 0\n", "hello 1\n"]
+
+
+def test_a_line_of_the_setup_that_fails_is_named(run: Run) -> None:
+    cluster = run("echo trained", "--setup", "cd /no/such/folder", "--max-restarts", "0")
+    assert cluster.wait() == "FAILED"
+    logs = "".join(cluster.log("job", attempt=0, node=node) for node in (1, 2))
+    assert ": --setup failed with code 1: cd /no/such/folder\n" in logs and "trained" not in logs
+
+
+def test_a_node_that_fails_the_health_check_is_named_and_the_job_not_started(run: Run) -> None:
+    cluster = run("echo trained", "--health-check", 'echo looked; [ "$SLURM_NODEID" = 0 ]')
+    assert cluster.wait() == "FAILED"
+    assert [attempt.requeued for attempt in cluster.attempts] == [False]
+    said = cluster.said("job")
+    assert "the health check failed on 127.0.0.2: not started and not requeued" in said
+    assert "submit with --exclude=127.0.0.2\n" in said
+    assert cluster.log("job", attempt=0, node=1) == ""
+    health = cluster.run_dir("job") / f"logs/{cluster.job_id}.0/127.0.0.2.health"
+    assert health.read_text().startswith("looked\n127.0.0.2: the health check failed with code 1 ")
+
+
+def test_a_job_whose_nodes_are_well_trains(run: Run) -> None:
+    cluster = run("echo trained", "--health-check", "true")
+    assert cluster.wait() == "COMPLETED"
+    assert cluster.log("job", attempt=0, node=1) == "trained\n"
+
+
+def test_a_signal_during_the_health_check_brings_the_job_back(run: Run) -> None:
+    cluster = run("echo trained", "--health-check", '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 1')
+    cluster.until(lambda: "--health-check" in cluster.events)
+    os.kill(cluster.script_pid, signal.SIGUSR1)
+    assert cluster.wait() == "COMPLETED", cluster.everything()
+    assert [attempt.requeued for attempt in cluster.attempts] == [True, False]
+    assert cluster.log("job", attempt=0, node=1) == ""
+    assert cluster.log("job", attempt=1, node=1) == "trained\n"
+
+
+def test_a_job_of_a_chain_that_comes_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "job", fake_python="echo trained")
+    chain = [*WORDS, "--chain", "2", "--folder", "run", "--no-check", "--", "--lr"]
+    done = cluster.ampipe_sbatch(*chain, "1e-4")
+    assert "#SBATCH --dependency=singleton\n" in done.stdout
+    assert "not submitted\nnote: the chain is this script, submitted 2 times\n" in done.stderr
+    script = cluster.folder / "job.sbatch"
+    for lr, attempts in (("1e-4", 1), ("1e-4", 0), ("3e-4", 1)):
+        script.write_text(cluster.ampipe_sbatch(*chain, lr).stdout)
+        cluster.sbatch(script)
+        assert cluster.wait() == "COMPLETED"
+        assert len(list(cluster.folder.glob(f"run/logs/{cluster.job_id}.0/*.log"))) == 2 * attempts
+        assert ("nothing to do: this training was finished before" in cluster.said("job")) == (attempts == 0)
+        cluster.next_job()
+
+
+def test_a_chain_is_submitted_as_often_as_it_is_long(run: Run) -> None:
+    cluster = run("echo trained", "--chain", "3", "--folder", "run")
+    assert cluster.submitted == 3
+
+
+def test_a_cluster_without_pyxis_is_told_from_one_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = run("echo trained", "--container", "team#image")
+    assert cluster.wait() == "COMPLETED"
+    cluster.next_job()
+    monkeypatch.setenv("STUB_WITHOUT_PYXIS", "1")
+    cluster.submit("--container", "team#image", *WORDS, *FLAGS)
+    assert cluster.wait() == "FAILED"
+    assert "knows no --container-image, so pyxis is not installed: not started" in cluster.said("job")

@@ -18,7 +18,10 @@ from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
-FLAGS = ["--", "--lr", "1e-4"]
+FLAGS = ["--no-check", "--", "--lr", "1e-4"]
+"""What tests of the check itself do is in test_preflight.py."""
+GPUS = ["--gpus-per-node", "8"]
+IMAGE = ["--container", "./image.sqsh"]
 COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
 
 
@@ -43,7 +46,9 @@ def test_shipped_scripts_are_what_their_first_lines_say(
     words = shlex.split(command[1])[1:]
     assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
     # Without writing: the script is shown as well.
-    monkeypatch.setattr("megatron_ampipe.tools.sbatch._write", lambda script, path: None)
+    monkeypatch.setattr("megatron_ampipe.outputs.write_text", lambda path, script, mode: None)
+    # Whether Megatron takes these models and runs is tested in tests/megatron/test_settings.py.
+    monkeypatch.setattr("megatron_ampipe.tools.slurm.preflight._ask_megatron", lambda words, ranks: None)
     assert main(words) == 0
     assert capsys.readouterr().out == text
 
@@ -55,7 +60,7 @@ def test_there_is_a_script_for_every_use() -> None:
 @pytest.mark.skipif(
     not Path(sys.executable).with_name("shellcheck").exists(), reason="install the [test] extra"
 )
-@pytest.mark.parametrize("words", [[], ["--container", "registry/it's an image", "--mount", "/a:/b,/c:/d"]])
+@pytest.mark.parametrize("words", [[], ["--container", "/images/of us", "--mount", "/a:/b,/c:/d"]])
 def test_scripts_with_odd_words_are_clean(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,19 +80,23 @@ def test_scripts_with_odd_words_are_clean(
 
 def test_files_are_handed_to_the_launch_in_order(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model.parent / "data.yaml").write_text("lr: 1.0e-4\nsave-interval: 50\n")
-    words = ["sbatch", "--model", "small.yaml", "--run", "data.yaml", "--nodes", "1", "--gpus-per-node", "2"]
+    words = ["sbatch", "--no-check", "--model", "small.yaml", "--run", "data.yaml", "--nodes", "1"]
+    words += ["--gpus-per-node", "2"]
     assert main(words) == 0
     script = capsys.readouterr().out
     assert "    --ampipe-config small.yaml data.yaml\n" in script
     assert "--save-interval" not in script, "the file says it"
-    assert "#SBATCH --job-name=small\n" in script and "run_dir=runs/small\n" in script
+    assert "#SBATCH --job-name=small\n" in script and "run_dir=runs/small/${SLURM_ARR" in script
     assert main([*words, "--save-interval", "7"]) == 0
     assert '--load "$checkpoints" --save-interval 7\n' in capsys.readouterr().out
 
 
 def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model.parent / "cluster.yaml").write_text("ranks_per_node: 4\nflags:\n  bf16: true\n")
-    assert main(["sbatch", "--model", "small.yaml", "--nodes", "1", "--cluster", "cluster.yaml"]) == 0
+    assert (
+        main(["sbatch", "--no-check", "--model", "small.yaml", "--nodes", "1", "--cluster", "cluster.yaml"])
+        == 0
+    )
     script = capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=4\n" in script and "--nproc-per-node 4 " in script
     assert "--ampipe-config small.yaml cluster.yaml\n" in script
@@ -107,13 +116,39 @@ def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFi
         ),
         (["--cluster", "four.yaml", "--gpus-per-node", "8", *FLAGS], "differs from ranks_per_node 4 of four"),
         (["--cluster", "none.yaml", *FLAGS], "none.yaml:2:"),
-        (["--gpus-per-node", "8", "--time", "a day", *FLAGS], "--time a day: is not a duration"),
-        (["--gpus-per-node", "8", "--partition", "a b", *FLAGS], "--partition a b: holds a blank"),
-        (["--gpus-per-node", "8", "--mount", "/a:/b", *FLAGS], "--mount /a:/b: has no effect without a cont"),
-        (["--gpus-per-node", "8", "--sbatch-option=qos", *FLAGS], "does not begin with --"),
-        (["--gpus-per-node", "8", "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
-        (["--gpus-per-node", "8", "--", "--save=x"], "flag --save=x: is set by the job script"),
-        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "--output no/job.sbatch: its direct"),
+        ([*GPUS, "--time", "a day", *FLAGS], "--time a day: is not a duration"),
+        ([*GPUS, "--time", "25:99:99", *FLAGS], "--time 25:99:99: has 99 minutes, and 60 make the next"),
+        (
+            [*GPUS, "--time", "1:00", "--save-before-end", "600", *FLAGS],
+            "--save-before-end 600: is not less than the 60 s of --time 1:00. Use --save-before-end 15",
+        ),
+        ([*GPUS, "--partition", "a b", *FLAGS], "--partition a b: holds a blank"),
+        ([*GPUS, "--mem", "lots", *FLAGS], "--mem lots: is not an amount of memory"),
+        ([*GPUS, "--gres", "gpu:8", *FLAGS], "--gres gpu:8: is not the name of a resource"),
+        ([*GPUS, "--exclude", "node 1", *FLAGS], "--exclude node 1: holds a blank"),
+        ([*GPUS, "--setup", "module load 'cuda", *FLAGS], "is no line of shell (line 1: unexpected EOF"),
+        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is the word that ends the node's script"),
+        ([*GPUS, "--health-check", " ", *FLAGS], "--health-check (empty): is no line of shell"),
+        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name a/b: cannot be part of the name of a file"),
+        ([*GPUS, "--folder", "", *FLAGS], "--folder (empty): is not the name of a folder"),
+        ([*GPUS, "--chain", "3", *FLAGS], "--chain 3: needs a folder that all its jobs share"),
+        (
+            [*GPUS, "--chain", "3", "--folder", "x", "--sbatch-option=--array=1-3", *FLAGS],
+            "--chain 3: makes one job wait for the other",
+        ),
+        ([*GPUS, "--mount", "/a:/b", *FLAGS], "--mount /a:/b: has no effect without a cont"),
+        ([*GPUS, *IMAGE, "--mount", "foo", *FLAGS], "--mount foo: is not FROM:TO, two absolute paths"),
+        ([*GPUS, *IMAGE, "--mount", "/a:/b,/c:d", *FLAGS], "--mount /c:d: is not FROM:TO"),
+        ([*GPUS, "--container", "", *FLAGS], "--container (empty): is not the name of an image"),
+        ([*GPUS, "--container", "x.sqsh", *FLAGS], "pyxis takes a name without / or . in front for an im"),
+        ([*GPUS, "--sbatch-option=qos", *FLAGS], "does not begin with --"),
+        ([*GPUS, "--sbatch-option=--mem=0", *FLAGS], "has an argument of its own. Use --mem instead"),
+        ([*GPUS, "--sbatch-option=--signal=9", *FLAGS], "is set by the job script, which depends on it"),
+        ([*GPUS, "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
+        ([*GPUS, "--", "--save=x"], "flag --save=x: is set by the job script"),
+        ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
+        ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "argument lr: belongs to no flag"),
+        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no is not there. Make it, or"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -54,12 +54,12 @@ LAST_RANKS_NODE = 2
 """Where Megatron logs iterations."""
 
 
-def submitted(folder: Path) -> Cluster:
+def submitted(folder: Path, *words: str) -> Cluster:
     """A cluster with the job in it."""
     (folder / "model.yaml").write_text(MODEL)
     (folder / "run.yaml").write_text(RUN)
     cluster = Cluster(folder)
-    cluster.submit(*WORDS)
+    cluster.submit(*WORDS, *words)
     return cluster
 
 
@@ -75,7 +75,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The same job. Its first attempt loses a rank, its second is asked to stop, its third is left alone."""
-    cluster = submitted(tmp_path_factory.mktemp("interrupted"))
+    # Whether Megatron takes the flags has been asked for the other one.
+    cluster = submitted(tmp_path_factory.mktemp("interrupted"), "--no-check")
     cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=100)
     ranks = [pid for pid in cluster.processes(MODULE) if _is_rank(pid)]
     assert len(ranks) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_ctrl_c_ends_with_130_and_one_line(
     monkeypatch.setattr(draw, "run", interrupt)
     assert main(["draw", "x", "--output", "y"]) == 130
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sbatch --no-check --nodes 1 --gpus-per-node 1 -- --lr 1",
+        "plan --model mixtral-8x7b --cluster dgx-h100 --json -",
+    ],
+)
+def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(words: str) -> None:
+    command = f"exec {sys.executable} -m megatron_ampipe.cli {words}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, shell=True, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert done.returncode == 141
+    assert b"BrokenPipe" not in done.stderr and b"Traceback" not in done.stderr
 
 
 def test_an_error_of_ours_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from megatron_ampipe.cli import TOOLS, main, parse
 from megatron_ampipe.launch import flags
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools import plan
+from tests.help_examples import help_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,12 +107,20 @@ def test_shell_commands_are_tested_ones_and_parse(page: Path) -> None:
             assert not [word for word in others if word.startswith("--ampipe")]
 
 
+@pytest.mark.parametrize("tool", [None, *TOOLS])
+def test_every_example_of_help_parses(tool: str | None) -> None:
+    """Those of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
+    examples = help_examples(tool)
+    assert len(examples) >= 2
+    for words in examples:
+        assert words[0] in TOOLS
+        parse(words)
+
+
 def plan_commands() -> list[str]:
     """Those of the pages and of ``ampipe plan --help`` that need no file of the reader's own."""
     commands = [command for page in PAGES for command in shell_commands(page.read_text())]
-    parser = argparse.ArgumentParser()
-    plan.add_arguments(parser)
-    commands += [line.strip() for line in str(parser.epilog).splitlines()]
+    commands += [shlex.join(["ampipe", *words]) for words in help_examples("plan")]
     shipped = config_names("clusters")
     return sorted(
         {

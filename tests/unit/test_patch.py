@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_round_trip_to_the_byte(tree: Path, capsys: pytest.CaptureFixture[str]) 
     assert "the patch" in (said := capsys.readouterr().out) and "is in" in said.splitlines()[-1]
 
     assert run("revert", tree) == 0
+    assert _files(tree) == released
+
+
+@pytest.mark.parametrize("refused", [".", "megatron/training"])
+def test_a_tree_that_cannot_be_written_to_is_left_as_it_is(
+    refused: str, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released = _files(tree)
+    touch = Path.touch
+
+    def deny(path: Path) -> None:
+        if path.parent == tree / refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        touch(path)
+
+    monkeypatch.setattr(Path, "touch", deny)
+    assert run("apply", tree) == 2
+    assert "cannot be written to (Permission denied). Choose" in capsys.readouterr().err
     assert _files(tree) == released
 
 

@@ -190,7 +190,7 @@ def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path
         (["--trace", "/proc/no/trace.json"], "cannot be written"),
         (["--trace-of", "4"], "Add --trace FILE or --picture NAME."),
         (
-            ["--trace-of", "64", "--set", "seq-length=32", "--trace", "/proc/no/trace.json"],
+            ["--trace-of", "64", "--set", "seq-length=32", "--trace", "trace.json"],
             "is more chunks than the 32 rows that a rank holds. Use --trace-of 32 or less.",
         ),
     ],

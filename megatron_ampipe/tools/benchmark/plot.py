@@ -7,13 +7,13 @@ measures nothing. Called by ``ampipe bench --plot``.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.tools.benchmark.table import heading
 
 if TYPE_CHECKING:
@@ -28,6 +28,16 @@ _OTHER_COLOURS = ("#009E73", "#56B4E9", "#D55E00", "#8C6BB1")
 _FAINT = "#C9CDD2"
 _GROUP_IN, _MINIMUM_WIDTH_IN, _MAXIMUM_WIDTH_IN, _HEIGHT_IN = 0.55, 6.0, 30.0, 4.2
 _FILE_TYPES = ("svg", "png")
+
+
+def check_target(prefix: Path) -> None:
+    """Refuse, before anything is measured, pictures that could not be written afterwards.
+
+    Raises:
+        BadInput: nothing can be written there.
+    """
+    suffixes = [f"-{name}.{kind}" for name in _FIGURES for kind in _FILE_TYPES]
+    outputs.check_prefix(prefix, suffixes=suffixes, flag="--plot")
 
 
 def draw(document: Mapping[str, Any], prefix: Path) -> tuple[list[Path], list[str]]:
@@ -202,15 +212,8 @@ def _colour(document: Mapping[str, Any], schedule: str) -> str:
 
 
 def _write(figure: Any, target: Path) -> None:
-    """The file appears under its name only when it is whole."""
-    partial = target.with_name(f".{target.name}.partial")
-    try:
+    with outputs.whole(target) as partial:
         figure.savefig(partial, format=target.suffix[1:], dpi=160)
-        os.replace(partial, target)
-    except OSError as error:
-        raise RunFailed(f"{target} cannot be written ({error.strerror}). Choose another --plot.") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _needs_chunks(document: Mapping[str, Any]) -> str | None:

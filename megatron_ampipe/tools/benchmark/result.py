@@ -10,14 +10,14 @@ within each repeat, where both met the same state of the machine; its spread is 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Kind, Stage
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import Case
@@ -199,37 +199,13 @@ def _stage(name: str) -> Stage:
     return Stage(Kind(kind), int(chunk) if dot else None)
 
 
-def check_target(path: Path) -> None:
-    """Refuse, before anything is measured, a file that could not be written afterwards.
+def write(document: Mapping[str, Any], path: Path) -> None:
+    """Write the document; it appears under its name only when it is whole.
 
     Raises:
-        BadInput: it is a directory, or lies in none that can be written to.
+        RunFailed: it cannot be written.
     """
-    if path.is_dir():
-        raise BadInput("--json", path, rule="is a directory", remedy=f"Name a file: {path / 'bench.json'}.")
-    if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise BadInput(
-            "--json",
-            path,
-            rule=f"{path.absolute().parent} cannot be written to",
-            remedy="Make it, or choose another.",
-        )
-
-
-def write(document: Mapping[str, Any], path: Path) -> None:
-    """Write the document; it appears under its name only when it is whole."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("w") as file:
-            json.dump(document, file)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise RunFailed(f"{path} cannot be written ({error.strerror})") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    outputs.write_text(path, json.dumps(document) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

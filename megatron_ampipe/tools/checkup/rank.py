@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import __version__, compat
+from megatron_ampipe import __version__, compat, outputs
 from megatron_ampipe.tools.checkup.environment import compared
 from megatron_ampipe.tools.checkup.probe import nccl_version
 
@@ -82,9 +82,7 @@ def main(report: Path) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     found = examine(measure_overlap=True)
     if int(os.environ["RANK"]) == 0:
-        partial = report.with_name(report.name + ".partial")
-        partial.write_text(json.dumps(found))
-        os.replace(partial, report)
+        outputs.write_text(report, json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,202 @@
+"""Are these flags ones that a launch would take? Asked before a job waits in the queue for nothing.
+
+What Megatron's parser and checks say is found out as ``ampipe config`` does, in a process of its own: the
+import takes seconds and much memory, and a login node may end it. Where Megatron cannot be imported, names
+are compared with a list of Megatron's flags, AMPipe's own flags are parsed, and a sentence says that values
+were not checked.
+Called by :mod:`megatron_ampipe.tools.sbatch`.
+
+Run as a module, it is that process: reads words and a number of ranks as JSON, answers with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.launch.settings.files import OWN_SECTION, read_entries
+from megatron_ampipe.plan.flags import ampipe_keys, known_flags
+
+TIMEOUT_S = 180
+_ANSWER = "ampipe-preflight "
+_ESCAPE = "To submit it all the same, add --no-check."
+
+
+def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str | None:
+    """Refuse a training run that could not start.
+
+    Args:
+        words: Its whole command line.
+        num_ranks: On how many ranks it would run.
+        files: The files of settings that ``words`` name, in order.
+
+    Returns:
+        What could not be checked here, as a sentence; None if Megatron has checked everything.
+
+    Raises:
+        BadInput: a flag or a file is refused.
+    """
+    settings = _Settings(words, files)
+    _check_layout(settings, num_ranks)
+    reason = _ask_megatron(words, num_ranks)
+    if reason is None:
+        return None
+    settings.check_names()
+    return (
+        f"values of flags, and rules between them, are not checked: {reason}. To check them, run in the "
+        f"environment of the job: ampipe config --ranks {num_ranks} and the flags of the script"
+    )
+
+
+def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
+    """Nothing if Megatron takes the words, and why it could not be asked if it could not."""
+    # As a rank of nobody: a job inside which this runs must not be met.
+    inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps({"words": list(words), "num_ranks": num_ranks}),
+            env=inherited,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"Megatron's check took more than {TIMEOUT_S} s here"
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if not answers:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return f"Megatron's check ended with {done.returncode} here ({last})"
+    answer = json.loads(answers[-1].removeprefix(_ANSWER))
+    if "refused" in answer:
+        refused = answer["refused"]
+        raise BadInput(
+            refused["name"],
+            refused["value"],
+            rule=refused["rule"],
+            remedy=f"{refused['remedy']} {_ESCAPE}",
+        )
+    missing: str | None = answer.get("missing")
+    return missing
+
+
+def _check_layout(settings: _Settings, num_ranks: int) -> None:
+    """What the sizes of the groups of ranks must be, in the words of the flags."""
+    experts, expert_parallel = settings.number("num-experts"), settings.number("expert-model-parallel-size")
+    if experts and expert_parallel and experts % expert_parallel:
+        raise BadInput(
+            "--expert-model-parallel-size",
+            expert_parallel,
+            rule=f"does not divide the {experts} experts of --num-experts",
+            remedy=f"Use for example {max(n for n in range(1, expert_parallel) if experts % n == 0)}.",
+        )
+    sizes = {
+        flag: settings.number(flag) or 1
+        for flag in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
+    }
+    dense = sizes["tensor-model-parallel-size"] * sizes["pipeline-model-parallel-size"]
+    tensor = settings.number("expert-tensor-parallel-size") or sizes["tensor-model-parallel-size"]
+    routed = tensor * (expert_parallel or 1) * sizes["pipeline-model-parallel-size"]
+    for product, of in (
+        (dense * sizes["context-parallel-size"], "tensor, pipeline and context parallel sizes"),
+        (routed, "tensor parallel size of the experts, expert and pipeline parallel sizes"),
+    ):
+        if product and num_ranks % product:
+            raise BadInput(
+                "--nodes times --gpus-per-node",
+                num_ranks,
+                rule=f"is no multiple of {product}, which is what the {of} multiply to",
+                remedy="Take more nodes, or make one of these sizes smaller.",
+            )
+
+
+class _Settings:
+    """What files and command line set, as text."""
+
+    def __init__(self, words: Sequence[str], files: Sequence[Path]) -> None:
+        self._entries = [
+            entry for path in files for entry in read_entries(path, is_flag=known_flags().__contains__)
+        ]
+        self._groups: list[list[str]] = []
+        for word in words:
+            if word.startswith("--") or not self._groups:
+                self._groups.append([])
+            self._groups[-1].append(word)
+
+    def number(self, flag: str) -> int | None:
+        """A whole number that is set, by the last who sets it; None for none, and for what is no number."""
+        found: object = None
+        for entry in self._entries:
+            if entry.key == flag and not entry.section:
+                found = entry.value
+        for name, *values in self._groups:
+            plain, equals, attached = name.partition("=")
+            if plain == f"--{flag}":
+                found = attached if equals else (values or [""])[0]
+        return int(found) if isinstance(found, str) and found.isdecimal() else None
+
+    def check_names(self) -> None:
+        """Refuse what is no flag of the Megatron that the list is of, and what AMPipe's parser refuses."""
+        for entry in self._entries:
+            known = ampipe_keys() if entry.section else known_flags()
+            if entry.key not in known:
+                what = "setting of AMPipe" if entry.section else "flag of Megatron"
+                raise entry.refuse(f"is no {what} that is known here", _near(entry.key, known))
+        own = [word for group in self._groups if group[0].startswith(f"--{OWN_SECTION}-") for word in group]
+        # Not at the top: with it comes the planner, which nothing else here needs.
+        from megatron_ampipe.launch.flags import add_arguments
+        from megatron_ampipe.launch.refuse import report_parser_errors
+
+        parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+        report_parser_errors(parser)
+        parser.parse_args(own)
+        for name, *_ in self._groups:
+            plain = name.partition("=")[0]
+            if not plain.startswith("--"):
+                remedy = "Write each as --flag value."
+                raise BadInput("argument", name, rule="belongs to no flag", remedy=remedy)
+            flag = plain.removeprefix("--")
+            if not flag.startswith(f"{OWN_SECTION}-") and flag not in known_flags():
+                remedy = _near(flag, known_flags())
+                raise BadInput("flag", plain, rule="is none of Megatron that is known here", remedy=remedy)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.replace("_", "-"), known, n=2)
+    guess = f"Did you mean {' or '.join(near)}? " if near else "Look at its spelling. "
+    return guess + _ESCAPE
+
+
+def main() -> None:
+    """Ask Megatron, and answer."""
+    asked = json.load(sys.stdin)
+    answer: dict[str, object] = {}
+    # Some libraries greet on standard output when they are imported.
+    with contextlib.redirect_stdout(sys.stderr):
+        from megatron_ampipe.tools import config
+
+        try:
+            config.check(asked["words"], num_ranks=asked["num_ranks"])
+        except BadInput as error:
+            shown = {
+                "name": error.name,
+                "value": str(error.value),
+                "rule": error.rule,
+                "remedy": error.remedy,
+            }
+            answer["refused"] = shown
+        except EnvironmentMissing as error:
+            answer["missing"] = str(error).partition(" Run: ")[0].rstrip(".")
+    print(_ANSWER + json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

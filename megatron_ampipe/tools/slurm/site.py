@@ -1,0 +1,163 @@
+"""Arguments of ``ampipe sbatch`` that are the same for every job of a site, and the file that holds them.
+
+One table holds them, so that the command line and the file take the same values. The file is YAML, its keys
+are arguments without their dashes, and nothing else may stand in it; what the command line says wins. Called
+by :mod:`megatron_ampipe.tools.sbatch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.yaml_lines import LinedMapping, load
+
+NONE = "none"
+"""What takes away what the site's file says, or the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One argument that a site's file may hold.
+
+    Attributes:
+        metavar: Of its value, for the help.
+        help: What it is for.
+        kind: Makes the value from text; raises :class:`argparse.ArgumentTypeError`.
+        default: Where neither the command line nor the file says it.
+        repeats: Whether it can come several times; then the file's values come first and the command line's
+            after them.
+    """
+
+    metavar: str
+    help: str
+    kind: Callable[[str], Any] = str
+    default: Any = None
+    repeats: bool = False
+
+    @property
+    def full_help(self) -> str:
+        """With what holds if it is not given."""
+        if self.repeats:
+            return f"{self.help}; can be repeated"
+        return self.help if self.default is None else f"{self.help} (default: {self.default})"
+
+
+OPTIONS: Mapping[str, Option] = {
+    "account": Option(metavar="A", help="whom to charge"),
+    "partition": Option(metavar="P", help="where to run"),
+    "gpus-per-node": Option(metavar="N", kind=at_least(1), help="where no cluster file says it"),
+    "gres": Option(
+        metavar="gpu[:TYPE]",
+        help="ask for GPUs as --gres=gpu[:TYPE]:N in place of --gpus-per-node=N, for an older SLURM",
+    ),
+    "mem": Option(
+        metavar="SIZE", default="0", help="memory of each node; 0 is all of it, none leaves it out"
+    ),
+    "exclude": Option(metavar="NODES", help="nodes not to run on, for example node[3,7-9]"),
+    "time": Option(metavar="T", default="24:00:00", help="longest duration of the job: [DAYS-]HH:MM:SS"),
+    "sbatch-option": Option(
+        metavar="=--X=Y", repeats=True, help="a further line for #SBATCH, as in --sbatch-option=--qos=high"
+    ),
+    "setup": Option(
+        metavar="LINE",
+        repeats=True,
+        help="a line of shell that each node runs first: 'module load cuda', 'source venv/bin/activate', "
+        "'export NCCL_SOCKET_IFNAME=ib0'",
+    ),
+    "health-check": Option(
+        metavar="COMMAND",
+        help="each node runs this before training; where it fails, the job ends and names the node: "
+        "'ampipe doctor --quick', 'dcgmi diag -r 1'",
+    ),
+    "container": Option(
+        metavar="IMAGE", help="run in this image, by pyxis: registry#image:tag, or a file /... or ./..."
+    ),
+    "mount": Option(
+        metavar="FROM:TO",
+        repeats=True,
+        help="mount this too; the folder, the files and the data that the job names are mounted anyway",
+    ),
+    "save-before-end": Option(
+        metavar="S",
+        kind=at_least(30),
+        default=300,
+        help="how many seconds before the job's end it is asked to save",
+    ),
+    "max-restarts": Option(
+        metavar="N", kind=at_least(0), default=20, help="how often the job may go back to the queue"
+    ),
+}
+_REMOVABLE = ("account", "partition", "gres", "mem", "exclude", "health-check", "container")
+
+
+def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Declare some of the options; what holds without them is filled in by :func:`settle`."""
+    for name in names:
+        option = OPTIONS[name]
+        action = "append" if option.repeats else "store"
+        parser.add_argument(
+            f"--{name}", metavar=option.metavar, type=option.kind, action=action, help=option.full_help
+        )
+
+
+def settle(arguments: argparse.Namespace, path: Path | None) -> None:
+    """Fill in what the command line leaves open: from the site's file, else the default.
+
+    Args:
+        arguments: Changed in place.
+        path: The site's file.
+
+    Raises:
+        BadInput: the file cannot be read, or holds something that it cannot.
+    """
+    found = {} if path is None else _read(path)
+    for name, option in OPTIONS.items():
+        key = name.replace("-", "_")
+        own = getattr(arguments, key)
+        if option.repeats:
+            value: Any = [*found.get(name, ()), *(own or ())]
+        else:
+            value = own if own is not None else found.get(name, option.default)
+        if name in _REMOVABLE and value == NONE:
+            value = None
+        setattr(arguments, key, value)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    remedy = "Write 'partition: gpu' and the like on lines of their own; docs/slurm.md has an example."
+    document = load(path, what="--site", remedy=remedy, scalars_as_text=True)
+    return {key: _value(path, document, key) for key in document}
+
+
+def _value(path: Path, document: LinedMapping, key: str) -> Any:
+    place = f"{path}:{document.lines[key]}:"
+    option = OPTIONS.get(key)
+    if option is None:
+        near = difflib.get_close_matches(key.replace("_", "-").lstrip("-"), OPTIONS, n=1)
+        guess = f"Did you mean {near[0]}? " if near else ""
+        remedy = f"{guess}There are {', '.join(OPTIONS)}."
+        raise BadInput(place, key, rule="is not a setting of a site", remedy=remedy)
+    found = document[key]
+    if isinstance(found, list) and not option.repeats:
+        raise BadInput(
+            place, key, rule="takes one value, and this is a list", remedy=f"Write '{key}: value'."
+        )
+    values = found if isinstance(found, list) else [found]
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            shown = value if value is not None and value != "" else "(empty)"
+            remedy = f"Write '{key}: {option.metavar}', in quotes where YAML would read something else."
+            raise BadInput(place, f"{key}: {shown}", rule="is not text or a number", remedy=remedy)
+    try:
+        made = [option.kind(value) for value in values]
+    except argparse.ArgumentTypeError as error:
+        remedy = f"Write for example '{key}: {option.default or 8}'."
+        raise BadInput(place, key, rule=str(error), remedy=remedy) from error
+    return made if option.repeats else made[0]

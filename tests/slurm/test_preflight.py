@@ -1,0 +1,124 @@
+"""Whether the training flags are ones that a launch takes: with Megatron, and on a login node without it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.tools.slurm import preflight
+from tests.forked import REPOSITORY
+
+pytestmark = pytest.mark.timeout(200)
+
+SBATCH = ["sbatch", "--nodes", "1", "--gpus-per-node", "8"]
+NOTE = "values of flags, and rules between them, are not checked: "
+
+
+def sbatch(folder: Path, *words: str, without_torch: bool) -> subprocess.CompletedProcess[str]:
+    path = [str(REPOSITORY)]
+    if without_torch:
+        (folder / "fake/torch").mkdir(parents=True)
+        (folder / "fake/torch/__init__.py").write_text("raise ImportError('not on this login node')\n")
+        path.insert(0, str(folder / "fake"))
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ampipe.cli", *SBATCH, *words],
+        cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_megatron_refuses_a_value_of_a_file_with_its_line(tmp_path: Path) -> None:
+    """The one test here that really asks; what it answers is tested in tests/megatron/test_settings.py."""
+    (tmp_path / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
+    done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--run", "run.yaml", without_torch=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("ampipe: run.yaml:2: lr: abc: takes a number. ")
+    assert done.stderr.endswith("To submit it all the same, add --no-check.\n")
+
+
+def test_without_megatron_it_says_what_is_not_checked(tmp_path: Path) -> None:
+    done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--", "--lr", "abc", without_torch=True)
+    assert done.returncode == 0, done.stderr
+    assert f"note: {NOTE}PyTorch cannot be imported (not on this login node). To check" in done.stderr
+    assert "ampipe config --ranks 8" in done.stderr
+
+
+@pytest.fixture
+def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(preflight, "_ask_megatron", lambda words, ranks: "it is not here")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.yaml").write_text("num-experts: 8\nexpert-model-parallel-size: 32\n")
+    (tmp_path / "odd.yaml").write_text("num-layers: 2\nhidden-sze: 64\n")
+    (tmp_path / "own.yaml").write_text("ampipe:\n  degre: 64\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "--foo"], "flag --foo: is none of Megatron that is known here. "),
+        (["--", "--hidden_size", "64"], "Did you mean hidden-size"),
+        (["--", "--ampipe-degree", "x"], "--ampipe-degree 'x': is neither a whole number nor auto"),
+        (
+            ["--", "--ampipe-degre", "4"],
+            "argument --ampipe-degre 4: there is no such flag. Did you mean --amp",
+        ),
+        (
+            ["--model", "odd.yaml"],
+            "odd.yaml:2: hidden-sze: is no flag of Megatron that is known here. Did you",
+        ),
+        (
+            ["--model", "own.yaml"],
+            "own.yaml:2: ampipe.degre: is no setting of AMPipe that is known here. Did",
+        ),
+        (
+            ["--model", "model.yaml"],
+            "--expert-model-parallel-size 32: does not divide the 8 experts of --num-experts. Use for exam",
+        ),
+        (
+            [
+                "--model",
+                "model.yaml",
+                "--",
+                "--expert-model-parallel-size",
+                "8",
+                "--pipeline-model-parallel-size=3",
+            ],
+            "--nodes times --gpus-per-node 8: is no multiple of 3, which is what the tensor, pipeline and",
+        ),
+        (
+            ["--model", "model.yaml", "--", "--num-experts", "16", "--expert-model-parallel-size", "16"],
+            "is no multiple of 16, which is what the tensor parallel size of the experts, expert and",
+        ),
+    ],
+)
+def test_what_can_be_seen_without_megatron_is_refused(
+    words: list[str], message: str, no_megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SBATCH, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_check_that_ends_otherwise_leaves_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node may end a process that takes much memory."""
+
+    def ended(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], -9, stdout="a greeting\n", stderr="x\nMemoryError\n")
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    said = preflight.check(["--lr", "1"], num_ranks=8, files=[])
+    assert said is not None and said.startswith(NOTE + "Megatron's check ended with -9 here (MemoryError)")
+
+    def hangs(*_: object, timeout: int, **__: object) -> None:
+        raise subprocess.TimeoutExpired("x", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    said = preflight.check(["--lr", "1"], num_ranks=8, files=[])
+    assert said is not None and "took more than 180 s" in said
+    with pytest.raises(BadInput, match="flag --foo"):
+        preflight.check(["--foo"], num_ranks=8, files=[])

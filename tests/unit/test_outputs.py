@@ -1,0 +1,185 @@
+"""Files that tools write: what cannot be is found before work begins, and what is written is whole."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe import errors, outputs
+from megatron_ampipe.cli import TOOLS, build_parser, main
+from megatron_ampipe.tools import bench, doctor, plan, profile
+from megatron_ampipe.tools.benchmark import result
+
+PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
+SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
+NO_FILES = {
+    ".": "is a directory",
+    "": "is a directory",
+    "/proc/nope": "/proc cannot be written to",
+    "/dev/null": "is no plain file",
+    "x" * 300: "File name too long",
+    "file/inside": "cannot be written to",
+}
+"""What is no file that could be written, and what is said about it. ``file`` is a file."""
+OUTPUTS = {
+    "bench": [["bench", "--json"]],
+    "doctor": [["doctor", "--quick", "--json"]],
+    "plan": [[*PLAN, "--output"], [*PLAN, "--json"], [*PLAN, "--trace"]],
+    "profile": [["profile", "--output"]],
+    "sbatch": [[*SBATCH, "--output"]],
+}
+"""By tool, the command lines that end in the name of a file that is written."""
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever begins to work fails: outputs come first."""
+
+    def begun(*words: object, **more: object) -> Any:
+        raise AssertionError("work began before the output was tried")
+
+    monkeypatch.setattr(bench, "_measure", begun)
+    monkeypatch.setattr(profile, "_case", begun)
+    monkeypatch.setattr(doctor.pieces, "examine", begun)
+    monkeypatch.setattr(plan, "make_plan", begun)
+
+
+@pytest.mark.parametrize("target", NO_FILES)
+@pytest.mark.parametrize(
+    "words",
+    [words for tool in OUTPUTS.values() for words in tool],
+    ids=lambda words: f"{words[0]}{words[-1]}",
+)
+def test_what_cannot_be_written_is_refused_before_work_begins(
+    words: list[str],
+    target: str,
+    no_work: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main([*words, target, *(["--", "--lr", "1"] if words[0] == "sbatch" else [])]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"ampipe: {words[-1]} ") and NO_FILES[target] in said.err
+    assert said.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("words", [["bench", "--plot"], [*PLAN, "--picture"], ["draw", "traces", "--output"]])
+@pytest.mark.parametrize("target", ["/proc/nope", "file/inside"])
+def test_pictures_are_tried_as_well(
+    words: list[str],
+    target: str,
+    no_work: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "traces").mkdir()
+    assert main([*words, target]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+def test_every_argument_that_names_an_output_is_tried() -> None:
+    """A new one has to be added above."""
+    found = {
+        (name, action.option_strings[0])
+        for name in TOOLS
+        for action in _arguments(name)
+        if action.option_strings and action.option_strings[0] in ("--output", "--json", "--trace")
+    }
+    tried = {(name, words[-1]) for name, tool in OUTPUTS.items() for words in tool}
+    # Prefixes of several files: of pictures, tried above, and of a dataset.
+    assert found == tried | {("draw", "--output"), ("data", "--output")}
+
+
+def _arguments(name: str) -> list[argparse.Action]:
+    parser = build_parser(name)
+    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return list(commands.choices[name]._actions)
+
+
+def test_a_tried_file_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    outputs.check(path, flag="--json")
+    assert not list(tmp_path.iterdir())
+    path.write_text("earlier")
+    outputs.check(path, flag="--json")
+    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_made_only_where_the_tool_makes_it_and_only_for_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a/b/x.json"
+    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b is not there. Make it, or"):
+        outputs.check(path, flag="--json")
+    outputs.check(path, flag="--json", makes_folder=True)
+    assert not list(tmp_path.iterdir())
+    outputs.write_text(path, "x")
+    assert path.read_text() == "x"
+
+
+def test_it_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("earlier")
+    with pytest.raises(ZeroDivisionError), outputs.whole(path) as partial:
+        partial.write_text("half")
+        assert path.read_text() == "earlier"
+        raise ZeroDivisionError
+    assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_fills_ends_with_3_and_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(errors.RunFailed, match=r"x.json cannot be written \(No space left on device\)"),
+        outputs.whole(tmp_path / "x.json"),
+    ):
+        Path("/dev/full").write_text("x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_has_the_permissions_that_are_asked_for_or_usual(tmp_path: Path) -> None:
+    umask = os.umask(0o027)
+    try:
+        outputs.write_text(tmp_path / "plain", "x")
+        outputs.write_text(tmp_path / "script", "x", mode=0o755)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o755
+
+
+def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk can fill while it measures: the table is shown all the same, and only then it fails."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+
+    def measured(arguments: object) -> dict[str, Any]:
+        folder.rmdir()
+        folder.touch()
+        return {"measured": True, "emulated": False}
+
+    monkeypatch.setattr(bench, "_measure", measured)
+    monkeypatch.setattr(
+        "megatron_ampipe.tools.benchmark.table.show", lambda document, console: print("the table")
+    )
+    assert main(["bench", "--json", str(folder / "x.json")]) == 3
+    said = capsys.readouterr()
+    assert said.out == "the table\n"
+    assert "x.json cannot be written" in said.err
+
+
+def test_results_are_written_through_the_one_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    result.write({"a": 1}, path)
+    assert path.read_text() == '{"a": 1}\n'
