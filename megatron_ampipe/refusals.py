@@ -112,6 +112,18 @@ def _scope_without_capacity(arguments: Any) -> object:
     return _equal("ampipe_capacity_scope", "chunk")(arguments)
 
 
+def _tries_without_training(arguments: Any) -> object:
+    if getattr(arguments, "ampipe_degree", None) != AUTO or getattr(arguments, "ampipe_cluster", None):
+        return None
+    return _set("skip_train")(arguments)
+
+
+def _records_without_training(arguments: Any) -> object:
+    if not getattr(arguments, "skip_train", False):
+        return None
+    return _set("ampipe_trace_dir")(arguments)
+
+
 def _pads_with_expert_bias(arguments: Any) -> object:
     if not getattr(arguments, "moe_router_enable_expert_bias", False):
         return None
@@ -305,6 +317,18 @@ REFUSALS: tuple[Refusal, ...] = (
         _scope_without_capacity,
         "has no effect without a capacity",
         "Add --moe-expert-capacity-factor, or leave it out.",
+    ),
+    Refusal(
+        "--skip-train",
+        _tries_without_training,
+        "there is no training iteration in which a degree could be tried",
+        "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans and tries nothing.",
+    ),
+    Refusal(
+        "--ampipe-trace-dir",
+        _records_without_training,
+        "has no effect with --skip-train: the iterations of training are what is recorded",
+        "Leave it out.",
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity",

@@ -28,6 +28,7 @@ VALUES = {
     "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],
     "--ampipe-capacity-scope": [["chunk"]],
+    "--ampipe-trace-dir": [["traces"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; of other flags the worker takes every choice but the default, or 2."""
@@ -37,6 +38,8 @@ COMPANIONS = {
     "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
+    "--skip-train": ["--ampipe-degree", "auto"],
+    "--ampipe-trace-dir": ["--skip-train"],
     "--moe-pad-expert-input-to-capacity": shlex.split(
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
