@@ -18,6 +18,7 @@ from megatron_ampipe.plan.model import ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.schedule import BlockFeatures
 
 _FLAGS = (
@@ -84,13 +85,13 @@ def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
     """What the blocks contain while training, as ``layers.block`` finds it out from the modules."""
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    balances = any("aux_loss" in kind for kind in kinds) and any(coefficients)
     has_capacity = (args.moe_expert_capacity_factor or -1.0) >= 0
     return BlockFeatures(
-        losses=balances or bool(args.moe_z_loss_coeff),
+        losses=router_has_losses(
+            args.moe_router_load_balancing_type,
+            coefficients=args.moe_aux_loss_coeff,
+            z_loss_coefficient=args.moe_z_loss_coeff,
+        ),
         shared=args.moe_shared_expert_intermediate_size is not None,
         ordered_routing=has_capacity and args.ampipe_capacity_scope != "chunk",
         chunked_qkv=args.tensor_model_parallel_size * args.context_parallel_size == 1

@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_ampipe.router_losses import router_has_losses
+
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
 
 
@@ -85,7 +87,11 @@ class ChunkRouter(TopKRouter):
     @property
     def has_losses(self) -> bool:
         """Whether a training step adds any loss of the router to the model's."""
-        return self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
+        return router_has_losses(
+            self.routing_type,
+            coefficients=self.config.moe_aux_loss_coeff,
+            z_loss_coefficient=self.config.moe_z_loss_coeff,
+        )
 
     def route_chunk(self, hidden: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor, Tensor]:
         """Route the tokens of one chunk, without the losses.

@@ -16,6 +16,7 @@ from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.flags import ampipe_keys, known_flags
 from megatron_ampipe.plan.records import nearest, refuse
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -202,11 +203,15 @@ class _Builder:
 
     def _has_losses(self) -> bool:
         kinds = self._model.values.get("moe-router-load-balancing-type", "aux_loss")
-        coefficients = self._model.values.get("moe-aux-loss-coeff", 0.0)
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-        balances = any("aux_loss" in str(kind) for kind in kinds) and any(coefficients)
-        return balances or bool(self._number("moe-z-loss-coeff"))
+        found = self._model.values.get("moe-aux-loss-coeff", 0.0)
+        return router_has_losses(
+            [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])],
+            coefficients=[
+                self._as_number("moe-aux-loss-coeff", one)
+                for one in (found if isinstance(found, list) else [found])
+            ],
+            z_loss_coefficient=self._number("moe-z-loss-coeff"),
+        )
 
     def _window(self) -> int | None:
         found = self._model.values.get("window-size")
@@ -253,11 +258,12 @@ class _Builder:
 
     def _number(self, key: str) -> float | None:
         found = self._model.values.get(key)
-        if found is None:
-            return None
+        return None if found is None else self._as_number(key, found)
+
+    def _as_number(self, key: str, found: object) -> float:
         try:
             # YAML reads 1e-3, without a point, as text.
-            return float(found)
+            return float(found)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             self._refuse(key, "must be a number", "Write for example 1.25.")
 
