@@ -115,6 +115,9 @@ def _scope_without_capacity(arguments: Any) -> object:
 def _tries_without_training(arguments: Any) -> object:
     if getattr(arguments, "ampipe_degree", None) != AUTO or getattr(arguments, "ampipe_cluster", None):
         return None
+    saved = getattr(arguments, "ampipe_save_plan", None)
+    if saved is not None and os.path.isfile(saved):
+        return None
     return _set("skip_train")(arguments)
 
 

@@ -17,10 +17,11 @@ from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
-from megatron_ampipe.launch.planned import planner_of, read_pipeline
+from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline
+from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
-from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
@@ -63,21 +64,21 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
     if not config.pipelined:
         rows = [megatron, ("degree", "1: Megatron's own layers")]
         if config.plan is not None:
-            rows.append(("why", read_pipeline(args, config.plan).reason))
+            choice = read_pipeline(args, config.plan)
+            rows += [("why", choice.reason), *_notes(choice)]
         print_startup_table(rows, adjustments)
         return None
     refuse_unsupported(config, args)
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
+    if config.save_plan is not None:
+        prepare_plan_file(Path(config.save_plan))
     adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
     # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
     )
-    layout = SequenceLayout(
-        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        context_ranks=args.context_parallel_size,
-    )
+    layout = layout_of_args(args)
     on_gpu = not host.installed()
     rows = [
         megatron,
@@ -101,15 +102,23 @@ def _choose(
         training.train_step = agreed_upon(context, training.train_step)
     elif config.degree == AUTO:
         planner = None if config.cluster is None else planner_of(args, config.cluster)
-        auto = AutoDegree(context, planner=planner, say=print_on_first_rank)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
-        choice = auto.start((rows, args.micro_batch_size))
+        shape = (rows, args.micro_batch_size)
+        auto = AutoDegree(
+            context,
+            planner=planner,
+            say=print_on_first_rank,
+            keep=keeper_of(args, config.save_plan, shape),
+            iterations_left=functools.partial(iterations_left, args),
+        )
+        choice = auto.start(shape)
         training.train_step = auto.around(training.train_step)
         if choice is None:
             tried = ", ".join(map(str, candidates(rows)))
             return [
                 ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
                 ("schedule", config.schedule),
+                *_saved(config.save_plan),
             ]
     pipeline = context.pipeline
     degree = str(pipeline.degree)
@@ -119,8 +128,17 @@ def _choose(
         ("degree", degree),
         ("schedule", pipeline.name),
         ("chunk boundaries", _boundaries(pipeline.chunks(args.seq_length, layout))),
-        *([("why", choice.reason)] if choice is not None else []),
+        *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
+        *_saved(config.save_plan),
     ]
+
+
+def _notes(choice: Choice) -> list[tuple[str, str]]:
+    return [("note", note) for note in choice.notes]
+
+
+def _saved(file: str | None) -> list[tuple[str, str]]:
+    return [] if file is None else [("plan", f"the choice is written to {file}; a restart reads it there")]
 
 
 def _attention_kernel(args: argparse.Namespace, *, on_gpu: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
+from megatron_ampipe.plan.made_for import MadeFor, differences
 from megatron_ampipe.plan.model import ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.router_losses import router_has_losses
-from megatron_ampipe.schedule import BlockFeatures
+from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 _FLAGS = (
     "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
@@ -63,14 +65,16 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
 
 
 def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
-    """What a plan file says.
+    """What a plan file says, and in what this run is not what the plan was made for.
 
     Raises:
-        BadInput: the file is wrong, or its order is not one of this model's blocks.
+        BadInput: the file is wrong, was made for other blocks, or its order or cut is not one of this model's
+            blocks.
     """
     plan = Plan.read(Path(plan_file))
-    rows = args.seq_length // (args.tensor_model_parallel_size * args.context_parallel_size)
-    pipeline = plan.pipeline(rows=rows)
+    notes = _compare(args, plan, plan_file)
+    layout = layout_of_args(args)
+    pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         pipeline.schedule_of(features_of_args(args))
     except BadInput as error:
@@ -78,9 +82,66 @@ def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
             "--ampipe-plan",
             plan_file,
             rule=f"is not for the blocks of this model: {error.value} {error.rule}",
-            remedy="Make one with ampipe plan from a model file with this run's flags.",
+            remedy=_REMEDY,
         ) from error
-    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms)
+    try:
+        pipeline.chunks(args.seq_length, layout)
+    except BadInput as error:
+        if error.name == "--seq-length":
+            raise
+        raise BadInput(
+            "--ampipe-plan",
+            plan_file,
+            rule=f"with its shares {error.value}, {error.rule}",
+            remedy=f"Give every chunk a row or more, for example equal shares. {_REMEDY}",
+        ) from error
+    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms, notes)
+
+
+_REMEDY = "Make one with ampipe plan from a model file with this run's flags."
+
+
+def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str, ...]:
+    """What the user should know of a plan that fits; a sentence each.
+
+    Raises:
+        BadInput: the plan was made for other blocks, or for another spread over the ranks.
+    """
+    if plan.made_for is None:
+        return (f"{plan_file} does not say for what it was made, so that was not checked",)
+    found = differences(plan.made_for, made_for_of_args(args))
+    essential = [str(one) for one in found if one.essential]
+    if essential:
+        remedy = f"{_REMEDY} To run this one as it stands, take its section made_for out."
+        if args.ampipe_save_plan is not None:
+            remedy = "Remove the file, or name another one, to choose anew."
+        raise BadInput(
+            "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan",
+            plan_file,
+            rule=f"is not for the blocks of this model: it was made for {', '.join(essential)}",
+            remedy=remedy,
+        )
+    notes = [f"the plan was made on: {plan.made_for.cluster}"]
+    if found:
+        notes.append(f"the plan was made for {', '.join(map(str, found))}; what it predicts may be off")
+    return tuple(notes)
+
+
+def made_for_of_args(args: argparse.Namespace) -> MadeFor:
+    """What a plan for this run would say that it was made for."""
+    return MadeFor.of(
+        workload_of_args(args, None),
+        cluster=f"the machines of a run on {args.world_size} ranks",
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+    )
+
+
+def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
+    """How the rows of a sequence lie on the ranks."""
+    return SequenceLayout(
+        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        context_ranks=args.context_parallel_size,
+    )
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
@@ -99,8 +160,8 @@ def features_of_args(args: argparse.Namespace) -> BlockFeatures:
     )
 
 
-def workload_of_args(args: argparse.Namespace, cluster: Cluster) -> Workload:
-    """The block that Megatron's arguments describe."""
+def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
+    """The block that Megatron's arguments describe; what it is does not depend on the cluster."""
     values: dict[str, Any] = {
         flag: value for flag in _FLAGS if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }

@@ -77,14 +77,15 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
 
 
 def workload_of(
-    model: ModelFile, cluster: Cluster, *, ranks: int | None = None, imbalance: float = 1.0
+    model: ModelFile, cluster: Cluster | None, *, ranks: int | None = None, imbalance: float = 1.0
 ) -> tuple[Workload, tuple[str, ...]]:
     """The block of a model on a cluster.
 
     Args:
         model: What :func:`read_model` read.
-        cluster: Gives the dtype and the parallel sizes that the model does not name.
-        ranks: How many there are in the whole run; those of one node if None.
+        cluster: Gives the dtype and the parallel sizes that the model does not name; None for a model that
+            names them, or trains in fp32.
+        ranks: How many there are in the whole run; those of one node of the cluster if None.
         imbalance: See :class:`Workload`.
 
     Returns:
@@ -93,11 +94,14 @@ def workload_of(
     Raises:
         BadInput: a value is missing or cannot be; names file and line.
     """
-    return _Builder(model, cluster, ranks or cluster.ranks_per_node, imbalance).build()
+    if ranks is None:
+        assert cluster is not None
+        ranks = cluster.ranks_per_node
+    return _Builder(model, cluster, ranks, imbalance).build()
 
 
 class _Builder:
-    def __init__(self, model: ModelFile, cluster: Cluster, ranks: int, imbalance: float) -> None:
+    def __init__(self, model: ModelFile, cluster: Cluster | None, ranks: int, imbalance: float) -> None:
         self._model, self._cluster, self._ranks, self._imbalance = model, cluster, ranks, imbalance
         self._assumed: list[str] = []
 
@@ -190,7 +194,7 @@ class _Builder:
         for name in ("bf16", "fp16"):
             if self._on(name):
                 return name
-        known = self._cluster.compute.gemm
+        known = {} if self._cluster is None else self._cluster.compute.gemm
         found: Dtype = next((name for name in ("bf16", "fp16") if name in known), "fp32")
         self._assumed.append(f"{found}: the model names no precision")
         return found

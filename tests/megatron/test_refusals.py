@@ -77,6 +77,18 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-plan", "plan.yaml"],
         "--ampipe-degree 4: is what the plan plan.yaml says. Leave --ampipe-degree or --ampipe-plan out.",
     ),
+    "save-plan-at-degree-4": (
+        [*ACCEPTED, "--ampipe-save-plan", "plan.yaml"],
+        "--ampipe-save-plan plan.yaml: has no effect at --ampipe-degree 4, which is not chosen by us",
+    ),
+    "save-plan-in-proc": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-save-plan", "/proc/no/plan.yaml"],
+        "--ampipe-save-plan /proc/no/plan.yaml: cannot be written",
+    ),
+    "save-plan-is-a-folder": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-save-plan", "/tmp"],
+        "--ampipe-save-plan /tmp: cannot be written (it is a folder)",
+    ),
     "schedule-unknown": ([*ACCEPTED, "--ampipe-schedule", "best"], "Use one of: "),
     "schedule-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-schedule", "ampipe"],
