@@ -92,6 +92,14 @@ def _routing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
+def _negative(name: str) -> Callable[[Any], object]:
+    def applies(arguments: Any) -> object:
+        found = getattr(arguments, name, None)
+        return next((one for one in (found if isinstance(found, list) else [found]) if one and one < 0), None)
+
+    return applies
+
+
 def _has_capacity(arguments: Any) -> bool:
     """Megatron takes a negative factor for none."""
     factor = getattr(arguments, "moe_expert_capacity_factor", None)
@@ -307,6 +315,24 @@ REFUSALS: tuple[Refusal, ...] = (
         _equal("moe_token_dispatcher_type", "flex"),
         "DeepEP and HybridEP fuse the all-to-all with their own overlap and cannot be cut into stages",
         "Use --moe-token-dispatcher-type alltoall or allgather.",
+    ),
+    Refusal(
+        "--moe-expert-capacity-factor",
+        _negative("moe_expert_capacity_factor"),
+        "a negative factor means no capacity at all, to Megatron",
+        "Leave it out for no capacity, or use for example 1.25.",
+    ),
+    Refusal(
+        "--moe-aux-loss-coeff",
+        _negative("moe_aux_loss_coeff"),
+        "Megatron leaves out a loss with a negative coefficient without a word",
+        "Use for example 0.01, or leave it out.",
+    ),
+    Refusal(
+        "--moe-z-loss-coeff",
+        _negative("moe_z_loss_coeff"),
+        "a negative coefficient makes the loss reward what it is to keep small",
+        "Use for example 0.001, or leave it out.",
     ),
     Refusal(
         "--moe-token-drop-policy",

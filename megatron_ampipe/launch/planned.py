@@ -16,24 +16,12 @@ from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.model import ModelFile, workload_of
+from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
-
-_FLAGS = (
-    "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
-    "micro-batch-size", "moe-router-topk", "moe-ffn-hidden-size", "swiglu",
-    "moe-shared-expert-intermediate-size", "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity",
-    "moe-grouped-gemm", "recompute-granularity", "group-query-attention", "num-query-groups",
-    "multi-latent-attention", "kv-lora-rank", "q-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
-    "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
-    "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
-    "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
-)  # fmt: skip
-"""Those that sizes depend on, under the names of a model file."""
 
 
 def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
@@ -163,8 +151,13 @@ def features_of_args(args: argparse.Namespace) -> BlockFeatures:
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
     """The block that Megatron's arguments describe; what it is does not depend on the cluster."""
     values: dict[str, Any] = {
-        flag: value for flag in _FLAGS if (value := getattr(args, flag.replace("-", "_"), None)) is not None
+        flag: value
+        for flag in SIZE_FLAGS
+        if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }
+    if values.get("moe-expert-capacity-factor", 0.0) < 0:
+        # Megatron takes a negative factor for none; at degree 1 nobody refuses it.
+        del values["moe-expert-capacity-factor"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     workload, _ = workload_of(ModelFile(Path("arguments"), values, {}), cluster, ranks=args.world_size)
     if not args.bf16 and not args.fp16:

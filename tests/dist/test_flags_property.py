@@ -143,7 +143,12 @@ REFUSED = {
     "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex",
     "--moe-token-drop-policy": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs "
     "--ampipe-capacity-scope sequence",
+    "--moe-expert-capacity-factor": "--moe-expert-capacity-factor -1",
+    "--moe-aux-loss-coeff": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff -0.1",
+    "--moe-z-loss-coeff": "--moe-z-loss-coeff -0.1",
     "--ampipe-capacity-scope": "--ampipe-capacity-scope chunk",
+    "--skip-train": "--skip-train --ampipe-degree auto",
+    "--ampipe-trace-dir": "--skip-train --ampipe-trace-dir traces",
     "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "
     "--moe-expert-capacity-factor 1 --moe-token-drop-policy position "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
