@@ -17,6 +17,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
+from megatron_ampipe.launch.metrics import tokens_travel
 from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
@@ -66,6 +67,8 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         if config.plan is not None:
             choice = read_pipeline(args, config.plan)
             rows += [("why", choice.reason), *_notes(choice)]
+            # Another rank may have read another plan, or found none where --ampipe-save-plan names it.
+            training.train_step = agreed_upon(choice.pipeline, training.train_step)
         print_startup_table(rows, adjustments)
         return None
     refuse_unsupported(config, args)
@@ -86,6 +89,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         ("attention", _attention_kernel(args, on_gpu=on_gpu)),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
+        *_nothing_to_hide(args),
     ]
     print_startup_table(rows, adjustments)
     return context
@@ -99,7 +103,7 @@ def _choose(
     if config.plan is not None:
         choice = read_pipeline(args, config.plan)
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
-        training.train_step = agreed_upon(context, training.train_step)
+        training.train_step = agreed_upon(choice.pipeline, training.train_step)
     elif config.degree == AUTO:
         planner = None if config.cluster is None else planner_of(args, config.cluster)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
@@ -131,6 +135,17 @@ def _choose(
         *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
         *_saved(config.save_plan),
     ]
+
+
+def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if tokens_travel(args):
+        return []
+    note = (
+        f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so no "
+        "token travels and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or use "
+        "--ampipe-degree 1"
+    )
+    return [("note", note)]
 
 
 def _notes(choice: Choice) -> list[tuple[str, str]]:

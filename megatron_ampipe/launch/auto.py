@@ -148,7 +148,7 @@ class AutoDegree:
             self._keep(self._shape, choice)
 
 
-def agreed_upon(context: AMPipeContext, train_step: TrainStep) -> TrainStep:
+def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
     """Megatron's training step; before the first one, the pipeline that every rank read is compared."""
     agreed = False
 
@@ -156,7 +156,7 @@ def agreed_upon(context: AMPipeContext, train_step: TrainStep) -> TrainStep:
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal agreed
         if not agreed:
-            require_agreement(context.pipeline)
+            require_agreement(pipeline)
             agreed = True
         return train_step(*args, **kwargs)
 

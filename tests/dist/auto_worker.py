@@ -146,10 +146,8 @@ def _disagree(rank: int) -> str:
     from megatron_ampipe.launch.auto import agreed_upon
     from megatron_ampipe.schedule import Pipeline
 
-    _, context = _layer()
-    context.pipeline = Pipeline(degree=4 if rank == 3 else 2)
     try:
-        agreed_upon(context, lambda: None)()
+        agreed_upon(Pipeline(degree=4 if rank == 3 else 2), lambda: None)()
     except RunFailed as error:
         return str(error)
     return "ran"
