@@ -182,7 +182,17 @@ def _other_context_mode(arguments: Any) -> object:
         return None
     chosen = getattr(arguments, "cp_comm_type", None)
     chosen = chosen if isinstance(chosen, list) else [chosen]
-    return next((mode for mode in chosen if mode != "all_gather"), None)
+    taken = {"all_gather", "p2p", *(["a2a"] if _ranks_divide_heads(arguments) else [])}
+    return next((mode for mode in chosen if mode not in taken), None)
+
+
+def _ranks_divide_heads(arguments: Any) -> bool:
+    """Whether an all-to-all over the context-parallel ranks could share out the heads of one rank."""
+    tensor = getattr(arguments, "tensor_model_parallel_size", 1) or 1
+    heads = [getattr(arguments, "num_attention_heads", None) or 1]
+    if getattr(arguments, "group_query_attention", False):
+        heads.append(getattr(arguments, "num_query_groups", None) or 1)
+    return all(number // tensor % arguments.context_parallel_size == 0 for number in heads)
 
 
 def _recomputes(*modules: str) -> Callable[[Any], object]:
@@ -249,7 +259,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--cp-comm-type",
         _other_context_mode,
-        "context parallelism gathers keys and values, and knows no other way",
+        "keys and values are gathered, which can take the place of p2p, of a2a where the ranks divide the "
+        "heads, and of nothing else",
         "Use --cp-comm-type all_gather.",
     ),
     Refusal(
@@ -386,18 +397,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--moe-latent-size", _set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
     Refusal(
-        "--moe-shared-expert-overlap",
-        _set("moe_shared_expert_overlap"),
-        "Megatron's own overlap of shared experts would use the network beside the schedule",
-        "Leave it out: AMPipe schedules shared experts itself.",
-    ),
-    Refusal(
-        "--moe-router-force-load-balancing",
-        _set("moe_router_force_load_balancing"),
-        "random routing would differ from the stock run's",
-        _OFF,
-    ),
-    Refusal(
         "--moe-router-force-biased",
         _set("moe_router_force_biased"),
         "random routing would differ from the stock run's",
@@ -419,24 +418,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-    ),
-    Refusal(
-        "--overlap-moe-expert-parallel-comm",
-        _set("overlap_moe_expert_parallel_comm"),
-        "both would schedule the same all-to-alls",
-        "Leave it out; AMPipe overlaps inside a micro-batch.",
-    ),
-    Refusal(
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        _set("overlap_dispatch_backward_with_experts_wgrad"),
-        "both would schedule the same all-to-alls",
-        "Leave it out.",
-    ),
-    Refusal(
-        "--delay-wgrad-compute",
-        _set("delay_wgrad_compute"),
-        "delayed weight gradients are not supported",
-        _OFF,
     ),
     Refusal(
         "--cuda-graph-impl",
@@ -476,3 +457,49 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 """Every combination this version refuses. There is no other place that refuses one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """A flag that asks for another overlap alone: without it the run computes the same function.
+
+    Attributes:
+        setting: The Megatron flag.
+        reason: What AMPipe does in its place.
+    """
+
+    setting: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """In parsed arguments."""
+        return self.setting.removeprefix("--").replace("-", "_")
+
+
+_SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe takes the place of"
+
+PUT_ASIDE: tuple[PutAside, ...] = (
+    PutAside("--moe-shared-expert-overlap", "AMPipe schedules the shared experts itself"),
+    PutAside("--overlap-moe-expert-parallel-comm", _SAME_EXCHANGES),
+    PutAside("--ep-overlap-early-attn-memory-release", _SAME_EXCHANGES),
+    PutAside("--overlap-dispatch-backward-with-experts-wgrad", _SAME_WEIGHTS),
+    PutAside("--delay-wgrad-compute", _SAME_WEIGHTS),
+)
+"""What is switched off, with a line in the start-up table, where layers are AMPipe's."""
+
+
+def put_aside(arguments: Any) -> tuple[PutAside, ...]:
+    """Switch off what :data:`PUT_ASIDE` names.
+
+    Args:
+        arguments: Parsed and not validated yet: Megatron's checks ask what these flags need.
+
+    Returns:
+        What was on.
+    """
+    found = tuple(one for one in PUT_ASIDE if getattr(arguments, one.name, False))
+    for one in found:
+        setattr(arguments, one.name, False)
+    return found

@@ -18,7 +18,7 @@ from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.metrics import tokens_travel
-from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline
+from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline, workload_of_args
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
@@ -26,7 +26,7 @@ from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.attention import kernel_name
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
-from megatron_ampipe.refusals import refuse_unsupported
+from megatron_ampipe.refusals import PUT_ASIDE, refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout
 
@@ -76,7 +76,13 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         prepare_trace_dir(Path(config.trace_dir))
     if config.save_plan is not None:
         prepare_plan_file(Path(config.save_plan))
-    adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
+    adjustments = [
+        *adjustments,
+        *_drop_attention_mask(args),
+        *_drop_padding(args),
+        *_put_aside(args),
+        *_gather_keys_and_values(args),
+    ]
     # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
@@ -90,6 +96,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
         *_nothing_to_hide(args),
+        *_random_routing(args),
     ]
     print_startup_table(rows, adjustments)
     return context
@@ -148,6 +155,16 @@ def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [("note", note)]
 
 
+def _random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not args.moe_router_force_load_balancing:
+        return []
+    note = (
+        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws for "
+        "itself: the same distribution as in a stock run, and other numbers"
+    )
+    return [("warning", note)]
+
+
 def _notes(choice: Choice) -> list[tuple[str, str]]:
     return [("note", note) for note in choice.notes]
 
@@ -204,5 +221,34 @@ def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
             flag="--moe-pad-expert-input-to-capacity",
             value=None,
             reason="ignored: chunks send the kept tokens alone, with the same result",
+        )
+    ]
+
+
+def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Say which other overlaps were switched off when the flags were parsed."""
+    return [
+        host.Adjustment(flag=one.setting, value=None, reason=f"put aside: {one.reason}")
+        for one in PUT_ASIDE
+        if one.setting in getattr(args, "ampipe_put_aside", ())
+    ]
+
+
+def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Say that context parallelism gathers, where another way was asked for, and what memory that costs."""
+    modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
+    ranks = args.context_parallel_size
+    others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
+    if ranks == 1 or not others:
+        return []
+    block = workload_of_args(args, None)
+    numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
+    size = f"{numbers * block.element_bytes / 2**20:.3g} MiB"
+    return [
+        host.Adjustment(
+            flag="--cp-comm-type",
+            value="all_gather",
+            reason=f"in pipelined blocks, in place of {' and '.join(others)}: the same function; keys and "
+            f"values of the other ranks take {size} in each block until its backward pass",
         )
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.config import (
     AUTO,
@@ -16,6 +18,7 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan import Plan
+from megatron_ampipe.refusals import PUT_ASIDE, put_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -99,7 +102,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
+    _put_aside_when_parsed(parser)
     return parser
+
+
+def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
+    """Switch off other overlaps as soon as flags are parsed; the start-up table says so (:mod:`.attach`)."""
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parsing(*args: Any, **kwargs: Any) -> Any:
+        found, rest = parse(*args, **kwargs)
+        asked = any(getattr(found, one.name, False) for one in PUT_ASIDE)
+        found.ampipe_put_aside = ()
+        if asked and getattr(found, "yaml_cfg", None) is None and config_from_args(found).pipelined:
+            # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
+            found.ampipe_put_aside = tuple(one.setting for one in put_aside(found))
+        return found, rest
+
+    parser.parse_known_args = parsing  # type: ignore[method-assign]
 
 
 def _degree(text: str) -> int | str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
+    apply_random_logits,
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
     get_capacity,
@@ -107,6 +108,8 @@ class ChunkRouter(TopKRouter):
         """
         self._maintain_float32_expert_bias()
         logits = self.gating(self.apply_input_jitter(hidden))
+        if self.config.moe_router_force_load_balancing:
+            logits = apply_random_logits(logits)
         probs, routing_map = topk_routing_with_score_function(
             logits.view(-1, self.config.num_moe_experts),
             self.topk,

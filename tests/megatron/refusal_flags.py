@@ -21,7 +21,7 @@ VALUES = {
     "--expert-model-parallel-size": [["64"]],
     "--moe-router-topk": [["5"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
-    "--cp-comm-type": [["p2p"], ["a2a"]],
+    "--cp-comm-type": [["ring"], ["a2a+p2p"]],
     "--window-size": [["8,8"]],
     "--spec": [["some.module", "some_spec"]],
     "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"], ["aux_loss", "sinkhorn"]],

@@ -133,7 +133,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, Any] = json.loads(path.read_text())
