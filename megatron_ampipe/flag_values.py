@@ -153,12 +153,14 @@ def _heads_do_not_divide(arguments: Any) -> object:
     hidden, heads = _of(arguments, "hidden_size"), _of(arguments, "num_attention_heads")
     if hidden is None or heads is None or _of(arguments, "kv_channels") is not None:
         return None
-    return heads if hidden % heads else None
+    return f"{heads} with --hidden-size {hidden}" if hidden % heads else None
 
 
 def _positions_too_few(arguments: Any) -> object:
     length, positions = _of(arguments, "seq_length"), _of(arguments, "max_position_embeddings")
-    return positions if length is not None and positions is not None and positions < length else None
+    if length is None or positions is None or positions >= length:
+        return None
+    return f"{positions} with --seq-length {length}"
 
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -183,13 +185,13 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--num-attention-heads",
         _heads_do_not_divide,
-        "does not divide --hidden-size, and no --kv-channels says how wide a head is",
+        "does not divide it, and no --kv-channels says how wide a head is",
         "Use a divisor of --hidden-size, or add --kv-channels 64.",
     ),
     Conflict(
         "--max-position-embeddings",
         _positions_too_few,
-        "is less than --seq-length",
+        "is less than the sequence has rows",
         "Use the value of --seq-length or more.",
     ),
 )

@@ -40,9 +40,12 @@ def refusal(**given: Any) -> str:
         ),
         (
             {"hidden_size": 64, "num_attention_heads": 7},
-            "--num-attention-heads 7: does not divide --hidden-size",
+            "--num-attention-heads 7 with --hidden-size 64: does not divide it",
         ),
-        ({"seq_length": 64, "max_position_embeddings": 32}, "--max-position-embeddings 32: is less than"),
+        (
+            {"seq_length": 64, "max_position_embeddings": 32},
+            "--max-position-embeddings 32 with --seq-length 64: is less than",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
 )
