@@ -43,6 +43,8 @@ class AMPipeConfig:
     """Cluster file from which ``auto`` plans; None to try degrees in the first iterations."""
     plan: str | None = None
     """Plan file that the degrees, chunks and order of stages were read from."""
+    save_plan: str | None = None
+    """File that receives what ``auto`` chose, as a plan; None to keep it in the log alone."""
     schedule: str = "ampipe"
     """Name of the order of the stages; one of :data:`SCHEDULE_NAMES`."""
     capacity_scope: str = "sequence"
@@ -68,6 +70,13 @@ class AMPipeConfig:
             raise BadInput(
                 "--ampipe-cluster",
                 self.cluster,
+                rule=f"has no effect at --ampipe-degree {self.degree}, which is not chosen by us",
+                remedy="Use --ampipe-degree auto, or leave it out.",
+            )
+        if self.save_plan is not None and self.degree != AUTO:
+            raise BadInput(
+                "--ampipe-save-plan",
+                self.save_plan,
                 rule=f"has no effect at --ampipe-degree {self.degree}, which is not chosen by us",
                 remedy="Use --ampipe-degree auto, or leave it out.",
             )

@@ -92,6 +92,14 @@ def _routing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
+def _negative(name: str) -> Callable[[Any], object]:
+    def applies(arguments: Any) -> object:
+        found = getattr(arguments, name, None)
+        return next((one for one in (found if isinstance(found, list) else [found]) if one and one < 0), None)
+
+    return applies
+
+
 def _has_capacity(arguments: Any) -> bool:
     """Megatron takes a negative factor for none."""
     factor = getattr(arguments, "moe_expert_capacity_factor", None)
@@ -110,6 +118,21 @@ def _scope_without_capacity(arguments: Any) -> object:
     if _has_capacity(arguments):
         return None
     return _equal("ampipe_capacity_scope", "chunk")(arguments)
+
+
+def _tries_without_training(arguments: Any) -> object:
+    if getattr(arguments, "ampipe_degree", None) != AUTO or getattr(arguments, "ampipe_cluster", None):
+        return None
+    saved = getattr(arguments, "ampipe_save_plan", None)
+    if saved is not None and os.path.isfile(saved):
+        return None
+    return _set("skip_train")(arguments)
+
+
+def _records_without_training(arguments: Any) -> object:
+    if not getattr(arguments, "skip_train", False):
+        return None
+    return _set("ampipe_trace_dir")(arguments)
 
 
 def _pads_with_expert_bias(arguments: Any) -> object:
@@ -159,7 +182,17 @@ def _other_context_mode(arguments: Any) -> object:
         return None
     chosen = getattr(arguments, "cp_comm_type", None)
     chosen = chosen if isinstance(chosen, list) else [chosen]
-    return next((mode for mode in chosen if mode != "all_gather"), None)
+    taken = {"all_gather", "p2p", *(["a2a"] if _ranks_divide_heads(arguments) else [])}
+    return next((mode for mode in chosen if mode not in taken), None)
+
+
+def _ranks_divide_heads(arguments: Any) -> bool:
+    """Whether an all-to-all over the context-parallel ranks could share out the heads of one rank."""
+    tensor = getattr(arguments, "tensor_model_parallel_size", 1) or 1
+    heads = [getattr(arguments, "num_attention_heads", None) or 1]
+    if getattr(arguments, "group_query_attention", False):
+        heads.append(getattr(arguments, "num_query_groups", None) or 1)
+    return all(number // tensor % arguments.context_parallel_size == 0 for number in heads)
 
 
 def _recomputes(*modules: str) -> Callable[[Any], object]:
@@ -226,7 +259,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--cp-comm-type",
         _other_context_mode,
-        "context parallelism gathers keys and values, and knows no other way",
+        "keys and values are gathered, which can take the place of p2p, of a2a where the ranks divide the "
+        "heads, and of nothing else",
         "Use --cp-comm-type all_gather.",
     ),
     Refusal(
@@ -294,6 +328,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --moe-token-dispatcher-type alltoall or allgather.",
     ),
     Refusal(
+        "--moe-expert-capacity-factor",
+        _negative("moe_expert_capacity_factor"),
+        "a negative factor means no capacity at all, to Megatron",
+        "Leave it out for no capacity, or use for example 1.25.",
+    ),
+    Refusal(
+        "--moe-aux-loss-coeff",
+        _negative("moe_aux_loss_coeff"),
+        "Megatron leaves out a loss with a negative coefficient without a word",
+        "Use for example 0.01, or leave it out.",
+    ),
+    Refusal(
+        "--moe-z-loss-coeff",
+        _negative("moe_z_loss_coeff"),
+        "a negative coefficient makes the loss reward what it is to keep small",
+        "Use for example 0.001, or leave it out.",
+    ),
+    Refusal(
         "--moe-token-drop-policy",
         _drops_by_probability,
         "dropping by probability needs the scores of all tokens before any can be sent",
@@ -305,6 +357,18 @@ REFUSALS: tuple[Refusal, ...] = (
         _scope_without_capacity,
         "has no effect without a capacity",
         "Add --moe-expert-capacity-factor, or leave it out.",
+    ),
+    Refusal(
+        "--skip-train",
+        _tries_without_training,
+        "there is no training iteration in which a degree could be tried",
+        "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans and tries nothing.",
+    ),
+    Refusal(
+        "--ampipe-trace-dir",
+        _records_without_training,
+        "has no effect with --skip-train: the iterations of training are what is recorded",
+        "Leave it out.",
     ),
     Refusal(
         "--moe-pad-expert-input-to-capacity",
@@ -333,18 +397,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--moe-latent-size", _set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
     Refusal(
-        "--moe-shared-expert-overlap",
-        _set("moe_shared_expert_overlap"),
-        "Megatron's own overlap of shared experts would use the network beside the schedule",
-        "Leave it out: AMPipe schedules shared experts itself.",
-    ),
-    Refusal(
-        "--moe-router-force-load-balancing",
-        _set("moe_router_force_load_balancing"),
-        "random routing would differ from the stock run's",
-        _OFF,
-    ),
-    Refusal(
         "--moe-router-force-biased",
         _set("moe_router_force_biased"),
         "random routing would differ from the stock run's",
@@ -366,24 +418,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
-    ),
-    Refusal(
-        "--overlap-moe-expert-parallel-comm",
-        _set("overlap_moe_expert_parallel_comm"),
-        "both would schedule the same all-to-alls",
-        "Leave it out; AMPipe overlaps inside a micro-batch.",
-    ),
-    Refusal(
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        _set("overlap_dispatch_backward_with_experts_wgrad"),
-        "both would schedule the same all-to-alls",
-        "Leave it out.",
-    ),
-    Refusal(
-        "--delay-wgrad-compute",
-        _set("delay_wgrad_compute"),
-        "delayed weight gradients are not supported",
-        _OFF,
     ),
     Refusal(
         "--cuda-graph-impl",
@@ -423,3 +457,49 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
 )
 """Every combination this version refuses. There is no other place that refuses one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """A flag that asks for another overlap alone: without it the run computes the same function.
+
+    Attributes:
+        setting: The Megatron flag.
+        reason: What AMPipe does in its place.
+    """
+
+    setting: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """In parsed arguments."""
+        return self.setting.removeprefix("--").replace("-", "_")
+
+
+_SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
+_SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe takes the place of"
+
+PUT_ASIDE: tuple[PutAside, ...] = (
+    PutAside("--moe-shared-expert-overlap", "AMPipe schedules the shared experts itself"),
+    PutAside("--overlap-moe-expert-parallel-comm", _SAME_EXCHANGES),
+    PutAside("--ep-overlap-early-attn-memory-release", _SAME_EXCHANGES),
+    PutAside("--overlap-dispatch-backward-with-experts-wgrad", _SAME_WEIGHTS),
+    PutAside("--delay-wgrad-compute", _SAME_WEIGHTS),
+)
+"""What is switched off, with a line in the start-up table, where layers are AMPipe's."""
+
+
+def put_aside(arguments: Any) -> tuple[PutAside, ...]:
+    """Switch off what :data:`PUT_ASIDE` names.
+
+    Args:
+        arguments: Parsed and not validated yet: Megatron's checks ask what these flags need.
+
+    Returns:
+        What was on.
+    """
+    found = tuple(one for one in PUT_ASIDE if getattr(arguments, one.name, False))
+    for one in found:
+        setattr(arguments, one.name, False)
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_ampipe.refusals import REFUSALS
+from megatron_ampipe.refusals import PUT_ASIDE, REFUSALS
 from tests.dist.cases import PARITY, Case
 from tests.megatron.test_parallel_training import RUNS
 
@@ -30,6 +30,16 @@ Each of these is a pair of training runs through Megatron's own loop, 4 iteratio
 loss and gradient norm agree to 2e-4 relative.
 """
 
+ASIDE_HEAD = """\
+## Put aside
+
+With `--ampipe-degree` above 1 these flags, which ask for another overlap alone, are switched off. The
+start-up table says so.
+
+| setting | why |
+|---|---|\
+"""
+
 REFUSED_HEAD = """\
 ## Refused at start-up
 
@@ -39,8 +49,9 @@ With `--ampipe-degree` above 1, each of these stops before any process group is 
 NOT_BITWISE = """\
 ## Same distribution rather than same numbers
 
-Hidden and attention dropout, and `--moe-input-jitter-eps`, draw their random numbers chunk by chunk: a run is
-reproducible from its seed and under recompute, but not equal to the stock run of that seed.
+Hidden and attention dropout, `--moe-input-jitter-eps` and `--moe-router-force-load-balancing` draw their
+random numbers chunk by chunk: a run is reproducible from its seed and under recompute, but not equal to the
+stock run of that seed.
 """
 
 
@@ -114,7 +125,10 @@ def render() -> Iterator[str]:
         yield f"| {name} | {num_ranks} | `{' '.join(flags)}` |"
     yield "\nHybrid models (`HybridStack`): `tests/dist/test_hybrid.py`.\n"
     yield NOT_BITWISE
-    yield REFUSED_HEAD
+    yield ASIDE_HEAD
+    for aside in PUT_ASIDE:
+        yield f"| `{aside.setting}` | {aside.reason} |"
+    yield f"\n{REFUSED_HEAD}"
     yield "| setting | why | instead |\n|---|---|---|"
     for refusal in REFUSALS:
         yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} |"

@@ -17,14 +17,16 @@ from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
-from megatron_ampipe.launch.planned import planner_of, read_pipeline
+from megatron_ampipe.launch.metrics import tokens_travel
+from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline, workload_of_args
+from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
-from megatron_ampipe.launch.trials import candidates
+from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernels import choose_kernel, describe_kernel
 from megatron_ampipe.layers.spec import pipelined
-from megatron_ampipe.refusals import refuse_unsupported
+from megatron_ampipe.refusals import PUT_ASIDE, refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout
 
@@ -63,21 +65,29 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
     if not config.pipelined:
         rows = [megatron, ("degree", "1: Megatron's own layers")]
         if config.plan is not None:
-            rows.append(("why", read_pipeline(args, config.plan).reason))
+            choice = read_pipeline(args, config.plan)
+            rows += [("why", choice.reason), *_notes(choice)]
+            # Another rank may have read another plan, or found none where --ampipe-save-plan names it.
+            training.train_step = agreed_upon(choice.pipeline, training.train_step)
         print_startup_table(rows, adjustments)
         return None
     refuse_unsupported(config, args)
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
-    adjustments = [*adjustments, *_drop_attention_mask(args), *_drop_padding(args)]
+    if config.save_plan is not None:
+        prepare_plan_file(Path(config.save_plan))
+    adjustments = [
+        *adjustments,
+        *_drop_attention_mask(args),
+        *_drop_padding(args),
+        *_put_aside(args),
+        *_gather_keys_and_values(args),
+    ]
     # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
     )
-    layout = SequenceLayout(
-        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        context_ranks=args.context_parallel_size,
-    )
+    layout = layout_of_args(args)
     on_gpu = not host.installed()
     rows = [
         megatron,
@@ -85,6 +95,8 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
+        *_nothing_to_hide(args),
+        *_random_routing(args),
     ]
     print_startup_table(rows, adjustments)
     return context
@@ -98,18 +110,26 @@ def _choose(
     if config.plan is not None:
         choice = read_pipeline(args, config.plan)
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
-        training.train_step = agreed_upon(context, training.train_step)
+        training.train_step = agreed_upon(choice.pipeline, training.train_step)
     elif config.degree == AUTO:
         planner = None if config.cluster is None else planner_of(args, config.cluster)
-        auto = AutoDegree(context, planner=planner, say=print_on_first_rank)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
-        choice = auto.start((rows, args.micro_batch_size))
+        shape = (rows, args.micro_batch_size)
+        auto = AutoDegree(
+            context,
+            planner=planner,
+            say=print_on_first_rank,
+            keep=keeper_of(args, config.save_plan, shape),
+            iterations_left=functools.partial(iterations_left, args),
+        )
+        choice = auto.start(shape)
         training.train_step = auto.around(training.train_step)
         if choice is None:
             tried = ", ".join(map(str, candidates(rows)))
             return [
                 ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
                 ("schedule", config.schedule),
+                *_saved(config.save_plan),
             ]
     pipeline = context.pipeline
     degree = str(pipeline.degree)
@@ -119,8 +139,38 @@ def _choose(
         ("degree", degree),
         ("schedule", pipeline.name),
         ("chunk boundaries", _boundaries(pipeline.chunks(args.seq_length, layout))),
-        *([("why", choice.reason)] if choice is not None else []),
+        *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
+        *_saved(config.save_plan),
     ]
+
+
+def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if tokens_travel(args):
+        return []
+    note = (
+        f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so no "
+        "token travels and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or use "
+        "--ampipe-degree 1"
+    )
+    return [("note", note)]
+
+
+def _random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if not args.moe_router_force_load_balancing:
+        return []
+    note = (
+        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws for "
+        "itself: the same distribution as in a stock run, and other numbers"
+    )
+    return [("warning", note)]
+
+
+def _notes(choice: Choice) -> list[tuple[str, str]]:
+    return [("note", note) for note in choice.notes]
+
+
+def _saved(file: str | None) -> list[tuple[str, str]]:
+    return [] if file is None else [("plan", f"the choice is written to {file}; a restart reads it there")]
 
 
 def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:
@@ -174,5 +224,34 @@ def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
             flag="--moe-pad-expert-input-to-capacity",
             value=None,
             reason="ignored: chunks send the kept tokens alone, with the same result",
+        )
+    ]
+
+
+def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Say which other overlaps were switched off when the flags were parsed."""
+    return [
+        host.Adjustment(flag=one.setting, value=None, reason=f"put aside: {one.reason}")
+        for one in PUT_ASIDE
+        if one.setting in getattr(args, "ampipe_put_aside", ())
+    ]
+
+
+def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Say that context parallelism gathers, where another way was asked for, and what memory that costs."""
+    modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
+    ranks = args.context_parallel_size
+    others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
+    if ranks == 1 or not others:
+        return []
+    block = workload_of_args(args, None)
+    numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
+    size = f"{numbers * block.element_bytes / 2**20:.3g} MiB"
+    return [
+        host.Adjustment(
+            flag="--cp-comm-type",
+            value="all_gather",
+            reason=f"in pipelined blocks, in place of {' and '.join(others)}: the same function; keys and "
+            f"values of the other ranks take {size} in each block until its backward pass",
         )
     ]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.launch.trials import Choice, Trials, candidates
+from megatron_ampipe.launch.trials import Choice, Trials, candidates, longest
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Pipeline, to_text
 
@@ -36,16 +36,26 @@ class AutoDegree:
         context: Whose pipeline is set.
         planner: Chooses without measuring; without one, the first iterations are measured.
         say: Tells the user a line; called on every rank.
+        keep: Told of every new choice and its shape, on every rank.
+        iterations_left: How many iterations the run has left, the present one counted; None if it is not
+            known. A run that ends before its trials do is told so.
     """
 
     def __init__(
-        self, context: AMPipeContext, *, planner: Planner | None, say: Callable[[str], None]
+        self,
+        context: AMPipeContext,
+        *,
+        planner: Planner | None,
+        say: Callable[[str], None],
+        keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
+        self._keep, self._iterations_left = keep, iterations_left
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
         self._trials: Trials | None = None
-        self._agreed = planner is None
+        self._agreed = False
         self._next = Choice(context.pipeline, "what the flags say")
 
     def start(self, shape: Shape) -> Choice | None:
@@ -54,6 +64,7 @@ class AutoDegree:
             return None
         choice = self._planner(shape)
         self._shape, self._choices[shape] = shape, choice
+        self._keep(shape, choice)
         self._next = choice
         self._use_next()
         return choice
@@ -100,6 +111,8 @@ class AutoDegree:
             self._next = Choice(self._trials.pipeline, "on trial")
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
+            elif self._iterations_left() == 1:
+                self._say("the run ends before a degree was chosen; one that goes on from here tries again")
 
     def _meet(self, shape: Shape) -> None:
         """Another shape than in the iteration before; its times say nothing about this one."""
@@ -117,6 +130,12 @@ class AutoDegree:
             self._trials = Trials(degrees, schedule=self._context.config.schedule)
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, an iteration each")
+            left, needed = self._iterations_left(), longest(len(degrees))
+            if left is not None and left < needed:
+                self._say(
+                    f"the run has {left} iterations left, and trying takes up to {needed}: it may end before "
+                    "a degree is chosen. For a short run, name the degree: --ampipe-degree 4"
+                )
 
     def _settle(self, choice: Choice) -> None:
         assert self._shape is not None
@@ -126,9 +145,10 @@ class AutoDegree:
             self._choices[self._shape] = choice
             rows, batch = self._shape
             self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
+            self._keep(self._shape, choice)
 
 
-def agreed_upon(context: AMPipeContext, train_step: TrainStep) -> TrainStep:
+def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
     """Megatron's training step; before the first one, the pipeline that every rank read is compared."""
     agreed = False
 
@@ -136,7 +156,7 @@ def agreed_upon(context: AMPipeContext, train_step: TrainStep) -> TrainStep:
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal agreed
         if not agreed:
-            require_agreement(context.pipeline)
+            require_agreement(pipeline)
             agreed = True
         return train_step(*args, **kwargs)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.config import (
     AUTO,
@@ -16,6 +18,7 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan import Plan
+from megatron_ampipe.refusals import PUT_ASIDE, put_aside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -71,6 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="plan that 'ampipe plan --output' wrote: degrees, chunks and order of the stages",
     )
     group.add_argument(
+        "--ampipe-save-plan",
+        default=None,
+        metavar="FILE",
+        help="write what --ampipe-degree auto chooses as a plan; a later run of the same command line finds "
+        "the file and runs the plan in it, without trying again",
+    )
+    group.add_argument(
         "--ampipe-schedule",
         choices=SCHEDULE_NAMES,
         default=None,
@@ -92,7 +102,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
+    _put_aside_when_parsed(parser)
     return parser
+
+
+def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
+    """Switch off other overlaps as soon as flags are parsed; the start-up table says so (:mod:`.attach`)."""
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parsing(*args: Any, **kwargs: Any) -> Any:
+        found, rest = parse(*args, **kwargs)
+        asked = any(getattr(found, one.name, False) for one in PUT_ASIDE)
+        found.ampipe_put_aside = ()
+        if asked and getattr(found, "yaml_cfg", None) is None and config_from_args(found).pipelined:
+            # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
+            found.ampipe_put_aside = tuple(one.setting for one in put_aside(found))
+        return found, rest
+
+    parser.parse_known_args = parsing  # type: ignore[method-assign]
 
 
 def _degree(text: str) -> int | str:
@@ -131,7 +159,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
     if args.ampipe_plan is not None:
         _refuse_beside_a_plan(args)
-        return _of_plan(args)
+        return _of_plan(args, args.ampipe_plan)
     if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
         raise BadInput(
             "--ampipe-schedule",
@@ -147,10 +175,13 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
         backward_degree=args.ampipe_backward_degree,
         chunks=shares,
         cluster=args.ampipe_cluster,
+        save_plan=args.ampipe_save_plan,
         schedule=args.ampipe_schedule or "ampipe",
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
+    if config.save_plan is not None and Path(config.save_plan).is_file():
+        return _of_saved_plan(args)
     if config.degree == 1:
         for flag, value in (
             ("--ampipe-backward-degree", args.ampipe_backward_degree),
@@ -169,14 +200,27 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     return config
 
 
-def _of_plan(args: argparse.Namespace) -> AMPipeConfig:
+def _of_saved_plan(args: argparse.Namespace) -> AMPipeConfig:
+    """The settings of what an earlier run of this command line chose."""
+    chosen = Plan.read(Path(args.ampipe_save_plan)).schedule.name
+    if args.ampipe_schedule not in (None, chosen):
+        raise BadInput(
+            "--ampipe-schedule",
+            args.ampipe_schedule,
+            rule=f"is not that of the plan in {args.ampipe_save_plan}, which is {chosen}",
+            remedy="Remove the file, or name another one, to choose anew.",
+        )
+    return _of_plan(args, args.ampipe_save_plan)
+
+
+def _of_plan(args: argparse.Namespace, file: str) -> AMPipeConfig:
     """The settings of a plan file; its order of stages is read again where layers are attached."""
-    plan = Plan.read(Path(args.ampipe_plan))
+    plan = Plan.read(Path(file))
     forward, backward = plan.forward_degree, plan.backward_degree
     return AMPipeConfig(
         degree=forward,
         backward_degree=None if backward == forward else backward,
-        plan=args.ampipe_plan,
+        plan=file,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
@@ -193,3 +237,10 @@ def _refuse_beside_a_plan(args: argparse.Namespace) -> None:
                 rule=f"is what the plan {args.ampipe_plan} says",
                 remedy=f"Leave {flag} or --ampipe-plan out.",
             )
+    if args.ampipe_save_plan is not None:
+        raise BadInput(
+            "--ampipe-save-plan",
+            args.ampipe_save_plan,
+            rule="has no effect with --ampipe-plan: nothing is chosen",
+            remedy="Leave one of the two out.",
+        )

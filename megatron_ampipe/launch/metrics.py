@@ -75,28 +75,42 @@ def _followed(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespa
         result = stock(*positional, **named)
         iteration = signature.bind(*positional, **named).arguments["iteration"]
         if is_measured(args, iteration):
-            _write(iteration, metrics(context, iteration))
+            _write(iteration, metrics(context, iteration, travels=tokens_travel(args)))
         return result
 
     return training_log
 
 
-def metrics(context: AMPipeContext, iteration: int) -> list[Metric]:
+def tokens_travel(args: argparse.Namespace) -> bool:
+    """Whether more than one rank shares the experts of a layer, so that there is something to hide."""
+    ranks: int = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    return ranks > 1
+
+
+def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> list[Metric]:
     """What the recorder knows of an iteration, and what the plan predicted of it, if one was followed.
 
     Empty where this rank has no pipelined layer.
+
+    Args:
+        context: What the layers share.
+        iteration: Counted from 1.
+        travels: Whether tokens go to other ranks. What a rank copies to itself is no communication, and
+            nothing is said of any then.
     """
     timeline = context.recorder.timeline(rank=torch.distributed.get_rank(), labels={}, iteration=iteration)
     if not timeline.spans:
         return []
     exposed_ms = timeline.exposed_us / 1e3
-    found = [
-        Metric("ampipe/degree", context.pipeline.degree, f"degree: {context.pipeline.degree}"),
-        Metric("ampipe/hidden-share", timeline.hidden_share, f"hidden share: {timeline.hidden_share:.3f}"),
-        Metric(
-            "ampipe/exposed-communication-ms", exposed_ms, f"exposed communication (ms): {exposed_ms:.2f}"
-        ),
-    ]
+    found = [Metric("ampipe/degree", context.pipeline.degree, f"degree: {context.pipeline.degree}")]
+    if travels:
+        share = timeline.hidden_share
+        found += [
+            Metric("ampipe/hidden-share", share, f"hidden share: {share:.3f}"),
+            Metric(
+                "ampipe/exposed-communication-ms", exposed_ms, f"exposed communication (ms): {exposed_ms:.2f}"
+            ),
+        ]
     times_us = context.recorder.pass_times_us(iteration)
     for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
         if times_us[direction]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,13 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model import ModelFile, workload_of
+from megatron_ampipe.plan.made_for import MadeFor, differences
+from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
 from megatron_ampipe.plan.plan import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import BlockFeatures
-
-_FLAGS = (
-    "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
-    "micro-batch-size", "moe-router-topk", "moe-ffn-hidden-size", "swiglu",
-    "moe-shared-expert-intermediate-size", "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity",
-    "moe-grouped-gemm", "recompute-granularity", "group-query-attention", "num-query-groups",
-    "multi-latent-attention", "kv-lora-rank", "q-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
-    "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
-    "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
-    "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
-)  # fmt: skip
-"""Those that sizes depend on, under the names of a model file."""
+from megatron_ampipe.router_losses import router_has_losses
+from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 
 def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
@@ -62,14 +53,16 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
 
 
 def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
-    """What a plan file says.
+    """What a plan file says, and in what this run is not what the plan was made for.
 
     Raises:
-        BadInput: the file is wrong, or its order is not one of this model's blocks.
+        BadInput: the file is wrong, was made for other blocks, or its order or cut is not one of this model's
+            blocks.
     """
     plan = Plan.read(Path(plan_file))
-    rows = args.seq_length // (args.tensor_model_parallel_size * args.context_parallel_size)
-    pipeline = plan.pipeline(rows=rows)
+    notes = _compare(args, plan, plan_file)
+    layout = layout_of_args(args)
+    pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         pipeline.schedule_of(features_of_args(args))
     except BadInput as error:
@@ -77,20 +70,77 @@ def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
             "--ampipe-plan",
             plan_file,
             rule=f"is not for the blocks of this model: {error.value} {error.rule}",
-            remedy="Make one with ampipe plan from a model file with this run's flags.",
+            remedy=_REMEDY,
         ) from error
-    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms)
+    try:
+        pipeline.chunks(args.seq_length, layout)
+    except BadInput as error:
+        if error.name == "--seq-length":
+            raise
+        raise BadInput(
+            "--ampipe-plan",
+            plan_file,
+            rule=f"with its shares {error.value}, {error.rule}",
+            remedy=f"Give every chunk a row or more, for example equal shares. {_REMEDY}",
+        ) from error
+    return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms, notes)
+
+
+_REMEDY = "Make one with ampipe plan from a model file with this run's flags."
+
+
+def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str, ...]:
+    """What the user should know of a plan that fits; a sentence each.
+
+    Raises:
+        BadInput: the plan was made for other blocks, or for another spread over the ranks.
+    """
+    if plan.made_for is None:
+        return (f"{plan_file} does not say for what it was made, so that was not checked",)
+    found = differences(plan.made_for, made_for_of_args(args))
+    essential = [str(one) for one in found if one.essential]
+    if essential:
+        remedy = f"{_REMEDY} To run this one as it stands, take its section made_for out."
+        if args.ampipe_save_plan is not None:
+            remedy = "Remove the file, or name another one, to choose anew."
+        raise BadInput(
+            "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan",
+            plan_file,
+            rule=f"is not for the blocks of this model: it was made for {', '.join(essential)}",
+            remedy=remedy,
+        )
+    notes = [f"the plan was made on: {plan.made_for.cluster}"]
+    if found:
+        notes.append(f"the plan was made for {', '.join(map(str, found))}; what it predicts may be off")
+    return tuple(notes)
+
+
+def made_for_of_args(args: argparse.Namespace) -> MadeFor:
+    """What a plan for this run would say that it was made for."""
+    return MadeFor.of(
+        workload_of_args(args, None),
+        cluster=f"the machines of a run on {args.world_size} ranks",
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+    )
+
+
+def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
+    """How the rows of a sequence lie on the ranks."""
+    return SequenceLayout(
+        tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        context_ranks=args.context_parallel_size,
+    )
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
     """What the blocks contain while training, as ``layers.block`` finds it out from the modules."""
-    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    balances = any("aux_loss" in kind for kind in kinds) and any(coefficients)
     has_capacity = (args.moe_expert_capacity_factor or -1.0) >= 0
     return BlockFeatures(
-        losses=balances or bool(args.moe_z_loss_coeff),
+        losses=router_has_losses(
+            args.moe_router_load_balancing_type,
+            coefficients=args.moe_aux_loss_coeff,
+            z_loss_coefficient=args.moe_z_loss_coeff,
+        ),
         shared=args.moe_shared_expert_intermediate_size is not None,
         ordered_routing=has_capacity and args.ampipe_capacity_scope != "chunk",
         chunked_qkv=args.tensor_model_parallel_size * args.context_parallel_size == 1
@@ -98,11 +148,16 @@ def features_of_args(args: argparse.Namespace) -> BlockFeatures:
     )
 
 
-def workload_of_args(args: argparse.Namespace, cluster: Cluster) -> Workload:
-    """The block that Megatron's arguments describe."""
+def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
+    """The block that Megatron's arguments describe; what it is does not depend on the cluster."""
     values: dict[str, Any] = {
-        flag: value for flag in _FLAGS if (value := getattr(args, flag.replace("-", "_"), None)) is not None
+        flag: value
+        for flag in SIZE_FLAGS
+        if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }
+    if values.get("moe-expert-capacity-factor", 0.0) < 0:
+        # Megatron takes a negative factor for none; at degree 1 nobody refuses it.
+        del values["moe-expert-capacity-factor"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     workload, _ = workload_of(ModelFile(Path("arguments"), values, {}), cluster, ranks=args.world_size)
     if not args.bf16 and not args.fp16:

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import difflib
 import enum
+import functools
 import linecache
 import os
 import signal
@@ -16,9 +17,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
+from megatron_ampipe.flag_values import refuse_values
 
 PEER_GRACE_S = 20.0
 """How long another rank leaves local rank 0 to print the message before it takes the error for its own."""
@@ -105,11 +107,27 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
         raise _parser_error(message, parser)
 
     parser.error = error
+    _check_what_is_parsed(parser)
     for action in parser._actions:
         _name_choices(action)
         _repair_help(action)
     if int(os.environ.get("RANK", "0")) != 0:
         parser.print_help = lambda file=None: None
+
+
+def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
+    """Refuse values that no run can have as soon as they are parsed: Megatron's own words mislead."""
+    parse = parser.parse_known_args
+
+    @functools.wraps(parse)
+    def parsing(*args: Any, **kwargs: Any) -> Any:
+        found, rest = parse(*args, **kwargs)
+        if not rest:
+            # Else a flag that does not exist is what to say.
+            refuse_values(found)
+        return found, rest
+
+    parser.parse_known_args = parsing
 
 
 def _repair_help(action: argparse.Action) -> None:

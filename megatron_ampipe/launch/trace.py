@@ -57,10 +57,10 @@ def recorded(
 
     @functools.wraps(forward_step)
     def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        # Only of training: an evaluation alone (--skip-train) has no count of iterations.
         # Megatron counts from 0 here and from 1 in its log.
-        iteration = args.curr_iteration + 1
-        if unwrap_model(model).training and (every or is_measured(args, iteration)):
-            recorder.start_iteration(iteration)
+        if unwrap_model(model).training and (every or is_measured(args, args.curr_iteration + 1)):
+            recorder.start_iteration(args.curr_iteration + 1)
         else:
             recorder.pause()
         return forward_step(data_iterator, model, *rest, **kwargs)

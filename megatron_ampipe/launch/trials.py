@@ -39,16 +39,24 @@ class Choice:
         reason: Why, as a clause.
         predicted_ms: Of a pass through a block, forward and backward, from its first stage to its last;
             None where nothing was predicted.
+        notes: What the user should know besides, a sentence each.
     """
 
     pipeline: Pipeline
     reason: str
     predicted_ms: tuple[float, float] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def candidates(rows: int) -> tuple[int, ...]:
     """The degrees worth a trial for so many rows of a rank."""
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
+
+
+def longest(count: int) -> int:
+    """Iterations that trials of so many degrees take at most, the first one of this shape counted."""
+    # Then one round to warm up and the rounds that count; and likewise for the pair of the two best.
+    return 1 + (1 + ROUNDS) * count + (1 + ROUNDS) * 2
 
 
 class Trials:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
+    apply_random_logits,
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
     get_capacity,
@@ -16,6 +17,8 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megatron_ampipe.router_losses import router_has_losses
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
 
@@ -85,7 +88,11 @@ class ChunkRouter(TopKRouter):
     @property
     def has_losses(self) -> bool:
         """Whether a training step adds any loss of the router to the model's."""
-        return self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
+        return router_has_losses(
+            self.routing_type,
+            coefficients=self.config.moe_aux_loss_coeff,
+            z_loss_coefficient=self.config.moe_z_loss_coeff,
+        )
 
     def route_chunk(self, hidden: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor, Tensor]:
         """Route the tokens of one chunk, without the losses.
@@ -101,6 +108,8 @@ class ChunkRouter(TopKRouter):
         """
         self._maintain_float32_expert_bias()
         logits = self.gating(self.apply_input_jitter(hidden))
+        if self.config.moe_router_force_load_balancing:
+            logits = apply_random_logits(logits)
         probs, routing_map = topk_routing_with_score_function(
             logits.view(-1, self.config.num_moe_experts),
             self.topk,

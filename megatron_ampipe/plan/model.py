@@ -6,6 +6,7 @@ those of AMPipe. Flags that no size depends on are accepted when Megatron has th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,22 @@ from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.flags import ampipe_keys, known_flags
 from megatron_ampipe.plan.records import nearest, refuse
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
+
+SIZE_FLAGS = (
+    "hidden-size", "num-attention-heads", "kv-channels", "ffn-hidden-size", "num-experts", "seq-length",
+    "micro-batch-size", "moe-router-topk", "moe-ffn-hidden-size", "swiglu",
+    "moe-shared-expert-intermediate-size", "moe-expert-capacity-factor", "moe-pad-expert-input-to-capacity",
+    "moe-grouped-gemm", "recompute-granularity", "group-query-attention", "num-query-groups",
+    "multi-latent-attention", "kv-lora-rank", "q-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
+    "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
+    "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
+    "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
+    "fp8-format", "no-gradient-accumulation-fusion",
+)  # fmt: skip
+"""What a block's sizes depend on, and a plan with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +86,23 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
     for key, value in (overrides or {}).items():
         if key not in known_flags():
             raise BadInput("--set", key, rule="is no flag of Megatron's", remedy=_nearest_flag(key))
+        if key not in SIZE_FLAGS:
+            rule = "changes nothing: no size of a block depends on it"
+            raise BadInput("--set", f"{key}={value}", rule=rule, remedy="Leave it out.")
         values[key], lines[key] = value, 0
     return ModelFile(path, values, lines)
 
 
 def workload_of(
-    model: ModelFile, cluster: Cluster, *, ranks: int | None = None, imbalance: float = 1.0
+    model: ModelFile, cluster: Cluster | None, *, ranks: int | None = None, imbalance: float = 1.0
 ) -> tuple[Workload, tuple[str, ...]]:
     """The block of a model on a cluster.
 
     Args:
         model: What :func:`read_model` read.
-        cluster: Gives the dtype and the parallel sizes that the model does not name.
-        ranks: How many there are in the whole run; those of one node if None.
+        cluster: Gives the dtype and the parallel sizes that the model does not name; None for a model that
+            names them, or trains in fp32.
+        ranks: How many there are in the whole run; those of one node of the cluster if None.
         imbalance: See :class:`Workload`.
 
     Returns:
@@ -92,17 +111,23 @@ def workload_of(
     Raises:
         BadInput: a value is missing or cannot be; names file and line.
     """
-    return _Builder(model, cluster, ranks or cluster.ranks_per_node, imbalance).build()
+    if ranks is None:
+        assert cluster is not None
+        ranks = cluster.ranks_per_node
+    return _Builder(model, cluster, ranks, imbalance).build()
 
 
 class _Builder:
-    def __init__(self, model: ModelFile, cluster: Cluster, ranks: int, imbalance: float) -> None:
+    def __init__(self, model: ModelFile, cluster: Cluster | None, ranks: int, imbalance: float) -> None:
         self._model, self._cluster, self._ranks, self._imbalance = model, cluster, ranks, imbalance
         self._assumed: list[str] = []
 
     def build(self) -> tuple[Workload, tuple[str, ...]]:
         hidden, heads = self._whole("hidden-size"), self._whole("num-attention-heads")
         head_size = self._whole("kv-channels", default=max(1, hidden // heads))
+        if "kv-channels" not in self._model.values and hidden % heads:
+            rule = f"does not divide hidden-size {hidden}, and no kv-channels says how wide a head is"
+            self._refuse("num-attention-heads", rule, "Choose a divisor, or set kv-channels.")
         ffn = self._whole("ffn-hidden-size", default=4 * hidden)
         experts = self._whole("num-experts")
         sequence_length = self._whole("seq-length")
@@ -125,8 +150,7 @@ class _Builder:
             ffn=self._whole("moe-ffn-hidden-size", default=ffn),
             gated=self._on("swiglu"),
             shared_ffn=self._whole("moe-shared-expert-intermediate-size", default=0) or None,
-            # Megatron takes a negative factor for none.
-            capacity=capacity if capacity is not None and capacity >= 0 else None,
+            capacity=capacity,
             padded=self._on("moe-pad-expert-input-to-capacity"),
             imbalance=self._imbalance,
             grouped=self._on("moe-grouped-gemm"),
@@ -149,6 +173,9 @@ class _Builder:
             groups = heads
             if self._on("group-query-attention"):
                 groups = self._whole("num-query-groups", default=1)
+                if heads % groups:
+                    rule = f"does not divide num-attention-heads {heads}"
+                    self._refuse("num-query-groups", rule, "Choose a divisor.")
             width = 2 * groups * head_size
             return ((hidden, heads * head_size + width),), width
         rank = self._whole("kv-lora-rank", default=32)
@@ -189,7 +216,7 @@ class _Builder:
         for name in ("bf16", "fp16"):
             if self._on(name):
                 return name
-        known = self._cluster.compute.gemm
+        known = {} if self._cluster is None else self._cluster.compute.gemm
         found: Dtype = next((name for name in ("bf16", "fp16") if name in known), "fp32")
         self._assumed.append(f"{found}: the model names no precision")
         return found
@@ -202,11 +229,15 @@ class _Builder:
 
     def _has_losses(self) -> bool:
         kinds = self._model.values.get("moe-router-load-balancing-type", "aux_loss")
-        coefficients = self._model.values.get("moe-aux-loss-coeff", 0.0)
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-        coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-        balances = any("aux_loss" in str(kind) for kind in kinds) and any(coefficients)
-        return balances or bool(self._number("moe-z-loss-coeff"))
+        found = self._model.values.get("moe-aux-loss-coeff", 0.0)
+        return router_has_losses(
+            [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])],
+            coefficients=[
+                self._as_number("moe-aux-loss-coeff", one)
+                for one in (found if isinstance(found, list) else [found])
+            ],
+            z_loss_coefficient=self._number("moe-z-loss-coeff"),
+        )
 
     def _window(self) -> int | None:
         found = self._model.values.get("window-size")
@@ -233,6 +264,15 @@ class _Builder:
         if workload.topk > workload.experts:
             rule = f"is above num-experts {workload.experts}"
             self._refuse("moe-router-topk", rule, f"Choose at most {workload.experts}.")
+        busiest = workload.expert * min(1.0, workload.local_experts / workload.topk)
+        if workload.imbalance > busiest * (1 + 1e-9):
+            raise BadInput(
+                "--imbalance",
+                f"{workload.imbalance:g}",
+                rule=f"no rank of the {workload.expert} that share the experts can have more than "
+                f"{busiest:g} times the mean: a token goes to its experts once",
+                remedy=f"Use {busiest:g} or less.",
+            )
         needed = workload.expert * workload.expert_tensor
         if needed > self._ranks:
             rule = f"{needed} ranks share the experts of a layer, and there are {self._ranks}"
@@ -253,13 +293,17 @@ class _Builder:
 
     def _number(self, key: str) -> float | None:
         found = self._model.values.get(key)
-        if found is None:
-            return None
+        return None if found is None else self._as_number(key, found)
+
+    def _as_number(self, key: str, found: object) -> float:
         try:
             # YAML reads 1e-3, without a point, as text.
-            return float(found)
+            number = float(found)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             self._refuse(key, "must be a number", "Write for example 1.25.")
+        if not 0 <= number < math.inf:
+            self._refuse(key, "must be at least 0", "Write for example 1.25, or leave it out.")
+        return number
 
     def _on(self, key: str) -> bool:
         found = self._model.values.get(key, False)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import Pair
+from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.records import read_record, refuse, write_record
@@ -29,6 +30,8 @@ SHARE_TOLERANCE = 1e-3
 class Plan:
     """How to run every block of a model.
 
+    What is predicted is None in a plan that a run found by trying (``--ampipe-save-plan``).
+
     Attributes:
         schedule: Degrees of both directions and the order of the stages.
         shares: Share of the sequence of each chunk, with a sum of 1; there are as many chunks as the larger
@@ -41,17 +44,20 @@ class Plan:
         hidden_share: Share of the communication that computation covers, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         reason: Why this plan, in one sentence.
+        made_for: The block and the machines; None in a file of an earlier version, or where somebody took it
+            out in order to run the plan elsewhere.
     """
 
     schedule: Schedule
     shares: tuple[float, ...]
-    stock_ms: float
-    predicted_ms: float
-    stages_forward_ms: float
-    stages_backward_ms: float
-    hidden_share: float
-    memory_gib: float
+    stock_ms: float | None = None
+    predicted_ms: float | None = None
+    stages_forward_ms: float | None = None
+    stages_backward_ms: float | None = None
+    hidden_share: float | None = None
+    memory_gib: float | None = None
     reason: str
+    made_for: MadeFor | None = None
 
     @property
     def forward_degree(self) -> int:
@@ -65,7 +71,8 @@ class Plan:
 
     @property
     def predicted_speedup(self) -> float:
-        """Over Megatron's own layer."""
+        """Over Megatron's own layer; only of a plan that was predicted."""
+        assert self.stock_ms is not None and self.predicted_ms is not None
         return self.stock_ms / self.predicted_ms
 
     @property
@@ -74,8 +81,10 @@ class Plan:
         return max(self.forward_degree, self.backward_degree) > 1
 
     @property
-    def stages_ms(self) -> tuple[float, float]:
-        """From the first stage to the last, forward and backward."""
+    def stages_ms(self) -> tuple[float, float] | None:
+        """From the first stage to the last, forward and backward; None where it was not predicted."""
+        if self.stages_forward_ms is None or self.stages_backward_ms is None:
+            return None
         return self.stages_forward_ms, self.stages_backward_ms
 
     def pipeline(self, *, rows: int) -> Pipeline:
@@ -117,6 +126,7 @@ class Plan:
             hidden_share=self.hidden_share,
             memory_gib=self.memory_gib,
             reason=self.reason,
+            made_for=self.made_for,
             schedule=to_text(self.schedule),
         )
         write_record(path, record, head=head)
@@ -156,6 +166,7 @@ class Plan:
             hidden_share=found.hidden_share,
             memory_gib=found.memory_gib,
             reason=found.reason,
+            made_for=found.made_for,
         )
 
 
@@ -170,13 +181,14 @@ class _PlanFile:
     forward_degree: int
     backward_degree: int
     shares: tuple[float, ...]
+    made_for: MadeFor | None = None
     schedule: str
-    stock_ms: float
-    predicted_ms: float
-    stages_forward_ms: float
-    stages_backward_ms: float
-    hidden_share: float
-    memory_gib: float
+    stock_ms: float | None = None
+    predicted_ms: float | None = None
+    stages_forward_ms: float | None = None
+    stages_backward_ms: float | None = None
+    hidden_share: float | None = None
+    memory_gib: float | None = None
     reason: str
 
 
@@ -210,6 +222,7 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
             hidden_share=0.0,
             memory_gib=peak_bytes(workload, forward_degree=1, backward_degree=1) / 2**30,
             reason="",
+            made_for=MadeFor.on(workload, predictor.cluster),
         )
         return replace(whole, reason=_why_not(predictor, best))
     return plan_of(predictor, best, degrees=degrees)
@@ -235,6 +248,7 @@ def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] 
         hidden_share=timeline.hidden_share,
         memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
         reason="",
+        made_for=MadeFor.on(predictor.workload, predictor.cluster),
     )
     return replace(plan, reason=_why(predictor, plan, timeline.communication_us / 1e3, degrees))
 

@@ -1,9 +1,9 @@
 """Frozen dataclasses from YAML, key by key, and back: what cluster and plan files have in common.
 
 The dataclass is the form of the file. A field's type says what may stand there: text, a number (at least
-0, or at least ``metadata["minimum"]``), a choice (``Literal``), a whole number (at least 1), another
-dataclass, a list of one of these, or a mapping from a choice to one of these. A field without a default must
-be given.
+0, or at least ``metadata["minimum"]``), a choice (``Literal``), a whole number (at least 1), true or false,
+another dataclass, a list of one of these, or a mapping from a choice to one of these. A field without a
+default must be given.
 Called by :mod:`.cluster` and :mod:`.plan`; knows no field of either.
 """
 
@@ -154,6 +154,10 @@ class _Reader:
         if hint is str:
             if not isinstance(found, str) or not found.strip():
                 self._refuse(line, shown, "must be text", "Write some words.")
+            return found
+        if hint is bool:
+            if not isinstance(found, bool):
+                self._refuse(line, shown, "must be true or false", "Write true or false.")
             return found
         if hint is int:
             if type(found) is not int or found < 1:

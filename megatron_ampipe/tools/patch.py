@@ -17,6 +17,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import Version
+
 from megatron_ampipe import compat, outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 
@@ -79,11 +81,17 @@ class Patch:
         folder = PATCHES / version
         if not folder.is_dir():
             known = sorted(each.name for each in PATCHES.iterdir() if each.is_dir())
+            oldest = compat.MINIMUM_VERSIONS["megatron-core"]
+            remedy = "Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch."
+            if found < Version(oldest):
+                remedy = (
+                    f"Use Megatron {oldest} or later: AMPipe runs on none before it, patched or launched."
+                )
             raise BadInput(
                 "PATH",
                 tree,
                 rule=f"it holds Megatron {found}, and there are patches for {', '.join(known)} alone",
-                remedy="Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch.",
+                remedy=remedy,
             )
         files = json.loads((folder / "files.json").read_text())
         return cls(

@@ -25,7 +25,15 @@ def main() -> None:
         pass_timer.time = _Clock(noise)
         results.append(_train(rank, noise))
     pass_timer.time = time
-    report({"runs": results, "refusal": _disagree(rank), "predicted": _follow_plans()})
+    report(
+        {
+            "runs": results,
+            "refusal": _disagree(rank),
+            "predicted": _follow_plans(),
+            "short": _run_for(5),
+            "long": _run_for(25),
+        }
+    )
 
 
 class _Clock:
@@ -94,6 +102,28 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     return logged
 
 
+def _run_for(iterations: int) -> dict[str, object]:
+    """A run of so many iterations, which are enough for its trials or not."""
+    from megatron_ampipe.launch.auto import AutoDegree
+
+    layer, context = _layer()
+    said: list[str] = []
+    kept: list[object] = []
+    left = iterations
+    auto = AutoDegree(
+        context,
+        planner=None,
+        say=said.append,
+        keep=lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks]),
+        iterations_left=lambda: left,
+    )
+    step = auto.around(lambda: layer(hidden_states=torch.randn(LONG, 1, 32), attention_mask=None))
+    while left:
+        step()
+        left -= 1
+    return {"said": said, "kept": kept}
+
+
 def _layer() -> tuple[torch.nn.Module, object]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
@@ -116,10 +146,8 @@ def _disagree(rank: int) -> str:
     from megatron_ampipe.launch.auto import agreed_upon
     from megatron_ampipe.schedule import Pipeline
 
-    _, context = _layer()
-    context.pipeline = Pipeline(degree=4 if rank == 3 else 2)
     try:
-        agreed_upon(context, lambda: None)()
+        agreed_upon(Pipeline(degree=4 if rank == 3 else 2), lambda: None)()
     except RunFailed as error:
         return str(error)
     return "ran"

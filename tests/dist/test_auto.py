@@ -66,3 +66,20 @@ def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
     for report in reports:
         assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")
         assert "Put one file where every rank sees it" in report["refusal"]
+
+
+def test_a_run_that_is_shorter_than_its_trials_says_so_twice(reports: list[Any]) -> None:
+    for report in reports:
+        trying, warning, end = report["short"]["said"]
+        assert "trying degrees 1, 2, 4, 8" in trying
+        assert warning.startswith("the run has 5 iterations left, and trying takes up to 25: ")
+        assert end.startswith("the run ends before a degree was chosen")
+        assert report["short"]["kept"] == []
+
+
+def test_a_run_that_is_long_enough_keeps_its_choice_once(reports: list[Any]) -> None:
+    for report in reports:
+        _, chosen = report["long"]["said"]
+        assert chosen.startswith("input of 64 rows x 1: degree ")
+        [[shape, _]] = report["long"]["kept"]
+        assert shape == [64, 1]

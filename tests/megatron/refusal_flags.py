@@ -21,13 +21,17 @@ VALUES = {
     "--expert-model-parallel-size": [["64"]],
     "--moe-router-topk": [["5"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
-    "--cp-comm-type": [["p2p"], ["a2a"]],
+    "--cp-comm-type": [["ring"], ["a2a+p2p"]],
     "--window-size": [["8,8"]],
     "--spec": [["some.module", "some_spec"]],
     "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"], ["aux_loss", "sinkhorn"]],
     "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],
+    "--moe-expert-capacity-factor": [["-1"]],
+    "--moe-aux-loss-coeff": [["-0.1"]],
+    "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
+    "--ampipe-trace-dir": [["traces"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; of other flags the worker takes every choice but the default, or 2."""
@@ -37,6 +41,8 @@ COMPANIONS = {
     "--fp32-residual-connection": ["--bf16", "--transformer-impl", "local"],
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
+    "--skip-train": ["--ampipe-degree", "auto"],
+    "--ampipe-trace-dir": ["--skip-train"],
     "--moe-pad-expert-input-to-capacity": shlex.split(
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.flag_values import RANGES
 from megatron_ampipe.launch import host, pretrain, refuse
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
@@ -45,6 +46,15 @@ def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
     except BadInput as error:
         return {"name": error.name, "value": str(error.value), "code": error.exit_code, "message": str(error)}
     return {"name": None}
+
+
+def out_of_range(parser: argparse.ArgumentParser, flag: str, *, known: bool) -> dict[str, Any]:
+    """What the parser says of a number that is too small."""
+    try:
+        parser.parse_args([flag, "-1"] if known else [])
+    except BadInput as error:
+        return {"known": known, "message": str(error)}
+    return {"known": known, "message": "accepted"}
 
 
 class Launch:
@@ -120,6 +130,9 @@ def main() -> None:
         "accepted": Launch(base).result(),
         "rows": rows,
         "others": launched(others),
+        "ranges": {
+            flag: out_of_range(parser, flag, known=flag in actions) for one in RANGES for flag in one.flags
+        },
     }
     with open(os.environ["AMPIPE_TEST_REPORT"], "w") as file:
         json.dump(report, file)

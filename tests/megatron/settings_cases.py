@@ -183,7 +183,11 @@ WRONG_LAUNCHES = {
         ["--train-iters", "30", "--sft", "--ampipe-degree", "4"],
         "--sft True: with --ampipe-degree",
     ),
-    "megatrons-own-check": (["--train-iters", "30", "--hidden-size", "130"], "(refused by Megatron)"),
+    "megatrons-own-check": (["--train-iters", "30", "--global-batch-size", "3"], "(refused by Megatron)"),
+    "heads-do-not-divide": (
+        ["--train-iters", "30", "--hidden-size", "130"],
+        "--num-attention-heads 4 with --hidden-size 130: does not divide it",
+    ),
 }
 """Words after ``--ampipe-config tiny quickstart --mock-data`` on 2 ranks, and what the message holds."""
 

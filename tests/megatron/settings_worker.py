@@ -70,7 +70,9 @@ def every_flag(parser: argparse.ArgumentParser) -> list[str]:
 def accepted_value(action: argparse.Action) -> str:
     """A text that the flag takes."""
     choices = [getattr(choice, "name", str(choice)) for choice in action.choices or ()]
-    for text in (*choices[-1:], "3", "0.5", "attn", "some text: # 1"):
+    # A share where a number with a point is wanted: some of these flags take no more than 1.
+    numbers = ("0.5", "3") if action.type is float else ("3", "0.5")
+    for text in (*choices[-1:], *numbers, "attn", "some text: # 1"):
         with contextlib.suppress(Exception):
             value = (action.type or str)(text)
             if action.choices is None or value in action.choices:

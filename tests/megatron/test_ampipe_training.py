@@ -73,6 +73,7 @@ SHARDED = (
 EVALUATED = "--eval-iters 1 --eval-interval 2 "
 RESUMED = f"--ckpt-step {SAVED_ITERATION} --load "
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+EVALUATED_ALONE = MODERN + EVALUATED + "--skip-train " + RESUMED + "{folder}/modern "
 DEGREE_4 = "--ampipe-degree 4 "
 
 
@@ -109,6 +110,8 @@ TRAININGS = {
     "bf16-ampipe": Training(MODERN + "--bf16 " + DEGREE_4),
     "stock-from-ampipe": Training(MODERN + RESUMED + "{folder}/modern-ampipe", stock="modern"),
     "ampipe-from-stock": Training(MODERN + RESUMED + "{folder}/modern " + DEGREE_4, stock="modern"),
+    "evaluated-alone": Training(EVALUATED_ALONE),
+    "evaluated-alone-ampipe": Training(EVALUATED_ALONE + DEGREE_4),
 }
 PARITY = [
     name
@@ -241,6 +244,19 @@ def test_validation_losses_equal_stock(trainings: Trainings) -> None:
     stock, ours = trainings["modern"].validation_loss, trainings["modern-ampipe"].validation_loss
     assert len(stock) == NUM_ITERATIONS // 2
     assert max(_relative_differences(stock, ours)) <= TOLERANCE
+
+
+def test_evaluation_alone_equals_stock(trainings: Trainings) -> None:
+    """``--skip-train``: no iteration, and no count of them in Megatron's arguments."""
+    assert trainings["modern"].exit_code == 0, "writes what is loaded"
+    stock, ours = trainings["evaluated-alone"], trainings["evaluated-alone-ampipe"]
+    assert stock.iterations == ours.iterations == []
+    expected, found = (
+        [float(loss) for loss in re.findall(r"on validation set \| lm loss value: (\S+)", run.output)]
+        for run in (stock, ours)
+    )
+    assert len(expected) == 1
+    assert max(_relative_differences(expected, found)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["stock-from-ampipe", "ampipe-from-stock"])

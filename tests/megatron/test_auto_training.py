@@ -39,6 +39,11 @@ def assert_same_losses(run: Run, stock: Run) -> None:
     assert run.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=2e-4)
 
 
+def assert_in_table(text: str, run: Run) -> None:
+    """The start-up table folds what is long, anywhere."""
+    assert re.sub(r"\s", "", text) in re.sub(r"[\s│]", "", run.output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
@@ -49,15 +54,26 @@ def assert_same_losses(run: Run, stock: Run) -> None:
     ],
     ids=["ep2", "pp2-ep2"],
 )
-def test_trying_degrees_changes_no_loss(num_ranks: int, flags: list[str]) -> None:
+def test_trying_degrees_changes_no_loss(num_ranks: int, flags: list[str], tmp_path: Path) -> None:
     words = [*flags, *EXACT, "--train-iters", "26", "--lr", "5e-4"]
     stock = train(*words, num_ranks=num_ranks, timeout_s=200)
-    auto = train(*words, "--ampipe-degree", "auto", num_ranks=num_ranks, timeout_s=200)
+    choosing = ["--ampipe-degree", "auto", "--ampipe-save-plan", str(tmp_path / "plan.yaml")]
+    auto = train(*words, *choosing, num_ranks=num_ranks, timeout_s=200)
     assert_same_losses(auto, stock)
     assert "auto: the first iterations try 1, 2, 4, 8" in auto.output
     found = SETTLED.findall(auto.output)
     assert [shape[:2] for shape in found] == [("64", "1")], auto.output[-3000:]
     assert "an iteration spent" in found[0][2]
+    if num_ranks == 2:
+        assert_a_restart_runs_the_choice(words, choosing, tmp_path / "plan.yaml")
+
+
+def assert_a_restart_runs_the_choice(words: list[str], choosing: list[str], file: Path) -> None:
+    chosen = Plan.read(file)
+    again = train(*words, *choosing, "--train-iters", "1")
+    assert_in_table(f"read from {file}: an iteration spent", again)
+    assert re.search(rf"degree +│ {chosen.forward_degree}\D", again.output)
+    assert "trying degrees" not in again.output
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +124,14 @@ def test_a_plan_is_made_at_the_start_from_a_cluster_file(stock: Run, cluster_fil
     assert "AMPipe: input of" not in run.output, "nothing is tried"
 
 
+def test_a_z_loss_of_0_is_a_stage_of_the_plan_and_of_the_run(cluster_file: Path) -> None:
+    """The router computes it all the same, so the plan that is made at the start must have it."""
+    losses = shlex.split("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0")
+    run = train(*EP2, *EXACT, *losses, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
+    assert "planned from" in run.output
+    assert run.iterations == [1, 2, 3, 4]
+
+
 def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model.yaml").write_text(MODEL)
     plan = tmp_path / "plan.yaml"
@@ -118,9 +142,12 @@ def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> N
     assert_same_losses(run, stock)
     assert "read from" in run.output
     assert_log_holds_prediction(run)
-    # Without its losses it is another block.
+    assert_in_table("the plan was made on: of a test", run)
+    assert_in_table("the plan was made for gradient accumulation fusion on (this run: off)", run)
+    # With shared experts it is another block.
     shared = ["--moe-shared-expert-intermediate-size", "32"]
-    other = launch(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *shared, "--ampipe-plan", str(plan))
+    other = launch(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *EXACT, *shared, "--ampipe-plan", str(plan))
     assert other.exit_code != 0
-    assert "is not for the blocks of this model" in other.output
-    assert "runs shared.0 0 times instead of once" in other.output
+    assert "is not for the blocks of this model: it was made for " in other.output
+    assert "--moe-shared-expert-intermediate-size not given (this run: 32)" in other.output
+    assert "--hidden-size" not in other.output.partition("error: ")[2]

@@ -469,6 +469,11 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.moe_utils.apply_random_logits",
+        "layers/router.py",
+        (begins_with("logits"), says("return RandomSTE.apply(logits)")),
+    ),
+    Internal(
         "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss",
         "layers/router.py",
         (

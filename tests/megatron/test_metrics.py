@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment, torchrun_command
+from tests.megatron.launcher import (
+    MODULE,
+    REPOSITORY,
+    TINY_GPT,
+    TINY_MOE,
+    environment,
+    torchrun_command,
+    train,
+)
 
 WANDB = """
 import json, os
@@ -110,6 +118,13 @@ def test_the_log_gets_one_line_behind_megatrons(run: tuple[Path, str]) -> None:
     lines = output.splitlines()
     at = next(index for index, line in enumerate(lines) if LINE.search(line))
     assert any(re.search(r" iteration +2/ *5 \|", line) for line in lines[:at])
+
+
+def test_one_expert_parallel_rank_has_nothing_to_hide_and_claims_nothing() -> None:
+    found = train("--ampipe-degree", "2", "--train-iters", "1", num_ranks=1)
+    assert "AMPipe will not help" in found.output and "hidden share" not in found.output
+    [(_, text)] = LINE.findall(found.output)
+    assert text.startswith("degree: 2 | block forward (ms): ")
 
 
 SAMPLED = """

@@ -5,6 +5,7 @@ Each pair of runs is two launches of Megatron's own loop on the same made-up dat
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ PP = ["--pipeline-model-parallel-size", "2"]
 TP = [
     "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1",
 ]  # fmt: skip
-CP = ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"]
+CP = ["--context-parallel-size", "2", "--cp-comm-type", "p2p"]
 LATENT = [
     "--multi-latent-attention", "--position-embedding-type", "rope", "--q-lora-rank", "16",
     "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "16",
@@ -82,9 +83,34 @@ def test_trains_as_stock(name: str) -> None:
 def test_context_parallelism_changes_nothing() -> None:
     """What the host platform adds to stock Megatron on a CPU is held against a run without it."""
     alone = train(*PLAIN, *EP, *LLAMA)
-    split = train(*PLAIN, *EP, *LLAMA, *CP, "--ampipe-degree", "4", "--global-batch-size", "4")
+    split = train(*PLAIN, *EP, *LLAMA, *CP, "--cp-comm-type", "a2a", "--ampipe-degree", "4")
+    said = re.sub(r"[\s│]", "", split.output)
+    assert "--cp-comm-typeall_gatherinpipelinedblocks,inplaceofa2a:thesamefunction;" in said
     assert split.lm_loss == pytest.approx(alone.lm_loss, rel=TOLERANCE)
     assert split.grad_norm == pytest.approx(alone.grad_norm, rel=2e-3)
+
+
+def test_other_overlaps_are_put_aside() -> None:
+    """Megatron would refuse the last two in fp32, were they still on when it checks."""
+    shared = [*PLAIN, *EP, "--moe-shared-expert-intermediate-size", "48"]
+    overlaps = [
+        "--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute",
+    ]  # fmt: skip
+    stock, ours = train(*shared), train(*shared, *overlaps, "--ampipe-degree", "4")
+    assert largest_difference(stock, ours) <= TOLERANCE
+    for flag in overlaps:
+        assert re.search(rf"│ {flag} +│ put aside: ", ours.output), flag
+
+
+def test_forced_load_balance_draws_from_the_distribution_of_stock() -> None:
+    """Random logits, so no two runs agree; the losses of balance and of text do on the whole."""
+    flags = [*PLAIN, *EP, "--moe-router-force-load-balancing"]
+    stock, ours = train(*flags), train(*flags, "--ampipe-degree", "4")
+    assert "routingisrandom,whichisforbenchmarks" in re.sub(r"[\s│]", "", ours.output)
+    assert sum(ours.load_balancing_loss) == pytest.approx(sum(stock.load_balancing_loss), rel=0.05)
+    assert sum(ours.lm_loss) == pytest.approx(sum(stock.lm_loss), rel=0.01)
+    learnt = train(*PLAIN, *EP, "--ampipe-degree", "4")
+    assert ours.load_balancing_loss != learnt.load_balancing_loss, "routed by its weights"
 
 
 def test_checkpoint_of_another_degree_and_layout(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.flag_values import RANGES
 from megatron_ampipe.refusals import REFUSALS, Refusal, refuse_unsupported
 from tests.megatron.launcher import REPOSITORY, environment, launch
 from tests.megatron.refusal_flags import ACCEPTED
@@ -77,6 +78,34 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-plan", "plan.yaml"],
         "--ampipe-degree 4: is what the plan plan.yaml says. Leave --ampipe-degree or --ampipe-plan out.",
     ),
+    "save-plan-at-degree-4": (
+        [*ACCEPTED, "--ampipe-save-plan", "plan.yaml"],
+        "--ampipe-save-plan plan.yaml: has no effect at --ampipe-degree 4, which is not chosen by us",
+    ),
+    "save-plan-in-proc": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-save-plan", "/proc/no/plan.yaml"],
+        "--ampipe-save-plan /proc/no/plan.yaml: cannot be written",
+    ),
+    "save-plan-is-a-folder": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-save-plan", "/tmp"],
+        "--ampipe-save-plan /tmp: cannot be written (it is a folder)",
+    ),
+    "train-iters-negative": (
+        [*ACCEPTED, "--train-iters", "-5"],
+        "error: --train-iters -5: must be at least 1. Use for example 1000;",
+    ),
+    "topk-0-at-degree-1": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--moe-router-topk", "0"],
+        "error: --moe-router-topk 0: must be at least 1.",
+    ),
+    "save-without-interval": (
+        [*ACCEPTED, "--save", "runs"],
+        "error: --save-interval (not given): with --save, Megatron needs to know how often.",
+    ),
+    "wandb-without-save": (
+        [*ACCEPTED, "--wandb-project", "mine", "--wandb-exp-name", "first"],
+        "error: --wandb-project mine: Weights & Biases keeps its files in the folder of --save",
+    ),
     "schedule-unknown": ([*ACCEPTED, "--ampipe-schedule", "best"], "Use one of: "),
     "schedule-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-schedule", "ampipe"],
@@ -104,7 +133,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=180,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     found: dict[str, Any] = json.loads(path.read_text())
@@ -149,6 +178,15 @@ def _assert_refused(launch: dict[str, Any]) -> None:
     assert launch["code"] == 2, launch["output"]
     assert len(launch["errors"]) == 1, launch["output"]
     assert not launch["traceback"], launch["output"]
+
+
+@pytest.mark.parametrize("flag", [flag for one in RANGES for flag in one.flags])
+def test_a_number_that_no_run_can_have_is_refused_by_megatron_s_parser(
+    flag: str, report: dict[str, Any]
+) -> None:
+    found = report["ranges"][flag]
+    assert found["known"], f"Megatron's parser has no flag {flag}"
+    assert found["message"].startswith(f"{flag} -1: must "), found
 
 
 def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:

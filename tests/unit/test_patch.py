@@ -94,6 +94,11 @@ def _other_version(tree: Path) -> None:
     path.write_text(path.read_text().replace("MINOR = 18", "MINOR = 16"))
 
 
+def _newer_version(tree: Path) -> None:
+    path = tree / PACKAGE_INFO
+    path.write_text(path.read_text().replace("MINOR = 18", "MINOR = 99"))
+
+
 def _no_version(tree: Path) -> None:
     (tree / PACKAGE_INFO).write_text("")
 
@@ -117,14 +122,19 @@ def _half(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (_other_version, "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone"),
+        (
+            _other_version,
+            "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone. Use Megatron 0.17 "
+            "or later: AMPipe runs on none before it, patched or launched.",
+        ),
+        (_newer_version, "alone. Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no"),
         (_no_version, "does not say which Megatron this is"),
         (_changed, "not as in the releases of 0.18 that were tested: megatron/training/training.py."),
         (_missing, "not as in the releases of 0.18 that were tested: megatron/training/arguments.py."),
         (_half, "only a part of the patch is in it, and not in megatron/training/training.py"),
         (lambda tree: shutil.rmtree(tree / "megatron/core"), "there is no megatron/core in it"),
     ],
-    ids=["other-version", "no-version", "changed", "missing", "half", "no-megatron"],
+    ids=["other-version", "newer-version", "no-version", "changed", "missing", "half", "no-megatron"],
 )
 @pytest.mark.parametrize("action", ["apply", "check", "revert"])
 def test_another_tree_is_refused_and_left_alone(

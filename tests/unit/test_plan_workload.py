@@ -10,7 +10,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.flags import known_flags
-from megatron_ampipe.plan.model import find_model, read_model, workload_of
+from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, find_model, read_model, workload_of
 from megatron_ampipe.plan.workload import Workload
 
 PLAIN = """\
@@ -112,6 +112,18 @@ def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
         ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: does not divide 8"),
         ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
         ({"moe-token-dispatcher-type": "flex"}, "cannot be pipelined"),
+        ({"lr": 3}, "--set lr=3: changes nothing: no size of a block depends on it. Leave it out."),
+        ({"num-attention-heads": 7}, "--set num-attention-heads 7: does not divide hidden-size 1024"),
+        ({"moe-expert-capacity-factor": -1}, "--set moe-expert-capacity-factor -1: must be at least 0"),
+        ({"moe-z-loss-coeff": -0.1}, "--set moe-z-loss-coeff -0.1: must be at least 0"),
+        (
+            {"moe-aux-loss-coeff": -0.1, "moe-router-load-balancing-type": "aux_loss"},
+            "--set moe-aux-loss-coeff -0.1: must be at least 0",
+        ),
+        (
+            {"group-query-attention": True, "num-query-groups": 5},
+            "--set num-query-groups 5: does not divide num-attention-heads 16",
+        ),
         ({"num-experts": 64, "expert-model-parallel-size": 64}, "--ranks 64"),
     ],
 )
@@ -130,3 +142,43 @@ def test_models_that_are_not_there() -> None:
 def test_flags_are_megatron_s() -> None:
     assert {"num-layers", "moe-router-topk", "no-gradient-accumulation-fusion"} <= known_flags()
     assert not any(flag.startswith("-") or flag.startswith("ampipe") for flag in known_flags())
+
+
+@pytest.mark.parametrize(
+    ("imbalance", "overrides", "most"),
+    [(100, {}, "8"), (4.5, {"moe-router-topk": 2}, "4"), (1.1, {"expert-model-parallel-size": 1}, "1")],
+)
+def test_no_rank_can_be_busier_than_all_tokens_make_it(
+    imbalance: float, overrides: dict[str, Any], most: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=rf"^--imbalance {imbalance:g}: .* Use {most} or less\.$"):
+        read(tmp_path, PLAIN, overrides=overrides, imbalance=imbalance)
+    assert read(tmp_path, PLAIN, overrides=overrides, imbalance=float(most))[0].imbalance == float(most)
+
+
+class _Watched(dict[str, Any]):
+    """Remembers which keys it was asked for."""
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+
+def test_the_flags_that_sizes_depend_on_are_those_that_are_read(tmp_path: Path) -> None:
+    asked: set[str] = set()
+    for more in ("", "multi-latent-attention: true\n", "group-query-attention: true\n", "fp16: true\n"):
+        path = tmp_path / "model.yaml"
+        path.write_text(PLAIN.replace("bf16: true\n", "") + more)
+        model = read_model(path)
+        watched = _Watched(model.values)
+        workload_of(ModelFile(path, watched, model.lines), read_cluster(find_cluster("dgx-h100")))
+        asked |= watched.asked
+    assert asked == set(SIZE_FLAGS)

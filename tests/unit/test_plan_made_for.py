@@ -1,0 +1,183 @@
+"""What a plan was made for, and in what a run differs from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.planned import read_pipeline
+from megatron_ampipe.plan.made_for import MadeFor, differences
+from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.predict import Predictor
+from tests.plan_cases import cluster, workload
+
+
+def made_for(**changes: Any) -> MadeFor:
+    return MadeFor.on(workload(**changes), cluster())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    make_plan(Predictor(workload(), cluster()), degrees=(2,), full=False).write(path, head="a test")
+    return path
+
+
+def test_a_plan_file_says_what_it_was_made_for(file: Path) -> None:
+    found = Plan.read(file).made_for
+    assert found == made_for()
+    assert found is not None and found.cluster == cluster().description
+    assert "  seq_length: 8192\n" in file.read_text() and "  swiglu: false\n" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "essential"),
+    [
+        ({"sequence_length": 128}, "--seq-length", True),
+        ({"hidden": 64}, "--hidden-size", True),
+        ({"heads": 8}, "--num-attention-heads", True),
+        ({"projections": ((1024, 1536),)}, "query, key and value projections", True),
+        ({"experts": 16}, "--num-experts", True),
+        ({"topk": 1}, "--moe-router-topk", True),
+        ({"ffn": 64}, "--moe-ffn-hidden-size", True),
+        ({"gated": True}, "--swiglu", True),
+        ({"shared_ffn": 64}, "--moe-shared-expert-intermediate-size", True),
+        ({"window": 128}, "--window-size", True),
+        ({"expert": 4}, "--expert-model-parallel-size", True),
+        ({"tensor": 2}, "--tensor-model-parallel-size", True),
+        ({"context": 2}, "--context-parallel-size", True),
+        ({"batch": 2}, "--micro-batch-size", False),
+        ({"dtype": "fp32"}, "precision", False),
+        ({"dispatcher": "allgather"}, "--moe-token-dispatcher-type", False),
+        ({"recomputes": True}, "--recompute-granularity full", False),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_differs_is_named(changes: dict[str, Any], flag: str, essential: bool) -> None:
+    (found,) = differences(made_for(), made_for(**changes))
+    assert (found.flag, found.essential) == (flag, essential)
+    assert differences(made_for(), made_for()) == ()
+
+
+def test_a_difference_reads_as_a_flag_and_two_values() -> None:
+    found = differences(made_for(), made_for(sequence_length=128, gated=True, shared_ffn=64))
+    assert [str(one) for one in found] == [
+        "--seq-length 8192 (this run: 128)",
+        "--swiglu off (this run: on)",
+        "--moe-shared-expert-intermediate-size not given (this run: 64)",
+    ]
+
+
+def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
+    """A field that is added to a workload has to be recorded, or named here with the reason."""
+    derived = {"key_value_width", "latent"}  # follow from heads and projections
+    assumed = {"imbalance", "padded"}  # of the prediction; the stock layer's padding
+    features = {"losses"}  # the schedule itself says so
+    changed: dict[str, Any] = {
+        "dtype": "fp32", "projections": ((1, 1),), "gated": True, "shared_ffn": 1, "capacity": 1.5,
+        "window": 7, "grouped": True, "dispatcher": "allgather", "fused_gradients": False, "recomputes": True,
+    }  # fmt: skip
+    for one in dataclasses.fields(type(workload())):
+        if one.name in derived | assumed | features:
+            continue
+        value = changed[one.name] if one.name in changed else getattr(workload(), one.name) * 2
+        assert differences(made_for(), made_for(**{one.name: value})), one.name
+
+
+def test_without_it_a_plan_is_read_as_before(file: Path) -> None:
+    without_made_for(file)
+    assert Plan.read(file).made_for is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("swiglu: false", "swiglu: 7", r"made_for.swiglu 7: must be true or false"),
+        ("seq_length: 8192", "seq_length: 0", r"made_for.seq_length 0: must be a whole number of at least 1"),
+        ("  num_experts: 8\n", "", r"made_for.num_experts: is missing"),
+        ("num_experts:", "num_expert:", r"Did you mean num_experts\?"),
+    ],
+)
+def test_a_wrong_one_is_refused_by_line(old: str, new: str, part: str, file: Path) -> None:
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(BadInput, match=part):
+        Plan.read(file)
+
+
+def run_of(**changes: Any) -> argparse.Namespace:
+    """Megatron's arguments of a run of :func:`workload`, as far as a plan is compared with them."""
+    values: dict[str, Any] = {
+        "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
+        "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
+        "fp16": False, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 8,
+        "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 1, "context_parallel_size": 1,
+        "sequence_parallel": False, "world_size": 8, "gradient_accumulation_fusion": True,
+        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
+        "moe_expert_capacity_factor": None, "moe_shared_expert_intermediate_size": None,
+        "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_save_plan": None,
+        "ampipe_plan": "plan.yaml",
+    }  # fmt: skip
+    return argparse.Namespace(**(values | changes))
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+
+def test_the_run_that_a_plan_was_made_for_has_nothing_to_note_but_the_cluster(file: Path) -> None:
+    choice = read_pipeline(run_of(), str(file))
+    assert choice.notes == (f"the plan was made on: {cluster().description}",)
+    assert choice.pipeline.num_chunks == 2
+
+
+def test_a_difference_in_time_alone_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    choice = read_pipeline(run_of(micro_batch_size=2, bf16=False), str(file))
+    assert choice.notes[1] == (
+        "the plan was made for --micro-batch-size 1 (this run: 2), precision bf16 (this run: fp32), "
+        "ranks of a node 8 (this run: 2); what it predicts may be off"
+    )
+
+
+def test_a_plan_of_another_block_is_refused_and_every_difference_named(file: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        read_pipeline(run_of(seq_length=128, hidden_size=64, kv_channels=4), str(file))
+    message = str(refused.value)
+    assert message.startswith(f"--ampipe-plan {file}: is not for the blocks of this model: it was made for ")
+    assert "--seq-length 8192 (this run: 128), --hidden-size 1024 (this run: 64)" in message
+    assert "take its section made_for out" in message
+    with pytest.raises(BadInput, match=r"--ampipe-save-plan .* Remove the file"):
+        read_pipeline(run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file)), str(file))
+
+
+def without_made_for(file: Path) -> None:
+    text = file.read_text()
+    file.write_text(text[: text.index("made_for:")] + text[text.index("schedule: |") :])
+
+
+def test_a_plan_that_does_not_say_for_what_it_was_made_runs_with_a_note(file: Path) -> None:
+    """As earlier versions wrote it: as long as its stages are those of this model's blocks."""
+    without_made_for(file)
+    assert read_pipeline(run_of(seq_length=128), str(file)).notes == (
+        f"{file} does not say for what it was made, so that was not checked",
+    )
+    with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
+        read_pipeline(run_of(moe_shared_expert_intermediate_size=64), str(file))
+
+
+def test_a_bad_share_is_the_plan_s_and_not_that_of_a_flag_which_nobody_gave(file: Path) -> None:
+    file.write_text(re.sub(r"shares:\n- .*\n- .*", "shares:\n- 0.00001\n- 0.99999", file.read_text()))
+    with pytest.raises(BadInput) as refused:
+        read_pipeline(run_of(), str(file))
+    assert str(refused.value).startswith(
+        f"--ampipe-plan {file}: with its shares 1e-05,0.99999, chunk 0 would"
+    )
+    assert "--ampipe-chunks" not in str(refused.value)
