@@ -290,7 +290,7 @@ def stage_of_thread() -> Iterator[Callable[[], str]]:
         direction = str(which)
         enter(self, layer, which)
 
-    def naming(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], recorder: Any) -> None:
+    def naming(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], *rest: Any) -> None:
         def run(stage: Any) -> Any:
             now.stage = f"{direction} {stage}"
             try:
@@ -298,7 +298,7 @@ def stage_of_thread() -> Iterator[Callable[[], str]]:
             finally:
                 now.stage = None
 
-        execute(self, order, needs, run, recorder)
+        execute(self, order, needs, run, *rest)
 
     Recorder.enter, ThreadExecutor.execute = entering, naming
     try:

@@ -100,12 +100,12 @@ def main() -> None:
         return run
 
     class WatchedSequential(SequentialExecutor):
-        def execute(self, order: Any, needs: Any, run_stage: Any, recorder: Any) -> None:
-            super().execute(order, needs, watched(run_stage), recorder)
+        def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+            super().execute(order, needs, watched(run_stage), *rest)
 
     class WatchedThread(ThreadExecutor):
-        def execute(self, order: Any, needs: Any, run_stage: Any, recorder: Any) -> None:
-            super().execute(order, needs, watched(run_stage), recorder)
+        def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+            super().execute(order, needs, watched(run_stage), *rest)
 
     executors = {"sequential": WatchedSequential, "thread": WatchedThread}
 
