@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
 ACCEPTED = [
@@ -28,6 +28,9 @@ VALUES = {
     "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],
     "--ampipe-capacity-scope": [["chunk"]],
+    "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
+    "--kitchen-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
+    "--kitchen-recipe-number": [["0"], ["2"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; of other flags the worker takes every choice but the default, or 2."""
