@@ -73,6 +73,11 @@ def _set(name: str) -> Callable[[Any], object]:
     return lambda arguments: value if (value := getattr(arguments, name, None)) else None
 
 
+def _given(name: str) -> Callable[[Any], object]:
+    """Refuses every value, also 0."""
+    return lambda arguments: getattr(arguments, name, None)
+
+
 def _equal(name: str, *values: object) -> Callable[[Any], object]:
     return lambda arguments: value if (value := getattr(arguments, name, None)) in values else None
 
@@ -205,6 +210,7 @@ def _recomputes(*modules: str) -> Callable[[Any], object]:
     return applies
 
 
+_QUANTIZED = "a quantized layer updates its weights at a mark of the first micro-batch, which chunks remove"
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -413,6 +419,21 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("--fp8-format", _set("fp8"), "8-bit training is not supported yet", "Use --bf16."),
     Refusal("--fp4-format", _set("fp4"), "4-bit training is not supported yet", "Use --bf16."),
+    Refusal(
+        "--te-precision-config-file",
+        _given("te_precision_config_file"),
+        _QUANTIZED,
+        "Leave it out and use --bf16.",
+    ),
+    Refusal(
+        "--kitchen-config-file", _given("kitchen_config_file"), _QUANTIZED, "Leave it out and use --bf16."
+    ),
+    Refusal(
+        "--kitchen-recipe-number",
+        _given("kitchen_recipe_number"),
+        _QUANTIZED,
+        "Leave it out and use --bf16.",
+    ),
     Refusal(
         "--recompute-modules",
         _recomputes("layernorm", "moe_act"),

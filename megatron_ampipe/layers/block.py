@@ -83,6 +83,7 @@ class PipelinedBlock:
     def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
         on_gpu = hidden.is_cuda
+        self._add_first_weight_gradients()
         self._context.recorder.passes.saw(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=on_gpu)
         stages = MegatronStages(
@@ -157,6 +158,23 @@ class PipelinedBlock:
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
         return tuple(used)
+
+    def _add_first_weight_gradients(self) -> None:
+        """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
+
+        Megatron's wrappers let the first forward ever pass for the first micro-batch of an iteration, whose
+        backward writes what all others add. Chunk 0 would be that, and is differentiated last. Adding is
+        right from the start: Megatron zeroes ``main_grad`` before every iteration.
+        """
+        for module in self._linear_layers_of_te:
+            if module.is_first_microbatch:
+                module.is_first_microbatch = False
+
+    @cached_property
+    def _linear_layers_of_te(self) -> tuple[Any, ...]:
+        """What has the flag, whichever stage uses it."""
+        modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
+        return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 
     def _take_over_recompute(self) -> frozenset[Kind]:
         """Whole stages in place of what Megatron would recompute selectively."""

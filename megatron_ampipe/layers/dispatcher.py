@@ -109,30 +109,35 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         """``[T, E]`` bool, the routing map of this rank's tokens."""
         return self.routing_map
 
+    @property
+    def _local_experts(self) -> slice:
+        return slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+
     def set_counts(self, gathered: Tensor) -> None:
-        """Take the routing maps of all ranks ``[ranks * T, E]``; their sums go to the host meanwhile."""
+        """Take the routing maps of all ranks ``[ranks * T, E]``."""
         self.routing_map = gathered
-        first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
-        self._tokens_per_expert = HostCopy(gathered[:, first:last].sum(dim=0))
+        self._tokens_per_expert: HostCopy | None = None
 
     def transport(self) -> Transport:
-        """How the chunk's tokens travel."""
+        """How the chunk's tokens travel; how many each local expert has goes to the host meanwhile."""
+        if self._tokens_per_expert is None:
+            self._tokens_per_expert = HostCopy(self.routing_map[:, self._local_experts].sum(dim=0))
         return AllGather(self.routing_map.shape[0] // self.tp_ep_group.size(), self.tp_ep_group)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """As in the stock dispatcher, without its waits for the device, and able to run again.
 
         The stock dispatcher asks the device how many tokens each expert has; here these numbers have come to
-        the host with the counts.
+        the host while they travelled.
         """
-        experts = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
+        assert self._tokens_per_expert is not None, "no token has travelled yet"
         tokens_per_expert = self._tokens_per_expert.wait()
         self.hidden_shape_before_permute = hidden_states.shape
-        self.local_map = self.routing_map[:, experts].contiguous()
+        self.local_map = self.routing_map[:, self._local_experts].contiguous()
         tokens, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
             hidden_states,
             self.local_map,
-            probs=probs[:, experts].contiguous(),
+            probs=probs[:, self._local_experts].contiguous(),
             num_out_tokens=int(tokens_per_expert.sum()),
             fused=self.config.moe_permute_fusion,
         )

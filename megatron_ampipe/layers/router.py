@@ -5,7 +5,8 @@ The parameters, buffers and checkpoint keys are the stock router's. Used by :mod
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
@@ -73,17 +74,39 @@ class ChunkCapacity:
         return kept
 
 
-class ChunkRouter(TopKRouter):
-    """The stock router plus :meth:`route_chunk` and :meth:`block_losses`."""
+@dataclass(frozen=True, slots=True)
+class BlockRouting:
+    """What the chunks of one block share while they are routed; one per pass of a micro-batch.
 
-    def capacity(self, num_tokens: int, *, per_chunk: bool) -> Capacity | None:
-        """The capacity of a block of ``num_tokens`` tokens, None for dropless routing."""
+    Attributes:
+        capacity: Which tokens the experts still take; None for dropless routing.
+    """
+
+    capacity: Capacity | None
+
+
+class ChunkRouter(TopKRouter):
+    """The stock router, which also routes single chunks, and computes the losses of a block apart from them.
+
+    Chunks are routed by calling the module, as the stock layer calls it: under ``--overlap-param-gather``
+    Megatron's forward hooks wait for the parameters, and a method would read them without the hooks.
+    """
+
+    def begin_block(self, num_tokens: int, *, per_chunk: bool) -> BlockRouting:
+        """What :meth:`forward` takes as ``block`` for every chunk of a block.
+
+        Args:
+            num_tokens: Of the whole block on this rank.
+            per_chunk: Every chunk has a capacity of its own, if there is a capacity.
+        """
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
-            return None
+            return BlockRouting(None)
         if per_chunk:
-            return ChunkCapacity(topk=self.topk, factor=factor, policy=self.config.moe_token_drop_policy)
-        return CapacityLedger(get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor))
+            policy = self.config.moe_token_drop_policy
+            return BlockRouting(ChunkCapacity(topk=self.topk, factor=factor, policy=policy))
+        capacity = get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor)
+        return BlockRouting(CapacityLedger(capacity))
 
     @property
     def has_losses(self) -> bool:
@@ -94,18 +117,26 @@ class ChunkRouter(TopKRouter):
             z_loss_coefficient=self.config.moe_z_loss_coeff,
         )
 
-    def route_chunk(self, hidden: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Route the tokens of one chunk, without the losses.
+    def forward(
+        self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """Route the tokens of one chunk without the losses; without ``block``, do what the stock router does.
 
         Mirrors ``TopKRouter.forward`` and ``routing``, the losses and dropping replaced.
 
         Args:
             hidden: ``[R, B, D]``.
-            capacity: The block's, None for dropless routing.
+            args: Of the stock router.
+            block: From :meth:`begin_block`, for every chunk of the block, first to last.
+            kwargs: Of the stock router.
 
         Returns:
-            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, ``logits [R, B, E]``.
+            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk ``logits [R, B, E]``.
         """
+        if block is None:
+            routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
+            return routed
+        assert not args and not kwargs, "chunks are routed by their hidden states alone"
         self._maintain_float32_expert_bias()
         logits = self.gating(self.apply_input_jitter(hidden))
         if self.config.moe_router_force_load_balancing:
@@ -121,14 +152,16 @@ class ChunkRouter(TopKRouter):
             expert_bias=self.expert_bias,
             fused=self.config.moe_router_fusion,
         )
-        if capacity is not None:
-            routing_map = capacity.keep(probs, routing_map)
+        if block.capacity is not None:
+            routing_map = block.capacity.keep(probs, routing_map)
             probs = probs * routing_map
         self._apply_expert_bias(routing_map)
         return probs, routing_map, logits
 
     def block_losses(self, logits: Tensor) -> Tensor:
         """Every loss of the router, computed once for the whole block and logged as in a stock run.
+
+        Reads no parameter, so it needs no hook: it is called as a method.
 
         The losses are not linear in the tokens, so a sum over chunks would be another function.
 

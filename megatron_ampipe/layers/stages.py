@@ -2,7 +2,8 @@
 
 Implements ``runtime.block_stages.BlockStages`` on the modules of a :class:`~.block.PipelinedBlock`:
 Megatron's ``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the
-places where tokens travel.
+places where tokens travel. A module with parameters is entered by calling it, never by one of its methods:
+Megatron's forward hooks wait for the parameters under ``--overlap-param-gather``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MegatronStages:
         self._block, self._attend, self._rotary_pos_emb = block, attend, rotary_pos_emb
         self._attention_layer, self._moe_layer = block.attention_layer, block.moe_layer
         self._moe = block.moe_layer.mlp
-        self._capacity = self._moe.router.capacity(num_tokens, per_chunk=block.capacity_per_chunk)
+        self._routing = self._moe.router.begin_block(num_tokens, per_chunk=block.capacity_per_chunk)
         template = block.chunk_dispatcher
         # The state of a chunk is bound to attributes of its own copy; the constants are shared.
         self._dispatchers = [copy.copy(template) for _ in chunks]
@@ -84,7 +85,7 @@ class MegatronStages:
 
     def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
         """See ``BlockStages``."""
-        probs, routing_map, logits = self._moe.router.route_chunk(normed, self._capacity)
+        probs, routing_map, logits = self._moe.router(normed, block=self._routing)
         tokens, token_probs = self._dispatchers[index].dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 

@@ -139,8 +139,8 @@ class GradientSums:
         else:
             # The first gradient may be shared with another tensor of the graph: never written into.
             first = self._sums[parameter]
-            wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
-            self._sums[parameter] = torch.add(first.to(wide), gradient)
+            is_wide = first.element_size() >= 4
+            self._sums[parameter] = first + gradient if is_wide else first.float().add_(gradient)
             self._owned.add(parameter)
 
     def take(self, parameter: Parameter) -> Tensor | None:

@@ -112,24 +112,13 @@ def run(
         device: Where the layer is.
         read: Without, only run; the result is empty.
     """
-    generator = torch.Generator().manual_seed(100 + rank)
-    parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
-    num_rows = case.sequence_length // math.prod(parts)
-    shape = (num_rows, case.batch, HIDDEN)
-    dtype = next(layer.parameters()).dtype
-    hidden = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-    gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
-    gradient = gradient.to(device, dtype)
-    rotary = (
-        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
-        if case.rope
-        else None
-    )
     logged_losses.clear()
     for parameter in layer.parameters():
         parameter.grad = None
-    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
-    output.backward(gradient.to(output.dtype))
+    hidden, output = forward(layer, case, rank=rank, device=device)
+    generator = torch.Generator().manual_seed(200 + rank)
+    gradient = torch.randn(output.shape, generator=generator) * (0.0 if case.only_losses else 1.0)
+    output.backward(gradient.to(output))
     if not read:
         return {}
     found = {"output": output.detach(), "input gradient": hidden.grad}
@@ -142,6 +131,25 @@ def run(
     for name, values in logged_losses.by_name().items():
         found[f"logged {name}"] = values
     return found
+
+
+def forward(
+    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input and the output of one forward pass; see :func:`run`."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
+    num_rows = case.sequence_length // math.prod(parts)
+    dtype = next(layer.parameters()).dtype
+    hidden = torch.randn((num_rows, case.batch, HIDDEN), generator=generator)
+    hidden = hidden.to(device, dtype).requires_grad_()
+    rotary = (
+        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
+        if case.rope
+        else None
+    )
+    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
+    return hidden, output
 
 
 def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -143,10 +143,30 @@ def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]])
     return {"main_grad": main_grads, "fired": dict(fired)}
 
 
-def ddp(*, fusion: bool, distributed_optimizer: bool, routing: str | None = None) -> dict[str, Any]:
-    """The same iterations through both layers."""
+def ddp(
+    *,
+    fusion: bool,
+    distributed_optimizer: bool,
+    routing: str | None = None,
+    first_writes: bool = False,
+    **model: Any,
+) -> dict[str, Any]:
+    """The same iterations through both layers.
+
+    Args:
+        fusion: Linear layers add their weights' gradients to ``main_grad``.
+        distributed_optimizer: Gradients are reduced to the shards of one.
+        routing: Of ``ROUTINGS``.
+        first_writes: Linear layers write what they would add in the first micro-batch ever.
+        model: Fields of Megatron's configuration.
+    """
     with fused_weight_gradients() if fusion else contextlib.nullcontext():
-        pair = layers(gradient_accumulation_fusion=fusion)
+        pair = layers(gradient_accumulation_fusion=fusion, **model)
+        if first_writes:
+            from tests.dist.first_writes import use_first_writes
+
+            for layer in pair:
+                use_first_writes(layer)
         if routing is not None:
             for layer in pair:
                 obey(layer)
@@ -361,6 +381,14 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "ddp-sharded": lambda: ddp(fusion=False, distributed_optimizer=True),
     "ddp-skewed": lambda: ddp(fusion=False, distributed_optimizer=False, routing="rank-1-receives-nothing"),
     "ddp-fused-skewed": lambda: ddp(fusion=True, distributed_optimizer=False, routing="one-expert-for-all"),
+    "ddp-fused-first-writes": lambda: ddp(fusion=True, distributed_optimizer=False, first_writes=True),
+    "ddp-fused-first-writes-recompute": lambda: ddp(
+        fusion=True,
+        distributed_optimizer=False,
+        first_writes=True,
+        recompute_granularity="selective",
+        recompute_modules=["moe"],
+    ),
     "in-flight": in_flight,
     "twice": twice,
     **{

@@ -24,7 +24,8 @@ def main() -> None:
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.hybrid import HybridAttentionLayer, pipelined_stack
-    from tests.dist.blocks import HIDDEN, differences, run, transformer_config
+    from tests.dist.blocks import HIDDEN, differences, forward, run, transformer_config
+    from tests.dist.parameter_reads import ParameterReads
 
     case = Case(
         "hybrid", sequence_length=32, model=AUX | Z | {"moe_router_topk": 2, "num_layers": len(PATTERN)}
@@ -76,7 +77,16 @@ def main() -> None:
         if isinstance(layer, HybridAttentionLayer) and layer.block is not None
     ]
     found = differences(run(stock, case, rank=rank), run(ours, case, rank=rank))
-    report({"joined": joined, "differences": found, "off": pipelined_stack(spec, off()) is spec})
+    with ParameterReads(ours) as reads:
+        forward(ours, case, rank=rank)
+    report(
+        {
+            "joined": joined,
+            "differences": found,
+            "parameter reads": reads.report(),
+            "off": pipelined_stack(spec, off()) is spec,
+        }
+    )
 
 
 def off():

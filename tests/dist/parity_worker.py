@@ -12,7 +12,8 @@ from tests.dist.worker import report, start, use_groups
 def main() -> None:
     rank, _ = start()
     from megatron_ampipe.runtime.recorder import Recorder
-    from tests.dist.blocks import build_layers, differences, run
+    from tests.dist.blocks import build_layers, differences, forward, run
+    from tests.dist.parameter_reads import ParameterReads
 
     results: dict[str, object] = {}
     groups: object = None
@@ -26,14 +27,17 @@ def main() -> None:
             recorder.start_iteration(1)
             stock, ours = build_layers(case, recorder)
             expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
+            spans = recorder.timeline(rank=rank, labels={}).spans
+            # In a pass of its own: the comparison runs without anything in between.
+            with ParameterReads(ours) as reads:
+                forward(ours, case, rank=rank)
             results[name] = {
+                "parameter reads": reads.report(),
                 "differences": differences(expected, found),
                 "largest": {key: value.abs().max().item() for key, value in expected.items()},
                 "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
                 "class": type(ours).__name__,
-                "stages": [
-                    (span.direction, span.stage) for span in recorder.timeline(rank=rank, labels={}).spans
-                ],
+                "stages": [(span.direction, span.stage) for span in spans],
             }
         except Exception:
             results[name] = {"error": traceback.format_exc()}

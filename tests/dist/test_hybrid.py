@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.dist.launch import run_workers
+from tests.dist.test_parity import assert_called_before_read
 
 
 def test_hybrid_stack_equals_stock(tmp_path: Path) -> None:
@@ -15,3 +16,4 @@ def test_hybrid_stack_equals_stock(tmp_path: Path) -> None:
         wrong = {name: value for name, value in result["differences"].items() if not value <= 1e-5}
         assert not wrong
         assert any("router" in name for name in result["differences"])
+        assert_called_before_read(result["parameter reads"])

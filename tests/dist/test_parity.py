@@ -41,6 +41,24 @@ def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
         assert not wrong, f"rank {rank} differs from stock: {wrong}"
 
 
+@pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
+def test_modules_are_called_before_their_parameters_are_read(
+    case: Case, reports: dict[int, list[Any]]
+) -> None:
+    """Megatron's forward pre-hook of each waits there for its parameters (``--overlap-param-gather``)."""
+    for results in reports[case.world_size]:
+        assert_called_before_read(results[case.name]["parameter reads"])
+
+
+def assert_called_before_read(found: dict[str, Any]) -> None:
+    """Also every parameter is used, or nothing would have been watched."""
+    # Norms, query-key-value, projection, router, and an expert's two linear layers.
+    assert found["watched"] >= 7
+    assert found["early"] == {}, "read before the hook of the module that owns it"
+    assert found["never entered"] == [], "a hook that never runs leaves an all-gather open"
+    assert found["never read"] == []
+
+
 @pytest.mark.parametrize("case", [case for case in PARITY if case.only_losses], ids=lambda case: case.name)
 def test_losses_alone_reach_the_router(case: Case, reports: dict[int, list[Any]]) -> None:
     """A comparison of zeros would pass: with only the losses flowing, the router's gradient is not zero."""

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ampipe.compat import SUPPORTED_MEGATRON
 from tests.dist.launch import run_workers
-from tests.dist.test_parity import TOLERANCE
+from tests.dist.test_parity import TOLERANCE, assert_called_before_read
 from tests.megatrons import OLDER, REQUIREMENTS, folder_of
 
 CASES = (
@@ -44,6 +44,7 @@ def test_equals_stock_of_that_version(name: str, reports: list[Any]) -> None:
         assert result["class"] == ("TransformerLayer" if "degree1" in name else "AMPipeTransformerLayer")
         wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
         assert not wrong, f"rank {rank} differs from stock: {wrong}"
+        assert_called_before_read(result["parameter reads"])
 
 
 def test_what_is_said_to_be_supported_is_tested() -> None:

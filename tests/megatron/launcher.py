@@ -1,5 +1,6 @@
 """Runs the GPT pretraining of a tiny model in real processes, and reads what Megatron logs. Used by tests."""
 
+import json
 import os
 import re
 import shlex
@@ -7,12 +8,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.forked import REPOSITORY, run_ranks
 
 MODULE = "megatron_ampipe.pretrain_gpt"
+SEVERAL = "tests.megatron.runs_worker"
+BEGINS = "=== run "
+"""What a rank prints before the name of each of several runs."""
 
 TINY_GPT = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -89,6 +94,38 @@ def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
 
 def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
     """The same without torchrun, which saves the ranks their imports; each rank's output in one piece."""
+    code, logs = _run_forked(MODULE, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    return parse(code, "".join(logs))
+
+
+def pretrain_several(
+    runs: Mapping[str, Sequence[str]], *, num_ranks: int, timeout_s: float
+) -> dict[str, Run]:
+    """Runs of :func:`pretrain` on the same ranks, one after another, up to the first that fails.
+
+    Args:
+        runs: The command line of each, by name.
+        num_ranks: Of all of them.
+        timeout_s: For all of them together.
+
+    Returns:
+        By name, those that began; the exit code of the last is that of the ranks.
+    """
+    arguments = [json.dumps([[name, list(words)] for name, words in runs.items()])]
+    code, logs = _run_forked(SEVERAL, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    outputs: dict[str, str] = {}
+    for log in logs:
+        for part in log.split(BEGINS)[1:]:
+            name, _, output = part.partition("\n")
+            outputs[name] = outputs.get(name, "") + output
+    last = list(outputs)[-1]
+    return {name: parse(code if name == last else 0, output) for name, output in outputs.items()}
+
+
+def _run_forked(
+    module: str, arguments: Sequence[str], *, num_ranks: int, timeout_s: float
+) -> tuple[int, list[str]]:
+    """The exit code of the first rank that failed, and what each rank printed."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
@@ -100,11 +137,11 @@ def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run
         for rank in range(num_ranks)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
-        codes = run_ranks(MODULE, arguments, environments=environments, logs=logs, timeout_s=timeout_s)
-        output = "".join(log.read_text() for log in logs)
-    assert None not in codes, f"not done in {timeout_s} s\n{output[-6000:]}"
-    return parse(next(filter(None, codes), 0), output)
+        paths = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
+        codes = run_ranks(module, arguments, environments=environments, logs=paths, timeout_s=timeout_s)
+        logs = [path.read_text() for path in paths]
+    assert None not in codes, f"not done in {timeout_s} s\n{''.join(logs)[-6000:]}"
+    return next(filter(None, codes), 0), logs
 
 
 def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:

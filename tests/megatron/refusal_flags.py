@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT
 
 DENSE = [*TINY_GPT, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0 --ampipe-degree 4")]
 ACCEPTED = [
@@ -32,6 +32,9 @@ VALUES = {
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-trace-dir": [["traces"]],
+    "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
+    "--kitchen-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
+    "--kitchen-recipe-number": [["0"], ["2"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
 """Refused values; of other flags the worker takes every choice but the default, or 2."""

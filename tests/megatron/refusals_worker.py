@@ -106,7 +106,11 @@ def main() -> None:
     host.install()
     # There are no other ranks to wait for.
     refuse.PEER_LAG_S = 0.0
+    from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
+
+    # Megatron has the flags of this library only where it is installed, which is inside NVIDIA.
+    kitchen.HAVE_KITCHEN = True
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     parser = pretrain.add_arguments(parser)

@@ -221,6 +221,13 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     return torch.equal(expected, torch.cat(found))
 
 
+def _marks_the_first_forward_ever(module: Any) -> bool:
+    """Each linear layer has is_first_microbatch, True when it is built, passed on, False after a forward."""
+    text = squeezed(inspect.getsource(module))
+    built, after = (text.count(f"self.is_first_microbatch={value}") for value in (True, False))
+    return built == after == text.count("is_first_microbatch=_is_first_microbatch") > 0
+
+
 def _gives_a_window_only_where_one_is_set(is_window: Any) -> bool:
     """True with a window and no skipped layers, False without a window."""
     return bool(is_window((5, 0), None, 1)) and not is_window(None, None, 1)
@@ -357,6 +364,50 @@ INTERNALS = [
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
         "runtime/segment.py",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
+    ),
+    Internal(
+        "core.distributed.distributed_data_parallel.DistributedDataParallel",
+        "layers/stages.py layers/router.py layers/block.py",
+        (
+            says(
+                "for param in module.parameters(recurse=False):",
+                "self.param_to_bucket_group[param].finish_param_sync(",
+                method="_make_forward_pre_hook",
+            ),
+            says("for module in self.module.modules():", method="enable_forward_pre_hook"),
+            says("buffer.reset()", method="zero_grad_buffer"),
+        ),
+    ),
+    Internal(
+        "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
+        "layers/stages.py",
+        (
+            says(
+                "if not self.param_gather_dispatched: self.start_param_sync()",
+                "if self.param_gather_handle is not None: self.param_gather_handle.wait()",
+                "self.param_gather_handle = None",
+                method="finish_param_sync",
+            ),
+            says("self.param_gather_dispatched = False", method="finish_grad_sync"),
+        ),
+    ),
+    Internal(
+        "core.transformer.module.MegatronModule",
+        "layers/block.py refusals.py",
+        (
+            says(
+                "if self.config.fp8 is not None or self.config.fp4 is not None "
+                "or getattr(self.config, 'use_kitchen', False) "
+                "or (getattr(self.config, 'quant_recipe', None) is not None):",
+                "m.is_first_microbatch = True",
+                method="set_is_first_microbatch",
+            ),
+        ),
+    ),
+    Internal(
+        "core.extensions.transformer_engine",
+        "layers/block.py",
+        (behaves(_marks_the_first_forward_ever),),
     ),
     Internal(
         "core.tensor_parallel.layers",

@@ -1,0 +1,91 @@
+"""Finds modules whose parameters are read before their forward pre-hook has run.
+
+Under ``--overlap-param-gather`` that hook is where Megatron waits for the all-gather of the parameters. The
+modules are those that own a parameter and the reads are all calls of torch, so nothing has to be listed here
+when stages are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class ParameterReads(TorchFunctionMode):
+    """While it lasts, watches the trainable parameters of ``module``; for one pass.
+
+    Every call of torch on a tensor that shares a parameter's memory is a read, also inside autograd
+    functions, without gradients and in recompute. What C++ does by itself (torch's own backward functions)
+    and what other threads do is not seen: a parameter that only they read counts as unread.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._owner_of: dict[int, str] = {}
+        """By the address of a parameter's memory: the name of the module that owns it."""
+        self._names: dict[int, str] = {}
+        self._hooks = []
+        self._entered: set[str] = set()
+        self._read: set[int] = set()
+        self._early: dict[str, str] = {}
+        for name, owner in module.named_modules():
+            own = {
+                _address(parameter): f"{name}.{part}"
+                for part, parameter in owner.named_parameters(recurse=False)
+                if parameter.requires_grad
+            }
+            if own:
+                self._names |= own
+                self._owner_of |= dict.fromkeys(own, name)
+                self._hooks.append(owner.register_forward_pre_hook(self._enter(name)))
+
+    def report(self) -> dict[str, Any]:
+        """What was found, by kind; ``early`` names the function that first read too soon."""
+        owners = set(self._owner_of.values())
+        return {
+            "watched": len(self._names),
+            "early": self._early,
+            "never entered": sorted(owners - self._entered),
+            "never read": sorted(self._names[address] for address in self._names.keys() - self._read),
+        }
+
+    def _enter(self, name: str) -> Any:
+        return lambda *_: self._entered.add(name)
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        # What gives no tensor asks for a size or the like.
+        if next(_tensors([result]), None) is not None:
+            for tensor in _tensors((*args, *kwargs.values())):
+                self._note(_address(tensor), function)
+        return result
+
+    def _note(self, address: int, function: Any) -> None:
+        owner = self._owner_of.get(address)
+        if owner is None:
+            return
+        self._read.add(address)
+        if owner not in self._entered:
+            self._early.setdefault(self._names[address], getattr(function, "__name__", str(function)))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Also those in lists, which no operation nests."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (part for part in argument if isinstance(part, torch.Tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,30 @@
+"""Several trainings, one after another, on one set of ranks: Megatron forgets each before the next begins.
+
+Each goes through the whole entry point. The first argument is the runs as JSON: a list of names, each with
+its command line. Used by :func:`tests.megatron.launcher.pretrain_several`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megatron_ampipe.launch import pretrain
+from tests.megatron.launcher import BEGINS
+
+
+def main() -> int:
+    """Train until a run fails; that one's exit code."""
+    for name, words in json.loads(sys.argv[1]):
+        print(f"\n{BEGINS}{name}", flush=True)
+        code = pretrain.main(words)
+        if code != 0:
+            return code
+        from megatron.training.training import destroy_global_state
+
+        destroy_global_state()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

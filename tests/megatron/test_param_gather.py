@@ -1,0 +1,63 @@
+"""``--overlap-param-gather``: parameters arrive while the forward pass runs, and training stays stock's.
+
+Megatron gathers the parameters bucket by bucket and waits for a bucket where a module with a parameter in it
+is called. How large buckets are decides how many are in flight, and changes no number. All runs of a layout
+share one set of ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
+
+TOLERANCE = 1e-5
+"""Relative difference of a loss that fp32 rounding explains; measured: 0."""
+LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
+NUM_ITERATIONS = 4
+"""A bucket that was never waited for fails in the third."""
+
+COMMON = [
+    *TINY_GPT,
+    *TINY_MOE,
+    *MOCK_DATA,
+    *shlex.split(
+        f"--train-iters {NUM_ITERATIONS} --attention-dropout 0 --hidden-dropout 0 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    ),
+]
+LAYOUTS = {
+    "dp2": (2, []),
+    "dp2-ep2": (4, ["--expert-model-parallel-size", "2"]),
+    "dp2-pp2": (4, ["--pipeline-model-parallel-size", "2"]),
+}
+BUCKETS = {
+    "every-parameter": ["--ddp-bucket-size", "1"],
+    "some-parameters": ["--ddp-bucket-size", "1000"],
+    "default": [],
+}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buckets_of_every_size_train_as_stock(layout: str) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    runs = {"stock": [*COMMON, *flags, *BUCKETS["every-parameter"]]}
+    runs |= {name: [*COMMON, *flags, *size, "--ampipe-degree", "4"] for name, size in BUCKETS.items()}
+    found = pretrain_several(runs, num_ranks=num_ranks, timeout_s=380)
+    for name, run in found.items():
+        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
+    assert found.keys() == runs.keys()
+    stock = found.pop("stock")
+    assert stock.iterations == list(range(1, NUM_ITERATIONS + 1))
+    for name, ours in found.items():
+        _assert_same_digits(stock, ours, name)
+
+
+def _assert_same_digits(stock: Run, ours: Run, name: str) -> None:
+    assert ours.iterations == stock.iterations
+    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE), name
+    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE), name
+    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM), name

@@ -1,0 +1,68 @@
+"""Sums of the chunks' gradients: their values and what they allocate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ampipe.runtime.segment import GradientSums
+
+
+class Allocations(TorchDispatchMode):
+    """While it lasts, keeps every result of an operation, so that no memory is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []
+
+    def sizes_bytes(self, *known: torch.Tensor) -> list[int]:
+        """Of the memory of all results that is not that of ``known``."""
+        memories = [tensor.untyped_storage() for tensor in self._kept]
+        found = {memory.data_ptr(): memory.nbytes() for memory in memories}
+        for tensor in known:
+            found.pop(tensor.untyped_storage().data_ptr(), None)
+        return list(found.values())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._kept.append(result)
+        return result
+
+
+def of_chunks(dtype: torch.dtype, *, count: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(40, 30, generator=generator).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype))
+    gradients = of_chunks(dtype)
+    before = [gradient.clone() for gradient in gradients]
+    sums = GradientSums()
+    with Allocations() as allocations:
+        for gradient in gradients:
+            sums.add(parameter, gradient)
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    assert allocations.sizes_bytes(*gradients) == [40 * 30 * wide.itemsize]
+    assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), "they may be shared"
+    total = sums.take(parameter)
+    assert total is not None and total.dtype == dtype
+    exact = torch.stack([gradient.double() for gradient in gradients]).sum(dim=0)
+    # Rounded once, whatever the dtype.
+    assert torch.allclose(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_one_gradient_is_handed_on() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(40, 30))
+    (gradient,) = of_chunks(torch.float32, count=1)
+    sums = GradientSums()
+    with Allocations() as allocations:
+        sums.add(parameter, None)
+        sums.add(parameter, gradient)
+        assert sums.take(parameter) is gradient
+    assert allocations.sizes_bytes(gradient) == []
+    assert sums.take(parameter) is None
