@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ampipe.tools.benchmark import device_clock
+from megatron_ampipe.tools.benchmark.link import SPIN_KERNELS
 
 
 def _nvrtc() -> ctypes.CDLL | None:
@@ -26,7 +27,7 @@ NVRTC = _nvrtc()
 
 def test_torch_finds_the_function_in_the_source() -> None:
     kernel = torch.cuda.jiterator._create_jit_fn(device_clock.SPIN_SOURCE, nanoseconds=0)
-    assert kernel.kernel_name == device_clock.SPIN_KERNELS[0]
+    assert kernel.kernel_name == SPIN_KERNELS[0]
     with pytest.raises(KeyError, match="cycles"):
         # What it is called with is declared.
         kernel.is_cuda_available = True

@@ -1,9 +1,9 @@
 """Keeps a CUDA stream busy for a time: by the device's nanosecond timer, or by its clock cycles.
 
-A GPU changes its clock rate with load and heat, so a number of cycles is not a time. Its ``%globaltimer`` counts
-nanoseconds whatever the clock; it advances in steps of at most about a microsecond. torch compiles the kernel
-when it is first used, with the compiler that it brings (NVRTC); nothing else has to be installed. Where that
-fails, or the timer does not keep time, cycles are counted, and the caller is told why. Used by
+A GPU changes its clock rate with load and heat, so a number of cycles is not a time. Its ``%globaltimer``
+counts nanoseconds whatever the clock; it advances in steps of at most about a microsecond. torch compiles the
+kernel when it is first used, with the compiler that it brings (NVRTC); nothing else has to be installed.
+Where that fails, or the timer does not keep time, cycles are counted, and the caller is told why. Used by
 :mod:`.emulation`. The kernel compiles (a test does that); it has not been run on a GPU yet.
 """
 
@@ -15,9 +15,6 @@ from typing import Literal
 import torch
 
 Clock = Literal["nanoseconds", "cycles"]
-
-SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
-"""What the kernels are called in a trace: ours, and the one of ``torch.cuda._sleep``."""
 
 SPIN_SOURCE = """
 template <typename T>
