@@ -226,11 +226,14 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *marks, *events]}
 
 
-def test_overlap_is_read_from_a_trace() -> None:
+@pytest.mark.parametrize(
+    "link_kernel", ["void at::cuda::spin_kernel(long)", "ampipe_spin_vectorized2_kernel"]
+)
+def test_overlap_is_read_from_a_trace(link_kernel: str) -> None:
     found = read_profile(
         trace(
             on_device("gemm", 7, 1000.0, 2000.0),
-            on_device("void at::cuda::spin_kernel(long)", 20, 2500.0, 1000.0),
+            on_device(link_kernel, 20, 2500.0, 1000.0),
             # A copy on the link's stream belongs to the link.
             on_device("Memcpy DtoD", 20, 3500.0, 500.0, "gpu_memcpy"),
             on_device("gemm", 7, 5000.0, 500.0),
@@ -322,7 +325,9 @@ def test_findings_of_a_good_run() -> None:
     )
     assert {outcome for outcome, _ in found.values()} == {Outcome.OK}
     assert found["parity fp32"][1] == "2 of 2 cases"
-    assert found["overlap"][1].startswith("88% of 4.00 ms of communication under 12.00 ms of computation")
+    assert found["overlap"][1].startswith(
+        "88% of 4.00 ms of communication under 12.00 ms of computation, at least 38% required"
+    )
     assert found["host waits, forward"][1] == "4 for split sizes (4 allowed), others: none"
     assert found["peak memory"][1] == "stock 200 MiB; of that: ampipe degree 4 0.95"
     assert found["mixtral-8k, emulated:20GB/s"][1] == (
@@ -341,10 +346,19 @@ def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
     assert len(found) == 2
 
 
+def test_less_is_required_where_there_is_less_to_hide_under() -> None:
+    found = rows(finished("profile", PROFILE | {"hidden_share": 0.1, "compute_ms": 1.0}))
+    assert found["overlap"][0] is Outcome.OK
+
+
 @pytest.mark.parametrize(
     ("changes", "check"),
     [
         ({"hidden_share": 0.0}, "overlap"),
+        ({"hidden_share": 0.0, "communication_ms": 0.0}, "overlap"),
+        # 0.375 of it had to be hidden, or a quarter of that where there is less computation.
+        ({"hidden_share": 0.37}, "overlap"),
+        ({"hidden_share": 0.09, "compute_ms": 1.0}, "overlap"),
         ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, "host waits, forward"),
         ({"host_waits": {"forward": {"cudaStreamSynchronize": 1}, "backward": {}}}, "host waits, forward"),
         ({"host_waits": {"forward": {}, "backward": {"cudaEventSynchronize": 1}}}, "host waits, backward"),

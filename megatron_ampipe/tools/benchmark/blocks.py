@@ -128,6 +128,9 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
     if case.activation == "swiglu":
         fields |= {"gated_linear_unit": True, "activation_func": F.silu}
+    if case.dtype != "fp32":
+        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        fields["moe_router_dtype"] = "fp32"
     return TransformerConfig(
         num_layers=1,
         hidden_size=case.hidden,
