@@ -3,7 +3,7 @@
 Before each collective the ranks meet at a barrier outside the time taken, so that a collective's time is
 its transfer and not the wait for a peer that was still computing. A shaped link saves up while it idles; in a
 pipeline that only happens before the first collective, so only the first one gets it here. On a GPU the
-stream is kept busy until a stage is issued, so that its time is that of its kernels and not of their launches.
+stream is kept busy until a stage is issued, so that its time is that of its kernels, not of their launches.
 Needed for :mod:`.bound`.
 """
 

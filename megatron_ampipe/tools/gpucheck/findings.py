@@ -24,6 +24,10 @@ _PARITY = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
+    "test_equals_the_sequence_of_stages": "under stress, against its stages in turn",
+    "test_equals_stock_at_real_sizes": "under stress, parity fp32",
+    "test_a_missing_wait_is_seen": "the stress shows a missing wait",
+    "test_an_early_release_is_seen": "the stress shows an early release",
     "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
 }
 """What the tests of ``tests/gpu`` are called in the table."""
