@@ -26,6 +26,7 @@ from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline, Span, from_text
+from megatron_ampipe.tools.benchmark.experts import use_experts
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
 from megatron_ampipe.tools.benchmark.stage_times import StageTimer
@@ -63,6 +64,7 @@ class BlockFactory:
         self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
         self.kernel = kernel_name(local=True, on_gpu=on_cuda, dtype=DTYPES[case.dtype])
         self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+        use_experts(self._spec, case)
         attention = self._spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         torch.manual_seed(seed)
@@ -147,6 +149,7 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         moe_aux_loss_coeff=0.0,
         moe_shared_expert_intermediate_size=case.shared_ffn,
         moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=case.expert_kind != "sequential",
         expert_model_parallel_size=num_ranks,
         normalization="RMSNorm",
         add_bias_linear=False,

@@ -90,9 +90,13 @@ def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], 
 
 def _measure(job: Job, rank: int, answer: Answer) -> None:
     emulation = start_torch(job, rank=rank)
+    from megatron_ampipe.tools.benchmark import experts
     from megatron_ampipe.tools.benchmark.passes import measure
     from megatron_ampipe.tools.profiling.measure import measure as profile
 
+    # All of them before the first is measured.
+    for case in job.cases:
+        experts.require(case, on_cuda=job.device == "cuda")
     answer(event="ready", hardware=_hardware(job))
 
     def progress() -> None:

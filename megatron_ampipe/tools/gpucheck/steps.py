@@ -31,7 +31,7 @@ BENCHMARKS = {
     # Of the paper's sizes a small, a middle and a large one.
     "paper": ("base-16k-b1-c1,large-16k-b1-c2,xl-32k-b1-c1", 4, 60),
     "mixtral": ("mixtral-8k", 8, 40),
-    "deepseek": ("deepseek-8k", 8, 40),
+    "deepseek": ("deepseek-8k,deepseek-8k-grouped", 8, 40),
 }
 """By grid: cases, ranks, seconds."""
 _PARITY_S, _PROFILE_S, _DEVICE_S = 180, 70, 60
