@@ -16,7 +16,7 @@ from tests.dist.worker import report
 
 def main() -> None:
     host.install()
-    from megatron_ampipe.runtime.executors import ThreadExecutor
+    from megatron_ampipe.runtime.executors import CudaExecutor, ThreadExecutor
     from tests import stress
 
     scene = stress.Scene(
@@ -36,6 +36,9 @@ def main() -> None:
     with stress.start_ranks():
         for one in stress.STRESSES:
             found[str(one)] = _try(partial(stress.differences_under, one, scene))
+        # On the host platform's streams: what it lets go, and when.
+        on_streams = dataclasses.replace(scene, executor=CudaExecutor)
+        found["cuda executor"] = _try(partial(stress.differences_under, stress.Stress(4), on_streams))
         found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), scene, stock=True))
         for name, (where, plant) in planted.items():
             found[name] = _try(partial(stress.differences_under, stress.Stress(4), where, plant=plant))

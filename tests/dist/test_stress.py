@@ -20,7 +20,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*map(str, STRESSES), "stock"])
+@pytest.mark.parametrize("name", [*map(str, STRESSES), "stock", "cuda executor"])
 def test_equals_the_sequence_of_stages(name: str, reports: dict[str, Any]) -> None:
     assert "error" not in reports[name], reports[name]["error"]
     differences, filled = reports[name]

@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, 16-bit kernels, and that nothing makes the host wait between chunks.
 
-One device, one rank: the collectives of a group of one are skipped, everything around them is not.
+One device, one rank: the collectives of a group of one are skipped, everything around them is not. What
+crosses streams is in ``test_stress.py``.
 """
 
 from __future__ import annotations

@@ -406,6 +406,14 @@ def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
     assert len(found) == 2
 
 
+def test_a_link_that_counts_cycles_is_said() -> None:
+    bench = BENCH | {"cases": [BENCH["cases"][0] | {"clock": "cycles"}]}
+    found = rows(finished("profile", PROFILE | {"clock": "cycles"}), finished("bench", bench))
+    for check in ("overlap", "mixtral-8k, emulated:20GB/s"):
+        assert found[check][0] is Outcome.OK
+        assert found[check][1].endswith("the link counts clock cycles, see log.txt")
+
+
 def test_less_is_required_where_there_is_less_to_hide_under() -> None:
     found = rows(finished("profile", PROFILE | {"hidden_share": 0.1, "compute_ms": 1.0}))
     assert found["overlap"][0] is Outcome.OK
