@@ -192,6 +192,15 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
             f"{job.num_ranks} ranks need as many GPUs, and there are {num_gpus}. Use --link emulated:RATE, "
             "which pretends the missing ranks."
         )
+    if arguments.end_to_end:
+        for case in job.cases:
+            if case.expert_kind != "sequential":
+                raise BadInput(
+                    "--end-to-end",
+                    "",
+                    rule=f"expert_kind {case.expert_kind} of case {case.name} needs a GPU in a training",
+                    remedy="Choose another with --cases, or write expert_kind: sequential.",
+                )
     _check_cases(job, grid)
     if arguments.planned is None:
         return job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -13,11 +13,12 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.launch.host.attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from tests.dist import logged_losses
 from tests.dist.cases import Case
@@ -65,8 +66,10 @@ def transformer_config(case: Case) -> TransformerConfig:
     return kind(**fields)
 
 
-def build_layers(case: Case, recorder: Recorder | None = None) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock layer and an AMPipe layer that loaded its ``state_dict``."""
+def build_layers(
+    case: Case, recorder: Recorder | None = None, executor: Executor | None = None
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``; by the case's executor or another."""
     config = transformer_config(case)
     spec = get_gpt_layer_local_spec(
         config.num_moe_experts,
@@ -75,6 +78,9 @@ def build_layers(case: Case, recorder: Recorder | None = None) -> tuple[torch.nn
         config.multi_latent_attention,
         normalization=config.normalization,
     )
+    if config.multi_latent_attention:
+        # Megatron's own takes no head size of the values. On a CPU host this one replaces it anyway.
+        spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     context = AMPipeContext(
         AMPipeConfig(
             degree=case.degree,
@@ -83,7 +89,7 @@ def build_layers(case: Case, recorder: Recorder | None = None) -> tuple[torch.nn
             schedule=case.schedule,
         ),
         recorder=recorder or Recorder(),
-        executor=EXECUTORS[case.executor](),
+        executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
     )
     torch.manual_seed(11)
@@ -100,9 +106,32 @@ def build_layers(case: Case, recorder: Recorder | None = None) -> tuple[torch.nn
     return stock, ours
 
 
-def run(
-    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu", read: bool = True
-) -> dict[str, torch.Tensor]:
+class Inputs(NamedTuple):
+    """What a pass takes, on its device."""
+
+    hidden: torch.Tensor
+    gradient: torch.Tensor
+    rotary: torch.Tensor | None
+
+
+def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype) -> Inputs:
+    """The same for every layer of a case; ranks have different ones."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
+    num_rows = case.sequence_length // math.prod(parts)
+    width = case.model.get("hidden_size", HIDDEN)
+    shape = (num_rows, case.batch, width)
+    hidden = torch.randn(shape, generator=generator).to(device, dtype)
+    gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
+    rotary = (
+        RotaryEmbedding(width // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
+        if case.rope
+        else None
+    )
+    return Inputs(hidden, gradient.to(device, dtype), rotary)
+
+
+def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One forward and backward; everything that may depend on the layer, by name.
 
     Args:
@@ -110,17 +139,10 @@ def run(
         case: What it was built from.
         rank: Ranks have different inputs.
         device: Where the layer is.
-        read: Without, only run; the result is empty.
     """
+    inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()
-    for parameter in layer.parameters():
-        parameter.grad = None
-    hidden, output = forward(layer, case, rank=rank, device=device)
-    generator = torch.Generator().manual_seed(200 + rank)
-    gradient = torch.randn(output.shape, generator=generator) * (0.0 if case.only_losses else 1.0)
-    output.backward(gradient.to(output))
-    if not read:
-        return {}
+    output, hidden = run_pass(layer, inputs)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         found[f"gradient of {name}"] = (
@@ -133,23 +155,20 @@ def run(
     return found
 
 
-def forward(
-    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input and the output of one forward pass; see :func:`run`."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
-    num_rows = case.sequence_length // math.prod(parts)
-    dtype = next(layer.parameters()).dtype
-    hidden = torch.randn((num_rows, case.batch, HIDDEN), generator=generator)
-    hidden = hidden.to(device, dtype).requires_grad_()
-    rotary = (
-        RotaryEmbedding(HIDDEN // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
-        if case.rope
-        else None
-    )
-    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
-    return hidden, output
+def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """One forward and backward, and nothing that a training would not do; the output and the input."""
+    for parameter in layer.parameters():
+        parameter.grad = None
+    output, hidden = forward(layer, inputs)
+    output.backward(inputs.gradient.to(output.dtype))
+    return output, hidden
+
+
+def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of one forward pass, and the input that its gradient goes to."""
+    hidden = inputs.hidden.detach().requires_grad_()
+    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.rotary)
+    return output, hidden
 
 
 def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -24,7 +24,7 @@ def main() -> None:
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.hybrid import HybridAttentionLayer, pipelined_stack
-    from tests.dist.blocks import HIDDEN, differences, forward, run, transformer_config
+    from tests.dist.blocks import HIDDEN, differences, forward, inputs_of, run, transformer_config
     from tests.dist.parameter_reads import ParameterReads
 
     case = Case(
@@ -78,7 +78,7 @@ def main() -> None:
     ]
     found = differences(run(stock, case, rank=rank), run(ours, case, rank=rank))
     with ParameterReads(ours) as reads:
-        forward(ours, case, rank=rank)
+        forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
     report(
         {
             "joined": joined,

@@ -11,8 +11,10 @@ from tests.dist.worker import report, start, use_groups
 
 def main() -> None:
     rank, _ = start()
+    import torch
+
     from megatron_ampipe.runtime.recorder import Recorder
-    from tests.dist.blocks import build_layers, differences, forward, run
+    from tests.dist.blocks import build_layers, differences, forward, inputs_of, run
     from tests.dist.parameter_reads import ParameterReads
 
     results: dict[str, object] = {}
@@ -30,7 +32,7 @@ def main() -> None:
             spans = recorder.timeline(rank=rank, labels={}).spans
             # In a pass of its own: the comparison runs without anything in between.
             with ParameterReads(ours) as reads:
-                forward(ours, case, rank=rank)
+                forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
             results[name] = {
                 "parameter reads": reads.report(),
                 "differences": differences(expected, found),

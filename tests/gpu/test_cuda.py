@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, 16-bit kernels, and that nothing makes the host wait between chunks.
 
-One device, one rank: the collectives of a group of one are skipped, everything around them is not.
+One device, one rank: the collectives of a group of one are skipped, everything around them is not. What
+crosses streams is in ``test_stress.py``.
 """
 
 from __future__ import annotations
@@ -95,14 +96,16 @@ def test_equals_stock_in_bf16(case: Case) -> None:
 
 def test_nothing_makes_the_host_wait_between_chunks() -> None:
     """torch raises at any synchronising call; only the wait for the counts, an event of ours, is left."""
-    from tests.dist.blocks import build_layers, run
+    from tests.dist.blocks import build_layers, inputs_of, run_pass
 
     case = dataclasses.replace(CASES[1], kernel="sdpa")
     _, ours = (layer.cuda() for layer in build_layers(case))
-    run(ours, case, rank=0, device="cuda")
+    # Copies to the device wait for it, so everything is there before.
+    inputs = inputs_of(case, rank=0, device="cuda", dtype=torch.float32)
+    run_pass(ours, inputs)
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        run(ours, case, rank=0, device="cuda", read=False)
+        run_pass(ours, inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")

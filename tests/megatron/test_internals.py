@@ -435,7 +435,7 @@ INTERNALS = [
     Internal("core.transformer.moe.moe_layer.BaseMoELayer", "compat.py"),
     Internal(
         "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
-        "compat.py layers/spec.py",
+        "compat.py layers/spec.py tools/benchmark",
         (says("return partial(MoELayer, submodules=MoESubmodules("),),
     ),
     Internal(
@@ -858,6 +858,16 @@ INTERNALS = [
         ),
     ),
     Internal("core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec", "tools/benchmark"),
+    Internal("core.extensions.transformer_engine_spec_provider.TESpecProvider", "tools/benchmark"),
+    Internal(
+        "core.transformer.moe.experts.TEGroupedMLP",
+        "tools/benchmark",
+        (
+            begins_with("num_local_experts", "config", "submodules", method="__init__"),
+            says("tokens_per_expert.tolist()", method="forward"),
+        ),
+    ),
+    Internal("core.transformer.moe.experts.GroupedMLPSubmodules", "tools/benchmark"),
     Internal("core.parallel_state.initialize_model_parallel", "tools/benchmark tools/profiling"),
     Internal(
         "core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark tools/profiling"

@@ -437,10 +437,12 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "processor_s": [[one, two / 2, three] for one, two, three in seconds],
         "stages": stages,
         "needs": needs,
+        "starved": [None if found is None else {} for found in needs],
         "difference": difference,
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
+        "clock": "host",
     }
 
 
@@ -617,3 +619,72 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
             *("barrier", "dispatch.0", "expert.0"),
             *("barrier", *spend, "combine.0", "barrier", *spend, "dispatch.1"),
         ]
+
+
+class _Device:
+    """A GPU whose time is the host's: keeps busy for as long as it was told, and says what it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron_ampipe.tools.benchmark import stage_times
+
+        self.now_s, self.busy_until_s = 0.0, 0.0
+        self.happened: list[str] = []
+        device = self
+
+        class Event:
+            def __init__(self, **_: object) -> None:
+                self.over_s = 0.0
+
+            def record(self, _stream: object = None) -> None:
+                self.over_s = device.busy_until_s
+                device.happened.append("event")
+
+            def query(self) -> bool:
+                return self.over_s <= device.now_s
+
+        monkeypatch.setattr(stage_times.torch.cuda, "Event", Event)
+        monkeypatch.setattr(stage_times.torch.cuda, "_sleep", self.spin)
+        monkeypatch.setattr(stage_times.torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(stage_times.torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(stage_times.time, "perf_counter", lambda: self.now_s)
+
+    def spin(self, cycles: int) -> None:
+        self.busy_until_s = max(self.busy_until_s, self.now_s) + cycles / 2e9
+        self.happened.append("spin")
+
+
+def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.tools.benchmark import stage_times
+
+    device = _Device(monkeypatch)
+    timer, recorder = stage_times.StageTimer(), Recorder(num_iterations=9)
+    recorder.start_iteration(1)
+    stage = Stage(Kind.EXPERT, 0)
+    issue_s = 1e-3
+
+    def issue(_: Stage) -> None:
+        device.happened.append("stage")
+        device.now_s += issue_s
+
+    def run() -> float:
+        begin_s = device.now_s
+        device.busy_until_s = 0.0
+        timer.execute([("compute", stage)], {stage: ()}, issue, recorder)
+        return device.busy_until_s - begin_s
+
+    run()
+    # Twice as long as the host took the last time.
+    assert run() == pytest.approx(2e-3)
+    # What is said of a stage is between the last two events: after the spin, around the stage.
+    assert device.happened[-5:] == ["spin", "event", "event", "stage", "event"]
+    assert not timer.queue.starved
+    issue_s = 3e-3
+    run()
+    assert timer.queue.starved == {"expert": 1}
+    assert run() == pytest.approx(6e-3)
+    # A host that waits for the device is not waited for in turn.
+    issue_s = 1.0
+    run()
+    assert run() == pytest.approx(1e-2)
+    assert timer.queue.starved == {"expert": 3}

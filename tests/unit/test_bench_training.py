@@ -116,6 +116,10 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
         (["--layers", "3"], "--layers 3: belongs to --end-to-end"),
         (["--rounds", "3"], "--rounds 3: belongs to --end-to-end"),
         (["--end-to-end", "--link", "emulated:1gbit"], "--link emulated:1gbit: a training needs real ranks"),
+        (
+            ["--end-to-end", "--grid", "deepseek", "--cases", "deepseek-8k-grouped"],
+            "expert_kind torch-grouped of case deepseek-8k-grouped needs a GPU in a training",
+        ),
         (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
         (["--end-to-end", "--plot", "x"], "--plot x: knows results of single blocks"),
         (["--end-to-end", "--from", "x"], "--from x: knows results of single blocks"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 import zipfile
@@ -12,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import build_parser
-from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.tools.benchmark.grid import find_grid, read_grid
 from megatron_ampipe.tools.gpucheck import __main__ as command
 from megatron_ampipe.tools.gpucheck import findings, steps, wheels
@@ -27,14 +31,15 @@ GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Has pip write a wheel of 1 KiB for each name it is asked for; the calls."""
+    """Has pip write a wheel of a little more than 1 KiB for each name it is asked for; the calls."""
     calls: list[tuple[str, ...]] = []
 
     def pip(*words: str) -> None:
         calls.append(words)
         folder = Path(words[words.index("--dest") + 1])
         for name in words[words.index("--dest") + 2 :]:
-            (folder / f"{name}-1-py3-none-any.whl").write_bytes(bytes(1024))
+            with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(f"{name}.py", bytes(1024))
 
     monkeypatch.setattr(wheels, "_pip", pip)
     return calls
@@ -44,13 +49,25 @@ def test_packing_fetches_everything_but_torch(
     tmp_path: Path, downloads: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "wheels"
-    assert command.main(["--pack", str(folder), "--python-version", "3.13"]) == 0
+    assert command.main(["--pack", str(folder)]) == 0
     assert f"{len(wheels.MODULES)} wheels, 0.0 MiB" in capsys.readouterr().out
     (words,) = downloads
     assert "megatron-core" in words
     assert not {"torch", "numpy"} & set(words)
-    assert {"--no-deps", "--only-binary=:all:", "cp313", "manylinux_2_28_x86_64"} <= set(words)
-    assert words[words.index("--python-version") + 1] == "3.13"
+    assert {"--no-deps", "--only-binary=:all:"} <= set(words)
+
+
+def test_what_is_compiled_and_may_be_needed_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(*words: str) -> None:
+        make_wheel(tmp_path, {"yaml/_yaml.cpython-312-x86_64-linux-gnu.so": "optional"})
+
+    monkeypatch.setattr(wheels, "_pip", pip)
+    wheels.pack(tmp_path)
+    monkeypatch.setattr(wheels, "_pip", lambda *words: make_wheel(tmp_path, {"fast/core.abi3.so": "needed"}))
+    with pytest.raises(RunFailed, match=r"holds fast/core\.abi3\.so, which is compiled"):
+        wheels.pack(tmp_path)
 
 
 def test_packing_again_replaces_an_earlier_pack(tmp_path: Path, downloads: list[tuple[str, ...]]) -> None:
@@ -65,7 +82,7 @@ def test_a_pack_that_is_too_large_is_refused(
 ) -> None:
     monkeypatch.setattr(wheels, "LIMIT_BYTES", 5 * 1024)
     with pytest.raises(RunFailed, match="more than"):
-        wheels.pack(tmp_path, python_version="3.12")
+        wheels.pack(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +90,8 @@ def test_a_pack_that_is_too_large_is_refused(
     [
         (["--pack", "{folder}/mine"], "holds notes.txt"),
         (["--pack", "{folder}/mine/notes.txt"], "is not a folder"),
-        (["--pack", "{folder}/new", "--python-version", "2.7"], "is not a version of Python 3"),
         (["--pack", "{folder}/new", "--wheels", "x"], "--wheels x: has no effect with --pack"),
         (["--pack", "{folder}/new", "--budget", "60"], "--budget 60: has no effect with --pack"),
-        (["--python-version", "3.12"], "--python-version 3.12: has no effect without --pack"),
         (["--budget", "0"], "--budget 0: is no time at all"),
         (["--wheels", "{folder}/mine"], "holds no wheel"),
         (["--budget", "soon"], "invalid int value"),
@@ -100,26 +115,71 @@ def test_wrong_arguments_end_with_2(
     assert downloads == []
 
 
-def make_wheel(folder: Path, tag: str = "py3-none-any") -> None:
+def make_wheel(folder: Path, more: dict[str, str] | None = None, tag: str = "py3-none-any") -> None:
     name = "ampipe_probe"
     with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
         wheel.writestr(f"{name}.py", "VALUE = 3\n")
         info = f"{name}-1.0.dist-info"
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        wheel.writestr(f"{info}/RECORD", "")
+        for path, text in (more or {}).items():
+            wheel.writestr(path, text)
 
 
-def test_wheels_are_unpacked_without_a_network(tmp_path: Path) -> None:
-    make_wheel(tmp_path)
-    wheels.unpack(tmp_path, tmp_path / "site")
-    assert (tmp_path / "site/ampipe_probe.py").read_text() == "VALUE = 3\n"
+def test_one_pack_serves_every_python(tmp_path: Path) -> None:
+    """What is compiled for another Python is left out; nothing of it is run."""
+    more = {
+        "yaml/__init__.py": "",
+        "yaml/_yaml.cpython-38-x86_64-linux-gnu.so": "for another",
+        "ampipe_probe-1.0.data/platlib/beside.py": "",
+    }
+    make_wheel(tmp_path, more, tag="cp38-cp38-manylinux_2_17_x86_64")
+    site = tmp_path / "site"
+    wheels.unpack(tmp_path, site)
+    assert (site / "ampipe_probe.py").read_text() == "VALUE = 3\n"
+    files = sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file())
+    assert files == [
+        "ampipe_probe-1.0.dist-info/METADATA",
+        "ampipe_probe.py",
+        "beside.py",
+        "yaml/__init__.py",
+    ]
 
 
-def test_wheels_of_another_python_are_explained(tmp_path: Path) -> None:
-    make_wheel(tmp_path, tag="cp38-cp38-manylinux_2_17_x86_64")
-    with pytest.raises(EnvironmentMissing, match=r"--python-version 3\.\d+"):
+@pytest.mark.parametrize("path", ["../outside.py", "a/../../outside.py", "/tmp/ampipe-outside.py"])
+def test_a_wheel_writes_nowhere_else(tmp_path: Path, path: str) -> None:
+    make_wheel(tmp_path, {path: ""})
+    with pytest.raises(BadInput, match="damaged"):
         wheels.unpack(tmp_path, tmp_path / "site")
+    assert not (tmp_path / "outside.py").exists()
+
+
+def test_a_wheel_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    (tmp_path / "half-1-py3-none-any.whl").write_bytes(b"PK")
+    with pytest.raises(BadInput, match=r"holds half-1-py3-none-any\.whl, which is damaged"):
+        wheels.unpack(tmp_path, tmp_path / "site")
+
+
+def test_what_is_left_out_is_not_needed(tmp_path: Path) -> None:
+    """PyYAML and the parts of Megatron that the check imports, without a compiled module."""
+    for name in ("yaml", "megatron"):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        for folder in spec.submodule_search_locations or []:
+            leave_out = shutil.ignore_patterns("*.so", "__pycache__")
+            shutil.copytree(folder, tmp_path / name, ignore=leave_out, dirs_exist_ok=True)
+    code = (
+        "import sys, yaml, megatron.core\n"
+        "import megatron_ampipe.tools.benchmark.blocks, megatron_ampipe.tools.benchmark.passes\n"
+        "import tests.dist.blocks, megatron_ampipe.launch.host.attention\n"
+        f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
+        f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
+        "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"
+        "print(yaml.safe_load('a: [1, x]'))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(steps.REPOSITORY)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'a': [1, 'x']}"
 
 
 # Steps
@@ -226,11 +286,14 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *marks, *events]}
 
 
-def test_overlap_is_read_from_a_trace() -> None:
+@pytest.mark.parametrize(
+    "link_kernel", ["void at::cuda::spin_kernel(long)", "ampipe_spin_vectorized2_kernel"]
+)
+def test_overlap_is_read_from_a_trace(link_kernel: str) -> None:
     found = read_profile(
         trace(
             on_device("gemm", 7, 1000.0, 2000.0),
-            on_device("void at::cuda::spin_kernel(long)", 20, 2500.0, 1000.0),
+            on_device(link_kernel, 20, 2500.0, 1000.0),
             # A copy on the link's stream belongs to the link.
             on_device("Memcpy DtoD", 20, 3500.0, 500.0, "gpu_memcpy"),
             on_device("gemm", 7, 5000.0, 500.0),
@@ -322,7 +385,9 @@ def test_findings_of_a_good_run() -> None:
     )
     assert {outcome for outcome, _ in found.values()} == {Outcome.OK}
     assert found["parity fp32"][1] == "2 of 2 cases"
-    assert found["overlap"][1].startswith("88% of 4.00 ms of communication under 12.00 ms of computation")
+    assert found["overlap"][1].startswith(
+        "88% of 4.00 ms of communication under 12.00 ms of computation, at least 38% required"
+    )
     assert found["host waits, forward"][1] == "4 for split sizes (4 allowed), others: none"
     assert found["peak memory"][1] == "stock 200 MiB; of that: ampipe degree 4 0.95"
     assert found["mixtral-8k, emulated:20GB/s"][1] == (
@@ -341,10 +406,27 @@ def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
     assert len(found) == 2
 
 
+def test_a_link_that_counts_cycles_is_said() -> None:
+    bench = BENCH | {"cases": [BENCH["cases"][0] | {"clock": "cycles"}]}
+    found = rows(finished("profile", PROFILE | {"clock": "cycles"}), finished("bench", bench))
+    for check in ("overlap", "mixtral-8k, emulated:20GB/s"):
+        assert found[check][0] is Outcome.OK
+        assert found[check][1].endswith("the link counts clock cycles, see log.txt")
+
+
+def test_less_is_required_where_there_is_less_to_hide_under() -> None:
+    found = rows(finished("profile", PROFILE | {"hidden_share": 0.1, "compute_ms": 1.0}))
+    assert found["overlap"][0] is Outcome.OK
+
+
 @pytest.mark.parametrize(
     ("changes", "check"),
     [
         ({"hidden_share": 0.0}, "overlap"),
+        ({"hidden_share": 0.0, "communication_ms": 0.0}, "overlap"),
+        # 0.375 of it had to be hidden, or a quarter of that where there is less computation.
+        ({"hidden_share": 0.37}, "overlap"),
+        ({"hidden_share": 0.09, "compute_ms": 1.0}, "overlap"),
         ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, "host waits, forward"),
         ({"host_waits": {"forward": {"cudaStreamSynchronize": 1}, "backward": {}}}, "host waits, forward"),
         ({"host_waits": {"forward": {}, "backward": {"cudaEventSynchronize": 1}}}, "host waits, backward"),

@@ -27,6 +27,7 @@ from megatron_ampipe.runtime.attention import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline, Span, from_text
+from megatron_ampipe.tools.benchmark.experts import use_experts
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.job import Variant
 from megatron_ampipe.tools.benchmark.stage_times import StageTimer
@@ -66,6 +67,7 @@ class BlockFactory:
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
         self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+        use_experts(self._spec, case)
         attention = self._spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         torch.manual_seed(seed)
@@ -131,6 +133,9 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
     if case.activation == "swiglu":
         fields |= {"gated_linear_unit": True, "activation_func": F.silu}
+    if case.dtype != "fp32":
+        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        fields["moe_router_dtype"] = "fp32"
     return TransformerConfig(
         num_layers=1,
         hidden_size=case.hidden,
@@ -147,6 +152,7 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         moe_aux_loss_coeff=0.0,
         moe_shared_expert_intermediate_size=case.shared_ffn,
         moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=case.expert_kind != "sequential",
         expert_model_parallel_size=num_ranks,
         normalization="RMSNorm",
         add_bias_linear=False,

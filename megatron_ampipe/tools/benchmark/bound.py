@@ -18,10 +18,11 @@ run.
 
 The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
 for a peer that comes later, and neither lane slowed by the other. Times from an overlapped run would count
-its losses as unavoidable. A shaped link that idles saves up, and lets that pass at once: collectives are
-timed without it, but for the first of a direction, because an order saves up only while the link idles, which
-takes as long as is saved. What runs outside stages (autograd's own work, Python between stages) is in no
-bound: it is part of what a run loses.
+its losses as unavoidable; nor may they hold what a GPU waits for its host, which other work can cover. A
+shaped link that idles saves up, and lets that pass at once: collectives are timed without it, but for the
+first of a direction, because an order saves up only while the link idles, which takes as long as is saved.
+What runs outside stages (autograd's own work, Python between stages) is in no bound: it is part of what a
+run loses.
 """
 
 from __future__ import annotations

@@ -51,6 +51,9 @@ class Case:
     """Width inside the shared experts together; none if left out."""
     activation: Literal["gelu", "swiglu"]
     """Inside experts."""
+    expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
+    """A rank's experts one after another; in Transformer Engine's grouped products, as with
+    --moe-grouped-gemm; or in torch's, which needs no extra package."""
     capacity: float | None = None
     """Capacity factor: tokens above it are dropped by position. No token is dropped if left out."""
     dtype: Literal["fp32", "bf16", "fp16"]

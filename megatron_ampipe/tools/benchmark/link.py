@@ -22,6 +22,9 @@ _RATE_UNITS = {
 _LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)")
 
+SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
+"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.device_clock`), torch's by cycles."""
+
 _MINIMUM_BIT_PER_S = 100e3
 _MAXIMUM_NETWORK_BIT_PER_S = 100e9
 _MAXIMUM_LATENCY_S = 1.0

@@ -48,6 +48,7 @@ def measure(
         ``samples_s``: by variant, seconds of every repeat; ``processor_s``: by variant, seconds that
         processors worked in it, None on CUDA; ``stages``: by variant (None where the layer is
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
+        ``starved``: by variant, how often a GPU was out of work within a stage, by the stage's kind;
         ``difference`` by variant; ``kernel`` of attention, the same for all variants, and ``attention``,
         which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
@@ -73,6 +74,8 @@ def measure(
     for _ in range(job.warmup):
         for layer in (*layers, *(layer for layer, *_ in timed.values())):
             passes.run(layer)
+    for _, _, timer in timed.values():
+        timer.queue.starved.clear()
     progress()
     samples: list[list[_Sample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
@@ -93,6 +96,9 @@ def measure(
         ),
         "stages": [stage_times(timed[index][1]) if index in timed else None for index in range(len(layers))],
         "needs": [timed[index][2].needs if index in timed else None for index in range(len(layers))],
+        "starved": [
+            timed[index][2].queue.starved if index in timed else None for index in range(len(layers))
+        ],
         "difference": difference,
         "kernel": factory.kernel,
         "attention": describe_kernel(factory.kernel),

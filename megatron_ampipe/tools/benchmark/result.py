@@ -98,6 +98,7 @@ def case_result(
             processor_by_rank=worked and worked[index],
             stages=[report["stages"][index] for report in reports],
             needs=reports[0]["needs"][index],
+            starved=[report["starved"][index] for report in reports],
             difference=reports[0]["difference"][index],
         )
         for index, variant in enumerate(variants)
@@ -116,6 +117,7 @@ def case_result(
         "kernel": reports[0]["kernel"],
         "attention": reports[0]["attention"],
         "fused_gradients": reports[0]["fused_gradients"],
+        "clock": reports[0]["clock"],
         "block": asdict(case),
         "possible_speedup": possible_speedup(stock_ms, rows),
         "rows": rows,
@@ -149,6 +151,7 @@ def _row(
     processor_by_rank: Sequence[Sequence[float]] | None,
     stages: Sequence[StageSamples | None],
     needs: StageNeeds | None,
+    starved: Sequence[Mapping[str, int] | None],
     difference: float,
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
@@ -176,6 +179,8 @@ def _row(
         "processor_ms_by_rank": processor_by_rank,
         "stages_us_by_rank": stages if variant.chunked else None,
         "stage_needs": needs,
+        # On a GPU: by kind of stage, in how many of the times above the host was too slow to keep it busy.
+        "starved_by_rank": starved if variant.chunked else None,
     }
     if needs is not None:
         of_ranks = [bounds(found, needs) for found in stages if found is not None]

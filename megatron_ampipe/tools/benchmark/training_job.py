@@ -19,7 +19,9 @@ MICRO_BATCHES = 2
 _VOCABULARY = 256
 # A learning rate and an epsilon that do not amplify rounding: see docs/log.md on the quick start.
 _OPTIMIZER = "--lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 0 --clip-grad 1.0"
-_PRECISION = {"fp32": (), "bf16": ("--bf16",), "fp16": ("--fp16",)}
+# Routed in fp32, as the blocks of ``ampipe bench`` are.
+_ROUTER = ("--moe-router-dtype", "fp32")
+_PRECISION = {"fp32": (), "bf16": ("--bf16", *_ROUTER), "fp16": ("--fp16", *_ROUTER)}
 
 
 def block_flags(case: Case) -> list[str]:

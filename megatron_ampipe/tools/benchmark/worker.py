@@ -16,12 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megatron_ampipe.errors import AMPipeError, EnvironmentMissing
 from megatron_ampipe.tools.benchmark.job import Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
 from megatron_ampipe.tools.benchmark.network import INTERFACE
+
+if TYPE_CHECKING:
+    from megatron_ampipe.tools.benchmark.emulation import Emulation
 
 _PR_SET_PDEATHSIG = 1
 _PAUSE_S = 0.05
@@ -86,10 +89,14 @@ def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], 
 
 
 def _measure(job: Job, rank: int, answer: Answer) -> None:
-    start_torch(job, rank=rank)
+    emulation = start_torch(job, rank=rank)
+    from megatron_ampipe.tools.benchmark import experts
     from megatron_ampipe.tools.benchmark.passes import measure
     from megatron_ampipe.tools.profiling.measure import measure as profile
 
+    # All of them before the first is measured.
+    for case in job.cases:
+        experts.require(case, on_cuda=job.device == "cuda")
     answer(event="ready", hardware=_hardware(job))
 
     def progress() -> None:
@@ -98,6 +105,8 @@ def _measure(job: Job, rank: int, answer: Answer) -> None:
         time.sleep(_PAUSE_S)
 
     for index, case in enumerate(job.cases):
+        if emulation is not None:
+            emulation.num_experts = case.experts
         if job.profiles:
             found = profile(
                 case,
@@ -111,11 +120,12 @@ def _measure(job: Job, rank: int, answer: Answer) -> None:
             )
         else:
             found = measure(case, job.variants_of(index), job, rank=rank, progress=progress)
+            found["clock"] = None if emulation is None else emulation.clock
         answer(event="case", index=index, **found)
 
 
-def start_torch(job: Job, *, rank: int) -> None:
-    """Process group and Megatron's parallel state, all ranks expert-parallel."""
+def start_torch(job: Job, *, rank: int) -> Emulation | None:
+    """Process group and Megatron's parallel state, all ranks expert-parallel; what emulates the link."""
     import torch
     import torch.distributed as dist
 
@@ -123,11 +133,14 @@ def start_torch(job: Job, *, rank: int) -> None:
     on_cuda = job.device == "cuda"
     if on_cuda:
         torch.cuda.set_device(rank)
+    emulation = None
     if link.emulated:
-        from megatron_ampipe.tools.benchmark import emulation
+        from megatron_ampipe.tools.benchmark.emulation import install
 
         # Before Megatron is imported, which keeps references to collectives.
-        emulation.install(link, on_cuda=on_cuda, pretended=job.pretended)
+        emulation = install(link, on_cuda=on_cuda, pretended=job.pretended)
+        if emulation.why_cycles is not None:
+            print(f"the emulated link counts clock cycles: {emulation.why_cycles}", file=sys.stderr)
     if not on_cuda:
         from megatron_ampipe.launch import host
 
@@ -158,6 +171,7 @@ def start_torch(job: Job, *, rank: int) -> None:
     model_parallel_cuda_manual_seed(job.seed)
     # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
     calm_event_loops()
+    return emulation
 
 
 def use_interface(link: Link) -> None:

@@ -52,11 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         help="check nothing: download the wheels that the check needs beside torch into DIR",
     )
     parser.add_argument(
-        "--python-version",
-        metavar="X.Y",
-        help=f"with --pack: the Python of the machine with the GPU (default: {wheels.PYTHON_VERSION})",
-    )
-    parser.add_argument(
         "--wheels",
         metavar="DIR",
         type=Path,
@@ -85,7 +80,7 @@ def _pack(chosen: argparse.Namespace) -> int:
     ):
         if value is not None:
             raise BadInput(flag, value, rule="has no effect with --pack", remedy=f"Leave {flag} out.")
-    size_bytes = wheels.pack(chosen.pack, python_version=chosen.python_version or wheels.PYTHON_VERSION)
+    size_bytes = wheels.pack(chosen.pack)
     print(f"{len(list(chosen.pack.glob('*.whl')))} wheels, {size_bytes / 2**20:.1f} MiB, in {chosen.pack}")
     # Only the shell knows how this was called; a relative path is as good there as here.
     print(f"there: scripts/gpu_check.sh --wheels {shlex.quote(str(chosen.pack))}")
@@ -93,13 +88,6 @@ def _pack(chosen: argparse.Namespace) -> int:
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    if chosen.python_version is not None:
-        raise BadInput(
-            "--python-version",
-            chosen.python_version,
-            rule="has no effect without --pack",
-            remedy="Leave it out.",
-        )
     budget_s = BUDGET_S if chosen.budget is None else chosen.budget
     if budget_s < 1:
         raise BadInput("--budget", budget_s, rule="is no time at all", remedy=f"Use --budget {BUDGET_S}.")

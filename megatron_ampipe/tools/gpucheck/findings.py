@@ -24,6 +24,10 @@ _PARITY = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
+    "test_equals_the_sequence_of_stages": "under stress, against its stages in turn",
+    "test_equals_stock_at_real_sizes": "under stress, parity fp32",
+    "test_a_missing_wait_is_seen": "the stress shows a missing wait",
+    "test_an_early_release_is_seen": "the stress shows an early release",
     "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
 }
 """What the tests of ``tests/gpu`` are called in the table."""
@@ -103,11 +107,13 @@ def _profile(text: str) -> Iterator[Row]:
     """Overlap, host synchronisation, peak memory of one block."""
     found = json.loads(text)
     where = f"{found['case']}, {found['link']}, degree {found['degree']}, {found['kernel']} attention"
+    required = _required_share(found)
     yield Row(
         "overlap",
-        Outcome.OK if found["hidden_share"] > 0 else Outcome.DIFFERENT,
+        Outcome.OK if found["hidden_share"] >= required else Outcome.DIFFERENT,
         f"{found['hidden_share']:.0%} of {found['communication_ms']:.2f} ms of communication under "
-        f"{found['compute_ms']:.2f} ms of computation ({where})",
+        f"{found['compute_ms']:.2f} ms of computation, at least {required:.0%} required ({where})"
+        + _unsteady(found),
     )
     for direction in DIRECTIONS:
         waits = dict(found["host_waits"][direction])
@@ -127,6 +133,23 @@ def _profile(text: str) -> Iterator[Row]:
         yield Row("peak memory", Outcome.OK, f"stock {stock / _MIB:.0f} MiB; of that: {shares}")
 
 
+def _unsteady(found: Mapping[str, Any]) -> str:
+    """What has to be said of an emulated link that does not last as long as it should."""
+    return "; the link counts clock cycles, see log.txt" if found.get("clock") == "cycles" else ""
+
+
+def _required_share(found: Mapping[str, Any]) -> float:
+    """How much of the communication has to be hidden: half of what a schedule of equal chunks could hide.
+
+    The first chunk's dispatch and the last one's combine have nothing to travel under, which is one part in
+    as many as there are chunks; and no more can be hidden than there is computation.
+    """
+    communication_ms = float(found["communication_ms"])
+    # Without any there is nothing that was hidden.
+    under_computation = min(1.0, float(found["compute_ms"]) / communication_ms) if communication_ms else 1.0
+    return 0.5 * under_computation * (1 - 1 / int(found["degree"]))
+
+
 def _bench(text: str) -> Iterator[Row]:
     """The fastest row of each schedule of each case."""
     document = json.loads(text)
@@ -142,7 +165,7 @@ def _bench(text: str) -> Iterator[Row]:
         yield Row(
             f"{case['name']}, {case['link']}",
             Outcome.OK,
-            f"stock {case['stock_ms']:.2f} ms; {'; '.join(parts)}",
+            f"stock {case['stock_ms']:.2f} ms; {'; '.join(parts)}" + _unsteady(case),
         )
 
 

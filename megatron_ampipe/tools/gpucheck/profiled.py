@@ -73,12 +73,14 @@ def examine(job: Job, *, trace: Path) -> dict[str, Any]:
     Returns:
         ``case``, ``kernel``, ``degree``, ``peak_bytes`` by variant, and the fields of :class:`.Profile`.
     """
-    start_torch(job, rank=0)
+    emulation = start_torch(job, rank=0)
+    assert emulation is not None, "--link has to be an emulated one"
+    (case,) = job.cases
+    emulation.num_experts = case.experts
     # Megatron may be imported only now.
     from megatron_ampipe.tools.benchmark.blocks import BlockFactory
 
     on_cuda = job.device == "cuda"
-    (case,) = job.cases
     factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
     block = _Block(case, on_cuda=on_cuda, seed=job.seed)
     peaks = {}
@@ -98,6 +100,7 @@ def examine(job: Job, *, trace: Path) -> dict[str, Any]:
         "case": case.name,
         "link": job.link,
         "kernel": factory.kernel,
+        "clock": emulation.clock,
         "degree": DEGREE,
         "peak_bytes": peaks,
         **asdict(found),

@@ -1,7 +1,8 @@
 """The wheels that a machine with torch and without a network lacks: packing here, unpacking there.
 
-Python's own library and pip alone. torch is not among them, nor what torch brings. Called by
-:mod:`.__main__`.
+Python's own library, and pip for packing alone. torch is not among them, nor what torch brings. Compiled
+modules are left out on unpacking: the two there are have a pure Python stand-in or serve datasets only, which
+the check does not read. So one pack serves every Python from 3.12 on. Called by :mod:`.__main__`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
+import zipfile
+from pathlib import Path, PurePosixPath
 
-from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.errors import BadInput, RunFailed
 
-PYTHON_VERSION = "3.12"
 LIMIT_BYTES = 64 * 2**20
 """What a machine may be willing to take along."""
 
@@ -32,6 +33,13 @@ MODULES = {
 }
 """What is packed, with what each of them imports as. numpy comes with torch."""
 
+NOT_NEEDED = ("yaml/_yaml", "megatron/core/datasets/helpers_cpp")
+"""The compiled modules in them, as far as their names are the same for every Python."""
+
+# Any wheel for the oldest Python that serves has the same files but for compiled ones.
+_PYTHON_VERSION = "3.12"
+_COMPILED = re.compile(r"(.*?)(\.[\w-]+)?\.(so|pyd|dylib)")
+_IN_SITE = re.compile(r"[^/]+\.data/(purelib|platlib)/")
 _CONSTRAINTS = Path(__file__).resolve().parents[3] / "constraints.txt"
 _PLATFORMS = (
     "manylinux_2_28_x86_64",
@@ -42,24 +50,20 @@ _PLATFORMS = (
 _TIMEOUT_S = 300
 
 
-def pack(folder: Path, *, python_version: str) -> int:
-    """Download the wheels, for Linux on x86-64.
+def pack(folder: Path) -> int:
+    """Download the wheels.
 
     Args:
         folder: Made where it is missing; may hold an earlier pack, which is replaced.
-        python_version: Of the machine with the GPU, as ``3.12``.
 
     Returns:
         The size in bytes of all of them.
 
     Raises:
-        BadInput: The folder holds something else, or the version is none.
-        RunFailed: pip failed, or it is more than :data:`LIMIT_BYTES`.
+        BadInput: The folder holds something else.
+        RunFailed: pip failed, it is more than :data:`LIMIT_BYTES`, or something in it is compiled that the
+            check may need.
     """
-    if not re.fullmatch(r"3\.\d+", python_version):
-        raise BadInput(
-            "--python-version", python_version, rule="is not a version of Python 3", remedy="Use 3.12."
-        )
     if folder.exists() and not folder.is_dir():
         raise BadInput("--pack", folder, rule="is not a folder", remedy="Name one that does not exist yet.")
     foreign = [path.name for path in folder.glob("*") if path.suffix != ".whl"] if folder.is_dir() else []
@@ -68,39 +72,61 @@ def pack(folder: Path, *, python_version: str) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("*.whl"):
         earlier.unlink()
-    tag = python_version.replace(".", "")
+    tag = _PYTHON_VERSION.replace(".", "")
     _pip(
         *("download", "--no-deps", "--only-binary=:all:", "--constraint", str(_CONSTRAINTS)),
-        *("--python-version", python_version, "--implementation", "cp"),
+        *("--python-version", _PYTHON_VERSION, "--implementation", "cp"),
         *(word for abi in (f"cp{tag}", "abi3", "none") for word in ("--abi", abi)),
         *(word for platform in (*_PLATFORMS, "any") for word in ("--platform", platform)),
         *("--dest", str(folder), *MODULES),
     )
-    size_bytes = sum(path.stat().st_size for path in folder.glob("*.whl"))
+    wheels = sorted(folder.glob("*.whl"))
+    size_bytes = sum(path.stat().st_size for path in wheels)
     if size_bytes > LIMIT_BYTES:
         raise RunFailed(f"the wheels are {size_bytes / 2**20:.0f} MiB, more than {LIMIT_BYTES / 2**20:.0f}")
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            needed = [name for name in archive.namelist() if _module(name) not in (None, *NOT_NEEDED)]
+        if needed:
+            raise RunFailed(f"{wheel.name} holds {needed[0]}, which is compiled for one Python alone")
     return size_bytes
 
 
 def unpack(folder: Path, site: Path) -> None:
-    """Install what :func:`pack` downloaded into a folder of its own.
+    """Put what :func:`pack` downloaded, but for compiled modules, into a folder of its own.
 
     Raises:
-        BadInput: there are no wheels.
-        EnvironmentMissing: they are for another Python, or this one has no pip.
+        BadInput: there are no wheels, or something that is none.
     """
-    found = sorted(map(str, folder.glob("*.whl")))
-    if not found:
-        raise BadInput(
-            "--wheels", folder, rule="holds no wheel", remedy="Fill it with scripts/gpu_check.sh --pack DIR."
-        )
-    try:
-        _pip("install", "--no-index", "--no-deps", "--no-compile", "--target", str(site), *found)
-    except RunFailed as error:
-        raise EnvironmentMissing(
-            f"the wheels in {folder} cannot be installed: {error}. Pack them for this Python: "
-            f"scripts/gpu_check.sh --pack DIR --python-version {sys.version_info[0]}.{sys.version_info[1]}"
-        ) from error
+    wheels = sorted(folder.glob("*.whl"))
+    remedy = "Fill it with scripts/gpu_check.sh --pack DIR."
+    if not wheels:
+        raise BadInput("--wheels", folder, rule="holds no wheel", remedy=remedy)
+    for wheel in wheels:
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                for member in archive.infolist():
+                    _extract(archive, member, site)
+        except (zipfile.BadZipFile, ValueError) as error:
+            rule = f"holds {wheel.name}, which is damaged ({error})"
+            raise BadInput("--wheels", folder, rule=rule, remedy=remedy) from error
+
+
+def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, site: Path) -> None:
+    name = PurePosixPath(_IN_SITE.sub("", member.filename))
+    if name.is_absolute() or ".." in name.parts:
+        raise ValueError(f"it names {member.filename}")
+    if member.is_dir() or _module(member.filename) is not None:
+        return
+    target = site / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(archive.read(member))
+
+
+def _module(name: str) -> str | None:
+    """The module that a file of a wheel is compiled from, None if it is not compiled."""
+    found = _COMPILED.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def _pip(*words: str) -> None:

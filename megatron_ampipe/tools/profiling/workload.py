@@ -33,5 +33,6 @@ def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Wo
         capacity=case.capacity,
         dtype=case.dtype,
         fused_gradients=fused_gradients,
+        grouped=case.expert_kind != "sequential",
         expert=num_ranks,
     )

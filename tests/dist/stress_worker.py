@@ -1,0 +1,77 @@
+"""Runs the blocks of ``tests/stress.py`` on a CPU, with and without planted faults, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import traceback
+from functools import partial
+from typing import Any
+
+from megatron_ampipe.launch import host
+from megatron_ampipe.schedule import Kind
+from tests.dist.worker import report
+
+
+def main() -> None:
+    host.install()
+    from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+    from megatron_ampipe.runtime.executors import ThreadExecutor
+    from tests import stress
+
+    scene = stress.Scene(
+        device="cpu",
+        sequence_length=32,
+        hidden=32,
+        ffn=64,
+        executor=ThreadExecutor,
+        delay=lambda: time.sleep(2e-4),
+        travel=lambda: time.sleep(5e-4),
+    )
+    planted = {
+        "early release": (scene, stress.plant_unheld_reader),
+        "missing wait": (dataclasses.replace(scene, executor=_Impatient), None),
+    }
+    found: dict[str, Any] = {}
+    with stress.start_ranks():
+        for one in stress.STRESSES:
+            found[str(one)] = _try(partial(stress.differences_under, one, scene))
+        # On the host platform's streams: what it lets go, and when.
+        on_streams = dataclasses.replace(scene, executor=CudaExecutor)
+        found["cuda executor"] = _try(partial(stress.differences_under, stress.Stress(4), on_streams))
+        found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), scene, stock=True))
+        for name, (where, plant) in planted.items():
+            found[name] = _try(partial(stress.differences_under, stress.Stress(4), where, plant=plant))
+    report(found)
+
+
+def _try(compare: Any) -> Any:
+    try:
+        return compare()
+    except Exception:
+        print(traceback.format_exc(), file=sys.stderr)
+        return {"error": traceback.format_exc()}
+
+
+class _Impatient:
+    """A planted fault: no collective but counts, without which nothing runs, is waited for in time."""
+
+    host_waits = False
+    crosses_streams = False
+
+    def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+        """See ``runtime.executors.Executor``."""
+        travelling = []
+        for _, stage in order:
+            transfer = run_stage(stage)
+            if transfer is not None and stage.kind is Kind.COUNTS:
+                transfer.wait()
+            elif transfer is not None:
+                travelling.append(transfer)
+        for transfer in travelling:
+            transfer.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Pretended ranks: what they send is like what real ones send, and every layer computes one and the same.
+
+The outputs and gradients are those of one rank with all experts, in which the experts of other ranks have
+this rank's weights, negated; so a row that is lost, overwritten or sent to a wrong rank cannot go
+unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.dist.launch import run_workers
+
+TOLERANCE = 1e-5
+CASES = (
+    {"name": "one expert each", "experts": 4, "topk": 1, "activation": "gelu"},
+    {"name": "two experts each", "experts": 8, "topk": 2, "activation": "swiglu", "shared_ffn": 48},
+    {
+        "name": "grouped",
+        "experts": 8,
+        "topk": 2,
+        "activation": "swiglu",
+        "shared_ffn": 48,
+        "expert_kind": "torch-grouped",
+    },
+    {"name": "capacity", "experts": 8, "topk": 2, "activation": "gelu", "capacity": 0.8},
+)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("pretended")
+    words = [json.dumps(case) for case in CASES]
+    (found,) = run_workers("tests.dist.pretended_worker", words, world_size=1, folder=folder)
+    return found
+
+
+@pytest.mark.parametrize("name", [case["name"] for case in CASES])
+def test_all_layers_compute_the_same(name: str, reports: dict[str, Any]) -> None:
+    found = reports[name]
+    assert "error" not in found, found["error"]
+    assert len(found["cuts"]) == 5
+    for compared in (*found["cuts"].values(), found["whole"]):
+        assert {key: value for key, value in compared.items() if not value <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("name", [case["name"] for case in CASES])
+def test_no_row_is_zero(name: str, reports: dict[str, Any]) -> None:
+    """Tokens and probabilities to the experts and outputs back, forward and backward."""
+    found = reports[name]
+    assert "error" not in found, found["error"]
+    assert found["exchanges"] == 6
+    assert found["zero rows"] == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no package", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
+        ("no GPU", "1: expert_kind grouped (case x) needs a GPU and Transformer Engine"),
+        ("precision", "torch's grouped product takes no fp32 on a GPU. Write dtype: bf16"),
+        ("width", "ffn 66 is no multiple of 4. Choose one"),
+    ],
+)
+def test_experts_that_cannot_be_had_are_refused(name: str, said: str, reports: dict[str, Any]) -> None:
+    assert said in reports["refusals"][name]
+
+
+def test_experts_that_can_be_had_are_not_refused(reports: dict[str, Any]) -> None:
+    assert reports["refusals"]["nothing"] is None

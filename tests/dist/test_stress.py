@@ -1,0 +1,35 @@
+"""The stress test of ``tests/gpu`` on a CPU: the poison finds planted faults, and none where none is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.dist.launch import run_workers
+from tests.stress import STRESSES
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("stress")
+    (found,) = run_workers("tests.dist.stress_worker", [], world_size=1, folder=folder)
+    return found
+
+
+@pytest.mark.parametrize("name", [*map(str, STRESSES), "stock", "cuda executor"])
+def test_equals_the_sequence_of_stages(name: str, reports: dict[str, Any]) -> None:
+    assert "error" not in reports[name], reports[name]["error"]
+    differences, filled = reports[name]
+    assert {key: value for key, value in differences.items() if not value <= TOLERANCE} == {}
+    assert filled > 0
+
+
+@pytest.mark.parametrize("fault", ["early release", "missing wait"])
+def test_a_planted_fault_is_found(fault: str, reports: dict[str, Any]) -> None:
+    assert "error" not in reports[fault], reports[fault]["error"]
+    differences, _ = reports[fault]
+    assert any(math.isnan(value) for value in differences.values())

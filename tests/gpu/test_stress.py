@@ -1,0 +1,83 @@
+"""Blocks of real sizes on a GPU: everything is slow that could be, and released memory is poisoned.
+
+Ranks are pretended, so what a rank receives is memory of the communication lane, as with several GPUs.
+``tests/stress.py`` says what is compared, ``tests/poison.py`` how; both also run on a CPU in the other tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from tests import stress
+from tests.stress import STRESSES, Scene, Stress
+
+# Longer than the host needs for a stage, so that it is ahead of the device, as far as it can be.
+DELAY_CYCLES = 3_000_000
+SCENE = Scene(
+    device="cuda",
+    # Tensors of 4 MiB at degree 8, and of 32 MiB where everything travels at once.
+    sequence_length=4096,
+    hidden=1024,
+    ffn=2048,
+    executor=CudaExecutor,
+    delay=lambda: torch.cuda._sleep(DELAY_CYCLES),
+    travel=lambda: torch.cuda._sleep(DELAY_CYCLES),
+)
+TOLERANCE = 1e-4
+"""Relative to the largest value, in fp32: sums over 4096 rows in another order. What is poisoned is NaN."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pretended_ranks() -> Iterator[None]:
+    """Rank 0 of several, on the device."""
+    torch.cuda.set_device(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with stress.start_ranks():
+        yield
+
+
+@pytest.mark.parametrize("one", STRESSES, ids=str)
+def test_equals_the_sequence_of_stages(one: Stress) -> None:
+    differences, filled = stress.differences_under(one, SCENE)
+    assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+    assert filled > 0
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_equals_stock_at_real_sizes(degree: int) -> None:
+    differences, _ = stress.differences_under(Stress(degree, local_experts=2), SCENE, stock=True)
+    assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
+
+
+def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared above would differ if computation did not wait for what it receives."""
+    compute, wait_event, wait = (
+        torch.cuda.current_stream(),
+        torch.cuda.Stream.wait_event,
+        torch.cuda.Event.wait,
+    )
+
+    def by_others(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        if stream != compute:
+            wait_event(stream, event)
+
+    def on_others(event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
+        if (stream or torch.cuda.current_stream()) != compute:
+            wait(event, stream)
+
+    # Stream.wait_stream comes down to the first.
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", by_others)
+    monkeypatch.setattr(torch.cuda.Event, "wait", on_others)
+    differences, _ = stress.differences_under(Stress(4), SCENE)
+    torch.cuda.synchronize()
+    assert any(not value <= TOLERANCE for value in differences.values())
+
+
+def test_an_early_release_is_seen() -> None:
+    """Likewise if memory went back to its stream while another stream is still to read it."""
+    differences, _ = stress.differences_under(Stress(4), SCENE, plant=stress.plant_unheld_reader)
+    assert any(not value <= TOLERANCE for value in differences.values())

@@ -1,0 +1,240 @@
+"""An executor around another one that makes every mistake about memory or order between lanes visible.
+
+* What a collective receives is NaN until it arrives.
+* What crosses lanes, sent or received, is filled with NaN as soon as nobody holds it any more: on a GPU by
+  the stream that owns the memory, before the next stage on that stream begins. From then on torch's allocator
+  could give it to that stage, so a reader on another stream that is not waited for would read another's data;
+  here it reads NaN. On a CPU any thread could be given it, so the next stage of any lane fills it.
+* Computation is delayed before and after its kernels, and a transfer takes a time.
+
+Works on the protocol of executors alone and on both devices; what "nobody holds it" means is read from the
+number of references to the memory itself, which counts tensors, views and what autograd has saved.
+:mod:`tests.stress` builds the layers; the tests plant faults to show that they are caught.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ampipe.runtime import collectives
+from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.tools.benchmark.emulation import mirror
+
+_NO_COUNT = -(2**40)
+"""In place of NaN in whole numbers: as a number of rows it cannot be allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """Memory that crosses lanes; ``alias`` keeps it, and ``stream`` (None on a CPU) owns it."""
+
+    alias: Tensor
+    stream: torch.cuda.Stream | None
+
+
+class PoisoningExecutor:
+    """See the head of the module.
+
+    Args:
+        inner: What runs the stages.
+        delay: Keeps the lane that calls it busy: on the device, or by sleeping.
+        travel: Likewise, for as long as a transfer takes.
+    """
+
+    def __init__(self, inner: Any, *, delay: Callable[[], object], travel: Callable[[], object]) -> None:
+        self._inner, self._delay, self._travel = inner, delay, travel
+        self._watched: dict[int, _Watched] = {}
+        self._lock = threading.Lock()
+        self.filled = 0
+        """How many times memory that was released has been filled."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What else an executor says of itself is what the inner one says."""
+        return getattr(self._inner, name)
+
+    def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+        """See ``runtime.executors.Executor``."""
+        compute = _stream()
+
+        def run(stage: Any) -> Transfer | None:
+            self._fill_released()
+            if stage.is_communication:
+                with _Allocations() as made:
+                    transfer = run_stage(stage)
+                here = _stream()
+                for tensor in (*made.tensors, *transfer.outputs):
+                    self._watch(tensor, here if made.holds(tensor) else compute)
+                return transfer
+            self._delay()
+            run_stage(stage)
+            self._delay()
+            return None
+
+        with mirrored(before=self._before_exchange(compute), travel=self._travel):
+            self._inner.execute(order, needs, run, *rest)
+
+    def _before_exchange(self, compute: torch.cuda.Stream | None) -> Callable[[Tensor, Tensor], None]:
+        def prepare(output: Tensor, input: Tensor) -> None:
+            _poison(output)
+            # What was made on the way, on the lane itself, is watched as the lane's when the stage has ended.
+            if not _Allocations.now_holds(input):
+                self._watch(input, compute)
+
+        return prepare
+
+    def _watch(self, tensor: Tensor, stream: torch.cuda.Stream | None) -> None:
+        on_device = tensor.is_cuda == (stream is not None)
+        if on_device and tensor.numel():
+            with self._lock:
+                self._watched.setdefault(_key(tensor), _Watched(_memory_of(tensor), stream))
+
+    def _fill_released(self) -> None:
+        """What the stream of the stage that begins could be given now."""
+        here = _stream()
+        with self._lock:
+            for key, watched in list(self._watched.items()):
+                if watched.stream == here and _references(watched.alias) == _OURS_ALONE:
+                    _poison(watched.alias)
+                    self.filled += 1
+                    del self._watched[key]
+
+
+@contextmanager
+def mirrored(
+    *,
+    before: Callable[[Tensor, Tensor], object] = lambda output, input: None,
+    travel: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """All-to-alls with pretended ranks (``tools.benchmark.emulation``), of stock layers and of AMPipe's.
+
+    Args:
+        before: Called with the output and the input of each when it is started.
+        travel: Keeps the lane busy before anything arrives.
+    """
+
+    def all_to_all_single(
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> _Travelling | None:
+        before(output, input)
+        splits = output_split_sizes, input_split_sizes
+        handle = _Travelling(travel, lambda: mirror(output, input, *splits, group=group))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    originals = dist.all_to_all_single, collectives.exchange_pairwise
+    dist.all_to_all_single = all_to_all_single
+    collectives.exchange_pairwise = collectives.exchange_at_once
+    try:
+        yield
+    finally:
+        dist.all_to_all_single, collectives.exchange_pairwise = originals
+
+
+class _Travelling:
+    """The handle of an exchange: takes its time when it is first waited for, then has arrived."""
+
+    def __init__(self, *works: Callable[[], object]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        works, self._works = self._works, ()
+        for work in works:
+            work()
+        return True
+
+
+class _Allocations(TorchDispatchMode):
+    """Finds the tensors that the operations in it allocate, of any lane's thread for itself."""
+
+    _active = threading.local()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self._keys: set[int] = set()
+
+    def __enter__(self) -> _Allocations:
+        self._active.mode = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._active.mode = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given | self._keys:
+                self._keys.add(_key(leaf))
+                self.tensors.append(leaf)
+        return result
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor`` was allocated here."""
+        return _key(tensor) in self._keys
+
+    @classmethod
+    def now_holds(cls, tensor: Tensor) -> bool:
+        """Likewise, of what this thread is in now."""
+        mode = getattr(cls._active, "mode", None)
+        return mode is not None and mode.holds(tensor)
+
+
+def _stream() -> torch.cuda.Stream | None:
+    """The current one; on a CPU there is none, and any thread may be given any memory."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _references(tensor: Tensor) -> int:
+    """To the memory, in all of torch and Python."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _references_of_an_alias() -> int:
+    tensor = torch.empty(1)
+    alias = _memory_of(tensor)
+    del tensor
+    return _references(alias)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """All memory of a tensor; not a view of it, and changing it is past autograd's notice."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+_OURS_ALONE = _references_of_an_alias()
+
+
+@torch.no_grad()
+def _poison(tensor: Tensor) -> None:
+    """Fill all memory of a tensor, as an allocator that gives it to someone else would let them."""
+    memory = _memory_of(tensor)
+    if memory.is_floating_point():
+        memory.fill_(float("nan"))
+    elif memory.dtype == torch.int64:
+        memory.fill_(_NO_COUNT)
