@@ -10,12 +10,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import host, pretrain, refuse
+from megatron_ampipe.launch import ending, host, pretrain
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
@@ -48,9 +48,9 @@ def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) 
 
 
 class Launch:
-    """The entry point running in a child; it must end before it makes a process group."""
+    """An entry point running in a child; it must end before it makes a process group."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, entry: Callable[[], int] | None = None) -> None:
         self._output = os.memfd_create("launch")
         self._child = os.fork()
         if self._child == 0:
@@ -59,7 +59,7 @@ class Launch:
             import torch
 
             torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
-            code = pretrain.main(arguments)
+            code = entry() if entry is not None else pretrain.main(arguments)
             sys.stdout.flush()
             os._exit(code)
 
@@ -95,7 +95,7 @@ def main() -> None:
     base, others = json.loads(sys.argv[1])
     host.install()
     # There are no other ranks to wait for.
-    refuse.PEER_LAG_S = 0.0
+    ending.PEER_LAG_S = 0.0
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
