@@ -7,6 +7,7 @@ checked here: what they mean together is known only with what the files say. Cal
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 
 from megatron_ampipe.launch import flags, settings
@@ -29,9 +30,10 @@ def check_own_flags(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     report_parser_errors(parser)
     args, others = flags.add_arguments(parser).parse_known_args(list(words))
-    for word in others:
+    for index, word in enumerate(others):
         if word.startswith(_PREFIX):
-            parser.error(f"unrecognized arguments: {word}")
+            values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
+            parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
     # A --yaml-cfg replaces all flags, which is said when Megatron has read it.
     if not settings.names_files(words) and "--yaml-cfg" not in words:
         flags.config_from_args(args)

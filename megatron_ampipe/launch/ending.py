@@ -58,10 +58,11 @@ def end_with(error: AMPipeError) -> int:
     which prints the message. The others therefore wait to be ended; a rank that is not has failed alone, and
     prints it: first one of each node, later the rest.
     """
-    leave_for_torchrun(f"error: {error}")
     speaks = int(os.environ.get("RANK", "0")) == 0
     if not speaks:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
+    leave_for_torchrun(f"error: {error}")
+    if not speaks:
         is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
         time.sleep(PEER_GRACE_S if is_first else PEER_GRACE_S + PEER_LAG_S)
     # A line of its own, whatever another rank has just left unfinished.

@@ -5,6 +5,7 @@ Called by :mod:`.ending`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -19,8 +20,9 @@ from megatron_ampipe.launch.checkpoint_files import TRACKER
 from megatron_ampipe.launch.refuse import origin, raised_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_WRITER = "inline_container.cc"
-"""Where torch's writer of files is: when a write fails, its message has this and no reason."""
+_WRITER = ("PytorchStreamWriter", "unexpected pos")
+"""What torch says where a write fails: it gives no reason."""
+_READER = "PytorchStreamReader"
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 ANSWER_S = 5.0
 """How long a rank that has lost a peer waits for the others to say that they are alive."""
@@ -40,15 +42,16 @@ def known_cause(error: BaseException) -> AMPipeError | None:
         return None
     if isinstance(error, SystemExit):
         return _stopped_by_megatron(error)
-    kind = type(error).__name__
-    if kind == "CheckpointException" and error.args[:1] == ("read",):
-        return _unreadable(error)
     for part in _chain(error):
         if isinstance(part, OSError) and part.errno in _DISK_ERRORS:
-            where = f"{part.filename}: " if part.filename else ""
-            return _unwritable(f"{where}{os.strerror(part.errno)}")
-    if kind == "CheckpointException" or (isinstance(error, RuntimeError) and _WRITER in str(error)):
-        return _unwritable(_reason(error))
+            return _unwritable(part.filename or "a file", os.strerror(part.errno))
+    said = str(error)
+    # torch's own, of a checkpoint that all ranks write or read together. It is no Exception.
+    is_of_checkpoint = type(error).__name__ == "CheckpointException"
+    if _READER in said or (is_of_checkpoint and error.args[:1] == ("read",)):
+        return _unreadable(error)
+    if is_of_checkpoint or any(words in said for words in _WRITER):
+        return _unwritable("a checkpoint", _reason(error))
     return None
 
 
@@ -101,19 +104,21 @@ def _stopped_by_megatron(stop: SystemExit) -> RunFailed | None:
     )
 
 
-def _unwritable(reason: str) -> RunFailed:
+def _unwritable(what: str, reason: str) -> RunFailed:
     folder = getattr(_arguments(), "save", None)
     if folder is None:
-        return RunFailed(f"a file could not be written ({reason}). Make room, and start again.")
-    said = f"a checkpoint in {folder} could not be written ({reason})."
-    try:
+        return RunFailed(f"{what} could not be written ({reason}). Make room, and start again.")
+    said = f"{what} could not be written ({reason})."
+    with contextlib.suppress(OSError):
         space = os.statvfs(folder)
-        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free there."
+        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free in {folder}."
+    try:
         last = (Path(folder) / TRACKER).read_text().strip()
-        said += f" The last whole one is of iteration {last}: make room, and go on with --load {folder}."
     except OSError:
-        said += " No earlier one is there: make room, and start again."
-    return RunFailed(said)
+        return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
+    return RunFailed(
+        f"{said} The last whole checkpoint is of iteration {last}: make room, and go on with --load {folder}."
+    )
 
 
 def _unreadable(error: BaseException) -> RunFailed:
@@ -125,9 +130,11 @@ def _unreadable(error: BaseException) -> RunFailed:
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of the first of the failures that torch has gathered from the ranks."""
-    failures = getattr(error, "failures", None)
-    first = next(iter(failures.values()))[0] if failures else error
+    """The first line of the first of the failures that torch has gathered from the ranks."""
+    gathered = getattr(error, "failures", None)
+    if gathered == {}:
+        return "another rank failed"
+    first = next(iter(gathered.values()))[0] if gathered else error
     lines = [line.strip() for line in str(first).splitlines() if line.strip()]
     return lines[0] if lines else type(first).__name__
 

@@ -36,11 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def train() -> int:
         adjusted, adjustments = prepare_platform(words)
         launch = prepare_training(adjusted, adjustments)
+        require_rendezvous()
         record_settings(words, adjustments)
         launch(start_time_s)
         return 0
 
     return run_to_end(lambda: check_own_flags(words), train)
+
+
+def require_rendezvous() -> None:
+    """Refuse a run whose ranks could not find each other.
+
+    Raises:
+        EnvironmentMissing: Nothing says where they meet.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise EnvironmentMissing(
+                f"{name} is not set, which says where ranks find each other. Start the run with torchrun, "
+                "which sets it: torchrun --standalone --nproc-per-node 1 -m megatron_ampipe.pretrain_gpt ..."
+            )
 
 
 def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adjustment]]:
