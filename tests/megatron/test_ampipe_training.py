@@ -71,6 +71,7 @@ SHARDED = (
     + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 12 "
 )
 EVALUATED = "--eval-iters 1 --eval-interval 2 "
+THREE_FILES = "--split 99,1,0 --train-iters 2 --eval-iters 1 --eval-interval 1 "
 RESUMED = f"--ckpt-step {SAVED_ITERATION} --load "
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 DEGREE_4 = "--ampipe-degree 4 "
@@ -85,6 +86,8 @@ class Training:
     num_ranks: int = 2
     losses: frozenset[str] = frozenset({"lm loss", "load_balancing_loss"})
     """What a stock run is to log."""
+    data: str = "text"
+    """Which dataset it reads."""
 
 
 # Megatron logs a load_balancing_loss of 0 beside the kind that is switched on.
@@ -109,6 +112,8 @@ TRAININGS = {
     "bf16-ampipe": Training(MODERN + "--bf16 " + DEGREE_4),
     "stock-from-ampipe": Training(MODERN + RESUMED + "{folder}/modern-ampipe", stock="modern"),
     "ampipe-from-stock": Training(MODERN + RESUMED + "{folder}/modern " + DEGREE_4, stock="modern"),
+    "three-files": Training(MODERN + THREE_FILES, data="three"),
+    "three-files-ampipe": Training(MODERN + THREE_FILES + DEGREE_4, data="three"),
 }
 PARITY = [
     name
@@ -121,7 +126,7 @@ class Trainings:
     """The runs of this module by name, each launched when it is first asked for.
 
     Args:
-        folder: Holds the dataset ``text``; receives checkpoints and traces.
+        folder: Holds the datasets ``text`` and ``three``; receives checkpoints and traces.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -134,7 +139,8 @@ class Trainings:
             self._runs[name] = pretrain(
                 *COMMON,
                 *shlex.split(training.flags.format(folder=self.folder)),
-                *("--data-path", str(self.folder / "text"), "--data-cache-path", str(self.folder / "cache")),
+                *("--data-path", str(self.folder / training.data)),
+                *("--data-cache-path", str(self.folder / "cache")),
                 *("--save", str(self.folder / name), "--save-interval", str(SAVED_ITERATION)),
                 num_ranks=training.num_ranks,
             )
@@ -142,6 +148,7 @@ class Trainings:
         assert run.exit_code == 0, run.output[-6000:]
         pipelined = "--ampipe-degree" in TRAININGS[name].flags
         assert ("chunk boundaries" in run.output) is pipelined, "not the layers this run is to compare"
+        assert "every degree draws" not in run.output, "there is no dropout"
         return run
 
     def moments(self, name: str) -> dict[str, object]:
@@ -177,20 +184,21 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     texts.mkdir()
     for source in Path(email.__file__).parent.glob("*.py"):
         shutil.copy(source, texts)
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ampipe.cli",
-        "data",
-        str(texts),
-        "--output",
-        str(folder / "text"),
-    ]
+    _make_dataset(texts, folder / "text", "--document-bytes", "0")
+    three = folder / "three_texts"
+    three.mkdir()
+    for name in ("_header_value_parser.py", "headerregistry.py", "message.py"):
+        shutil.copy(texts / name, three)
+    _make_dataset(three, folder / "three")
+    return Trainings(folder)
+
+
+def _make_dataset(texts: Path, prefix: Path, *flags: str) -> None:
+    command = [sys.executable, "-m", "megatron_ampipe.cli", "data", str(texts), "--output", str(prefix)]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
+        [*command, *flags], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    return Trainings(folder)
 
 
 def _logged_losses(run: Run) -> dict[str, list[float]]:
@@ -241,6 +249,13 @@ def test_validation_losses_equal_stock(trainings: Trainings) -> None:
     stock, ours = trainings["modern"].validation_loss, trainings["modern-ampipe"].validation_loss
     assert len(stock) == NUM_ITERATIONS // 2
     assert max(_relative_differences(stock, ours)) <= TOLERANCE
+
+
+def test_the_documented_split_trains_on_three_files_as_stock_does(trainings: Trainings) -> None:
+    stock, ours = trainings["three-files"], trainings["three-files-ampipe"]
+    assert len(stock.lm_loss) == len(stock.validation_loss) == 2
+    assert max(_relative_differences(stock.lm_loss, ours.lm_loss)) <= TOLERANCE
+    assert max(_relative_differences(stock.validation_loss, ours.validation_loss)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["stock-from-ampipe", "ampipe-from-stock"])
