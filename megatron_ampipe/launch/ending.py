@@ -78,7 +78,7 @@ def end_after_failure(error: Exception) -> int:
     said = f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above."
     if failures.lost_a_peer(error):
         silent = failures.describe_silent_ranks()
-        said = f"error: rank {os.environ.get('RANK', '0')} lost a peer, see above. " + (
+        said = f"error: rank {os.environ.get('RANK', '0')} failed: it has lost a peer, see above. " + (
             silent or "The cause is in that peer's output."
         )
         # Behind the traceback, where torchrun shows it last.

@@ -117,7 +117,7 @@ def test_a_rank_that_is_stopped_is_named_with_the_flag_of_the_time(ended: dict[s
     assert found.code == 3
     last = found.output.strip().splitlines()[-1]
     assert last.startswith(
-        "error: rank 0 lost a peer, see above. No answer from rank 1: stopped, hung or gone."
+        "error: rank 0 failed: it has lost a peer, see above. No answer from rank 1: stopped"
     )
     assert last.endswith("is set by --distributed-timeout-minutes, now 10.")
     assert found.left is not None and found.left.endswith(last)
