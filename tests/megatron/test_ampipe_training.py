@@ -196,7 +196,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
 def _make_dataset(texts: Path, prefix: Path, *flags: str) -> None:
     command = [sys.executable, "-m", "megatron_ampipe.cli", "data", str(texts), "--output", str(prefix)]
     done = subprocess.run(
-        [*command, *flags], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
+        [*command, *flags], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
 
