@@ -148,7 +148,7 @@ class Trainings:
         assert run.exit_code == 0, run.output[-6000:]
         pipelined = "--ampipe-degree" in TRAININGS[name].flags
         assert ("chunk boundaries" in run.output) is pipelined, "not the layers this run is to compare"
-        assert "every degree draws" not in run.output, "there is no dropout"
+        assert "every degree draws" not in run.table, "there is no dropout"
         return run
 
     def moments(self, name: str) -> dict[str, object]:
