@@ -97,6 +97,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         ("trace", config.trace_dir or "off"),
         *_nothing_to_hide(args),
         *_random_routing(args),
+        *_differing_numbers(args),
     ]
     print_startup_table(rows, adjustments)
     return context
@@ -186,6 +187,22 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str,
         window=args.window_size is not None,
     )
     return "attention", describe_kernel(choice.name), choice.reason
+
+
+def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """A row that says that losses cannot be compared with those of another degree, where that is so."""
+    rates = {"attention": args.attention_dropout, "hidden": args.hidden_dropout}
+    drawing = " ".join(f"--{name}-dropout {rate:g}" for name, rate in rates.items() if rate > 0)
+    if not drawing:
+        return []
+    return [
+        (
+            "note",
+            f"{drawing}: every degree draws other random numbers, so losses differ from those of "
+            "a stock run, "
+            "and mean the same; to compare runs digit by digit use 0 for both",
+        )
+    ]
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:

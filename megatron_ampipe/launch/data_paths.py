@@ -1,20 +1,34 @@
-"""Checks that the data a run names is there, before the run starts. Called by :mod:`.pretrain`."""
+"""Checks of the data that a run names, before the run starts.
+
+What is checked: that the files are there and whole, that index and data belong together, that the tokens are
+in the vocabulary, and that training, validation and test have documents. Called by :mod:`.pretrain` and
+:mod:`.hooks`.
+"""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.version import Version
+
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.indexed_dataset import IndexedDataset, check_tokens, read_indexed_dataset
+from megatron_ampipe.launch.splits import PARTS, Use, check_length, check_split, uses_of
+
+_PART_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+Blend = tuple[list[str], list[float] | None]
 
 
-def check_data_paths(args: argparse.Namespace) -> None:
-    """Refuse a run whose data files are missing.
+def check_data_paths(args: argparse.Namespace, *, of_script: bool = False) -> None:
+    """Refuse a run whose data it could not train on.
 
     Args:
         args: Megatron's parsed arguments.
+        of_script: A script that is not ours reads the data: what is no indexed dataset is its own affair.
 
     Raises:
-        BadInput: No data is named, or a file of a named dataset is not there.
+        BadInput: No data is named, or a dataset cannot be used as it is.
     """
     from megatron.training.utils import get_blend_and_blend_per_split
 
@@ -22,29 +36,92 @@ def check_data_paths(args: argparse.Namespace) -> None:
         return
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
+        if of_script:
+            return
         raise BadInput(
             "--data-path",
             "(not given)",
             rule="a run needs data",
             remedy="Give --data-path PREFIX, or --mock-data for a run on made-up tokens.",
         )
-    for prefix in _prefixes([blend] if blend is not None else blend_per_split):
+    if args.sft:
+        _check_lines([blend] if blend is not None else blend_per_split, of_script=of_script)
+        return
+    if blend is not None:
+        flag = "--data-path" if args.data_path is not None else "--data-args-path"
+        datasets = list(_read(flag, blend, args, of_script=of_script))
+        if datasets:
+            # Of a blend, each dataset gives what its weight asks for.
+            uses = [Use(use.is_read, use.repeats or len(blend[0]) > 1) for use in uses_of(args)]
+            check_split(
+                datasets,
+                args.split,
+                uses,
+                eval_iters=args.eval_iters or 0,
+                seq_length=args.seq_length,
+            )
+    else:
+        _check_each_part(blend_per_split, args, of_script=of_script)
+
+
+def _check_each_part(blends: list[Blend | None], args: argparse.Namespace, *, of_script: bool) -> None:
+    """The same where training, validation and test have datasets of their own."""
+    uses = uses_of(args)
+    for flag, name, blend, use in zip(_PART_FLAGS, PARTS, blends, uses, strict=True):
+        if blend is None:
+            if use.is_read and not of_script:
+                wanted = f", and --eval-iters {args.eval_iters} asks for it" if name == "validation" else ""
+                raise BadInput(
+                    flag,
+                    "(not given)",
+                    rule=f"{name} has no data{wanted}",
+                    remedy="Give it" + (", or --eval-iters 0." if name == "validation" else "."),
+                )
+            continue
+        for dataset in _read(flag, blend, args, of_script=of_script):
+            check_length(
+                dataset,
+                name,
+                0,
+                dataset.num_documents,
+                use=use,
+                seq_length=args.seq_length,
+                setting=(flag, dataset.prefix),
+            )
+
+
+def _read(flag: str, blend: Blend, args: argparse.Namespace, *, of_script: bool) -> Iterator[IndexedDataset]:
+    """Every dataset of a blend that lies in a file system, checked on its own."""
+    vocabulary = _vocabulary(args)
+    for prefix in blend[0]:
         # Object stores are looked at by Megatron itself.
         if "://" in prefix:
             continue
-        for path in [prefix] if args.sft else [f"{prefix}.bin", f"{prefix}.idx"]:
-            if not Path(path).exists():
+        if of_script and not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
+            continue
+        dataset = read_indexed_dataset(flag, prefix)
+        if vocabulary is not None:
+            check_tokens(dataset, vocabulary, vocabulary_flag=f"--vocab-size {args.vocab_size}")
+        yield dataset
+
+
+def _vocabulary(args: argparse.Namespace) -> int | None:
+    """How many tokens there are, where the command line says so: the tokenizer is not built yet."""
+    if args.tokenizer_type != "NullTokenizer" or args.vocab_size is None:
+        return None
+    # Up to 0.17 it adds a token for the end of a document to those that it is given.
+    version = compat.found_version("megatron-core")
+    return int(args.vocab_size) + (version is not None and version < Version("0.18"))
+
+
+def _check_lines(blends: list[Blend | None], *, of_script: bool) -> None:
+    """Files of JSON lines, of which only the existence is checked."""
+    for blend in blends:
+        for path in blend[0] if blend is not None else ():
+            if "://" not in path and not of_script and not Path(path).exists():
                 raise BadInput(
                     "--data-path",
-                    prefix,
+                    path,
                     rule=f"the file {path} is not there",
-                    remedy="Give the prefix of an indexed dataset, without .bin or .idx."
-                    if not args.sft
-                    else "Give the path of a JSON-lines file.",
+                    remedy="Give the path of a JSON-lines file.",
                 )
-
-
-def _prefixes(blends: list[tuple[list[str], list[float] | None] | None]) -> Iterator[str]:
-    for blend in blends:
-        if blend is not None:
-            yield from blend[0]

@@ -103,15 +103,19 @@ class Hooks:
         return parsing
 
     def _validate(self, validate: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's ``validate_args``, then our refusals, the start-up table, and the run's record."""
+        """Megatron's ``validate_args``, then our checks, the start-up table, and the run's record."""
 
         @functools.wraps(validate)
         def validating(args: Any, *rest: Any, **kwargs: Any) -> Any:
             from megatron_ampipe.launch.attach import prepare
+            from megatron_ampipe.launch.checkpoints import check_checkpoint
+            from megatron_ampipe.launch.data_paths import check_data_paths
             from megatron_ampipe.launch.exit_signal import keep_from_children
 
             with refuse_as_bad_input():
                 validated = validate(args, *rest, **kwargs)
+            check_data_paths(args, of_script=True)
+            check_checkpoint(args)
             keep_from_children(args)
             self._args = args
             self._context = prepare(args, adjustments=self._adjustments)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.launch.refuse import end_with
+from megatron_ampipe.launch.ending import end_with
 
 _args: Any = None
 _context: Any = None

@@ -12,14 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ampipe import __version__, compat
-from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import flags, host, patched, settings
-from megatron_ampipe.launch.refuse import (
-    end_after_failure,
-    end_with,
-    refuse_as_bad_input,
-    report_parser_errors,
-)
+from megatron_ampipe.launch.early import check_own_flags
+from megatron_ampipe.launch.ending import run_to_end
+from megatron_ampipe.launch.refuse import refuse_as_bad_input, report_parser_errors
 from megatron_ampipe.refusals import refuse_unsupported
 
 PROGRAM_NAME = "pretrain_gpt"
@@ -34,17 +31,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program name; that of the process when None.
     """
     start_time_s = time.time()
-    try:
-        words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def train() -> int:
         adjusted, adjustments = prepare_platform(words)
         launch = prepare_training(adjusted, adjustments)
+        require_rendezvous()
         record_settings(words, adjustments)
         launch(start_time_s)
-    except AMPipeError as error:
-        return end_with(error)
-    except Exception:
-        return end_after_failure()
-    return 0
+        return 0
+
+    return run_to_end(lambda: check_own_flags(words), train)
+
+
+def require_rendezvous() -> None:
+    """Refuse a run whose ranks could not find each other.
+
+    Raises:
+        EnvironmentMissing: Nothing says where they meet.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise EnvironmentMissing(
+                f"{name} is not set, which says where ranks find each other. Start the run with torchrun, "
+                "which sets it: torchrun --standalone --nproc-per-node 1 -m megatron_ampipe.pretrain_gpt ..."
+            )
 
 
 def prepare_platform(arguments: Sequence[str]) -> tuple[list[str], list[host.Adjustment]]:
@@ -120,6 +131,7 @@ def prepare_training(
 
     from megatron_ampipe.launch import gpt
     from megatron_ampipe.launch.attach import attach
+    from megatron_ampipe.launch.checkpoints import check_checkpoint
     from megatron_ampipe.launch.data_paths import check_data_paths
     from megatron_ampipe.launch.dataset_helpers import use_built_helpers
     from megatron_ampipe.launch.exit_signal import keep_from_children
@@ -132,6 +144,7 @@ def prepare_training(
         args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=TOKENIZER_DEFAULT)
         check_required(args)
         check_data_paths(args)
+        check_checkpoint(args)
         keep_from_children(args)
         model_config = gpt_config_from_args(args)
         context = attach(args, model_config, adjustments=adjustments)

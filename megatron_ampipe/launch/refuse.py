@@ -1,6 +1,6 @@
-"""How a launch ends: on bad input with one message, no traceback, and the same exit code on every rank.
+"""Turns what Megatron and argparse object to into :class:`BadInput`. Called by the ways to launch.
 
-A failure during training keeps its traceback. Called by the ways to launch.
+How a launch then ends is in :mod:`.ending`.
 """
 
 import argparse
@@ -10,53 +10,13 @@ import enum
 import functools
 import linecache
 import os
-import signal
-import sys
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
+from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.flag_values import refuse_values
-
-PEER_GRACE_S = 20.0
-"""How long another rank leaves local rank 0 to print the message before it takes the error for its own."""
-PEER_LAG_S = 2.0
-"""How long local rank 0 stays after the message: a rank that is slower finds the same error, and is ended
-only after it has."""
-
-
-def end_with(error: AMPipeError) -> int:
-    """Print ``error`` once per machine and return its exit code.
-
-    The launcher ends every rank as soon as one has exited, so a rank that left at once could silence the
-    one that speaks. The others therefore wait to be ended; one that is not, has failed alone, and speaks.
-    """
-    speaks = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if not speaks:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
-        time.sleep(PEER_GRACE_S)
-    # A line of its own, whatever another rank has just left unfinished.
-    print(f"\nerror: {error}", file=sys.stderr, flush=True)
-    if speaks and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        time.sleep(PEER_LAG_S)
-    return error.exit_code
-
-
-def end_after_failure() -> int:
-    """Print the exception that is being handled and return the exit code of a failed run."""
-    traceback.print_exc()
-    print(
-        f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above. A rank that reports a "
-        "closed connection or a timeout has lost a peer: look at that peer's output.",
-        file=sys.stderr,
-        flush=True,
-    )
-    return RunFailed.exit_code
-
 
 _CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)
 
@@ -73,8 +33,19 @@ def refuse_as_bad_input() -> Iterator[None]:
         yield
     except AMPipeError:
         raise
+    except SystemExit as stop:
+        # So Megatron ends where it has printed what it objects to; with --help, the code is 0.
+        if stop.code is not None or not raised_in("megatron", stop):
+            raise
+        place = origin(stop)
+        raise BadInput(
+            "arguments",
+            "(refused by Megatron)",
+            rule="it printed what is wrong with them above",
+            remedy=f"The check is at {place.tb_frame.f_code.co_filename}:{place.tb_lineno}.",
+        ) from stop
     except Exception as error:
-        place = _origin(error)
+        place = origin(error)
         path = place.tb_frame.f_code.co_filename
         if not isinstance(error, _CHECKS) and raised_in("megatron_ampipe", error):
             raise
@@ -89,10 +60,10 @@ def refuse_as_bad_input() -> Iterator[None]:
 
 def raised_in(package: str, error: BaseException) -> bool:
     """Whether the line that raised ``error`` stands in a file of ``package``."""
-    return package in Path(_origin(error).tb_frame.f_code.co_filename).parts
+    return package in Path(origin(error).tb_frame.f_code.co_filename).parts
 
 
-def _origin(error: BaseException) -> TracebackType:
+def origin(error: BaseException) -> TracebackType:
     """The innermost frame."""
     place = error.__traceback__
     while place.tb_next is not None:

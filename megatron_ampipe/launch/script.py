@@ -14,9 +14,12 @@ from pathlib import Path
 
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+from megatron_ampipe.launch.early import check_own_flags
+from megatron_ampipe.launch.ending import run_to_end
+from megatron_ampipe.launch.failures import known_cause
 from megatron_ampipe.launch.hooks import Hooks
 from megatron_ampipe.launch.pretrain import prepare_platform
-from megatron_ampipe.launch.refuse import end_after_failure, end_with, raised_in, refuse_as_bad_input
+from megatron_ampipe.launch.refuse import raised_in, refuse_as_bad_input
 
 USAGE = """\
 usage: torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS...
@@ -39,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return 0
-    try:
-        return run_script(find_script(words), words[1:])
-    except AMPipeError as error:
-        return end_with(error)
-    except Exception:
-        return end_after_failure()
+
+    def check() -> None:
+        find_script(words)
+        check_own_flags(words[1:])
+
+    return run_to_end(check, lambda: run_script(find_script(words), words[1:]))
 
 
 def find_script(words: Sequence[str]) -> Path:
@@ -90,6 +93,8 @@ def run_script(script: Path, arguments: Sequence[str]) -> int:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as stop:
+        if (cause := known_cause(stop)) is not None:
+            raise cause from stop
         code = _exit_code(stop)
     except Exception as error:
         # What Megatron objects to before it trains is bad input, as in our own entry.

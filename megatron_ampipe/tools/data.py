@@ -1,8 +1,8 @@
 """``ampipe data``: a directory of text files becomes a dataset that Megatron trains on, byte by byte.
 
-Not a tokenizer: a token is a byte (0 to 255), a document is a file, and 255, which occurs in no UTF-8 text,
-ends each document. That is the vocabulary of megatron-core 0.19's ``NullTokenizer``, whose end-of-document
-token is ``vocab_size - 1`` unless ``--null-tokenizer-eod-id`` says otherwise. Train with::
+Not a tokenizer: a token is a byte (0 to 255), a document is a file or a part of one, and 255, which occurs in
+no UTF-8 text, ends each document. That is the vocabulary of megatron-core 0.19's ``NullTokenizer``, whose
+end-of-document token is ``vocab_size - 1`` unless ``--null-tokenizer-eod-id`` says otherwise. Train with::
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 256
 
@@ -53,17 +53,23 @@ DEFAULT_SUFFIXES = (
 )
 
 _NAMED_BAD_FILES = 5
+_LEAST_GIVEN_BYTES = 64
 
 _EPILOG = """\
 examples:
   ampipe data --output data/stdlib
       Python's own library source (about 12 MB), to try things with
   ampipe data ~/books --output data/books --suffixes .txt,.md
-      all .txt and .md files below ~/books, one document each
+      all .txt and .md files below ~/books
+  ampipe data ~/books --output data/books --document-bytes 20000
+      the same in documents of about 20 kB each
 
 Then train on it with:
   --data-path data/books --tokenizer-type NullTokenizer --vocab-size 256
 
+Megatron gives whole documents to training, validation and test, as --split says. So that a few files are
+enough for --split 99,1,0, files are cut where there are fewer than 200 of them; with --document-bytes 0 they
+stay whole.
 Hidden files and directories and empty files are left out. A run that was interrupted is resumed by the same
 command; until it is finished, nothing stands under the final names.
 """
@@ -96,10 +102,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"take files with these suffixes (default {','.join(DEFAULT_SUFFIXES)}; .py without DIRECTORY)",
     )
     parser.add_argument(
+        "--document-bytes",
+        metavar="N",
+        type=int,
+        help="cut files that are longer than N bytes into documents of about N bytes, at ends of lines; "
+        f"0 cuts none (default: 0 for {dataset_writer.ENOUGH_DOCUMENTS} files or more; else what makes about "
+        f"as many documents, but at least {dataset_writer.LEAST_DOCUMENT_BYTES})",
+    )
+    parser.add_argument(
         "--skip-bad", action="store_true", help="leave out files that are unreadable or not UTF-8 text"
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace a dataset that stands under PREFIX already"
+        "--force",
+        action="store_true",
+        help="replace a dataset that stands under PREFIX already, and remove Megatron's cache of it",
     )
 
 
@@ -113,15 +129,17 @@ def run(arguments: argparse.Namespace) -> int:
     """
     paths = _output(arguments.output)
     source = _source(arguments.directory, suffixes=_suffixes(arguments.suffixes))
-    own = {path.resolve() for path in (paths.manifest, paths.data, paths.index, paths.partial)}
+    own = {p.resolve() for p in (paths.manifest, paths.data, paths.index, paths.partial, paths.prefix)}
     found, unlisted = find_files(source, excluded=own)
-    metadata = metadata_fingerprint(found, unlisted)
+    document_bytes = _document_bytes(arguments.document_bytes, found)
+    # What is cut otherwise is another dataset.
+    metadata = metadata_fingerprint(found, unlisted) + (f" {document_bytes}" if document_bytes else "")
     finished = None if arguments.force else _finished(paths)
     if finished and finished.metadata == metadata and (arguments.skip_bad or not finished.skipped):
         return _already(paths, finished)
 
     files, skipped = _checked(source, found, unlisted, skip_bad=arguments.skip_bad)
-    manifest = _manifest(source, files, skipped=skipped, metadata=metadata)
+    manifest = _manifest(source, files, skipped=skipped, metadata=metadata, document_bytes=document_bytes)
     if finished and finished.content == manifest.content:
         return _already(paths, finished)
     if finished:
@@ -144,7 +162,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _output(prefix: Path) -> DatasetPaths:
-    if prefix.is_dir() or not prefix.name:
+    # Megatron keeps a cache in a folder that is called as the dataset.
+    if not prefix.name or not dataset_writer.is_cache_alone(DatasetPaths(prefix)):
         raise BadInput(
             "--output", prefix, rule="is a directory", remedy=f"Name the files too: {prefix / 'corpus'}."
         )
@@ -188,6 +207,21 @@ def _source(directory: Path | None, *, suffixes: tuple[str, ...] | None) -> Text
     if not directory.is_dir():
         raise BadInput("DIRECTORY", directory, rule="is not a directory", remedy=remedy)
     return TextSource(directory=directory, suffixes=suffixes or DEFAULT_SUFFIXES)
+
+
+def _document_bytes(given: int | None, found: Sequence[FoundFile]) -> int:
+    """From which length on files are cut; 0 for none."""
+    if given is not None and given != 0 and given < _LEAST_GIVEN_BYTES:
+        raise BadInput(
+            "--document-bytes",
+            given,
+            rule=f"is neither 0, which cuts nothing, nor {_LEAST_GIVEN_BYTES} or more",
+            remedy="Use --document-bytes 20000.",
+        )
+    if given is not None or len(found) >= dataset_writer.ENOUGH_DOCUMENTS:
+        return given or 0
+    total = sum(max(0, file.size_bytes) for file in found)
+    return max(dataset_writer.LEAST_DOCUMENT_BYTES, total // dataset_writer.ENOUGH_DOCUMENTS)
 
 
 def _finished(paths: DatasetPaths) -> Manifest | None:
@@ -235,16 +269,25 @@ def _checked(
     return files, len(bad)
 
 
-def _manifest(source: TextSource, files: Sequence[CheckedFile], *, skipped: int, metadata: str) -> Manifest:
+def _manifest(
+    source: TextSource, files: Sequence[CheckedFile], *, skipped: int, metadata: str, document_bytes: int
+) -> Manifest:
     size_bytes = sum(file.size_bytes for file in files)
+    documents = sum(
+        dataset_writer.num_documents(file.size_bytes, document_bytes=document_bytes) for file in files
+    )
+    settings = dataset_writer.FORMAT + (f", documents of {document_bytes} bytes" if document_bytes else "")
     return Manifest(
         source=str(source.directory.resolve()),
         suffixes=source.suffixes,
         files=len(files),
+        documents=documents,
+        document_bytes=document_bytes,
         size_bytes=size_bytes,
-        tokens=size_bytes + len(files),
+        tokens=size_bytes + documents,
+        vocabulary=dataset_writer.VOCABULARY,
         skipped=skipped,
-        content=content_fingerprint(files, settings=dataset_writer.FORMAT),
+        content=content_fingerprint(files, settings=settings),
         metadata=metadata,
     )
 
@@ -271,11 +314,14 @@ def _already(paths: DatasetPaths, manifest: Manifest) -> int:
 
 def _counts(manifest: Manifest) -> str:
     counts = f"{manifest.files:,} files, {manifest.size_bytes:,} bytes, {manifest.tokens:,} tokens"
+    if manifest.documents != manifest.files:
+        counts += f" in {manifest.documents:,} documents"
     return counts + (f" ({manifest.skipped:,} bad files left out)" if manifest.skipped else "")
 
 
 def _described(manifest: Manifest) -> str:
-    return f"{manifest.files:,} {','.join(manifest.suffixes)} files from {manifest.source}"
+    described = f"{manifest.files:,} {','.join(manifest.suffixes)} files from {manifest.source}"
+    return described + (f", cut at {manifest.document_bytes:,} bytes" if manifest.document_bytes else "")
 
 
 def _how_to_train(paths: DatasetPaths) -> str:

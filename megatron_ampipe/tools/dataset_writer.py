@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -39,6 +40,10 @@ DTYPE = numpy.uint16
 # Goes into the fingerprint: a change to what is written for a file must change it.
 FORMAT = f"bytes, end of document {END_OF_DOCUMENT}, {DTYPE.__name__}"
 
+# Fewer documents than this leave parts of common --split values without one.
+ENOUGH_DOCUMENTS = 200
+LEAST_DOCUMENT_BYTES = 1024
+
 # What an interruption loses at most. Smaller would cost: joining a shard takes Megatron 0.3 s.
 SHARD_BYTES = 256 << 20
 
@@ -50,9 +55,12 @@ class Manifest:
     Attributes:
         source: The directory.
         suffixes: The suffixes that selected files.
-        files: Number of documents.
-        size_bytes: Their length together.
-        tokens: Their length with one end-of-document token each.
+        files: Number of files.
+        documents: Number of documents, of which a file can give several.
+        document_bytes: Files longer than this were cut; 0 for none.
+        size_bytes: Length of all documents together.
+        tokens: The same with one end-of-document token each.
+        vocabulary: Tokens are less than this.
         skipped: Unusable files that were left out.
         content: Fingerprint of names and contents.
         metadata: Fingerprint of names, sizes and modification times.
@@ -61,8 +69,11 @@ class Manifest:
     source: str
     suffixes: tuple[str, ...]
     files: int
+    documents: int
+    document_bytes: int
     size_bytes: int
     tokens: int
+    vocabulary: int
     skipped: int
     content: str
     metadata: str
@@ -91,6 +102,11 @@ class DatasetPaths:
         return self._with(".partial")
 
     @property
+    def cache(self) -> Path:
+        """Where Megatron keeps which sample is made of which tokens, unless ``--data-cache-path`` says so."""
+        return self.prefix / "cache"
+
+    @property
     def journal(self) -> Path:
         return self.partial / "journal.json"
 
@@ -106,7 +122,9 @@ def read_manifest(paths: DatasetPaths) -> Manifest | None:
     """What stands in ``PREFIX.json``; None when it is absent or was not written by us."""
     try:
         values: dict[str, Any] = json.loads(paths.manifest.read_text())
-        return Manifest(**{**values, "suffixes": tuple(values["suffixes"])})
+        # The first versions cut no file, and did not say so.
+        whole = {"documents": values["files"], "document_bytes": 0, "vocabulary": VOCABULARY}
+        return Manifest(**{**whole, **values, "suffixes": tuple(values["suffixes"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -189,8 +207,8 @@ def write_dataset(
             continue
         with _building(builder_class, target) as builder:
             for file in shard:
-                tokens = _tokens(file)
-                builder.add_document(tokens, [tokens.size])
+                for tokens in _documents(file, document_bytes=manifest.document_bytes):
+                    builder.add_document(tokens, [tokens.size])
                 advance(file.size_bytes)
         _take_name(target, target)
     joined = paths.partial / "joined"
@@ -199,8 +217,31 @@ def write_dataset(
             builder.add_index(str(paths.shard(number)))
     # From here until the last name is taken there must be no index beside data that it does not describe.
     paths.index.unlink(missing_ok=True)
+    remove_cache(paths)
     _write_text(paths.manifest, json.dumps(asdict(manifest), indent=1) + "\n", beside=paths.partial)
     _take_name(joined, paths.prefix)
+
+
+def is_cache_alone(paths: DatasetPaths) -> bool:
+    """Whether the folder called PREFIX, if there is one, holds Megatron's cache of the dataset alone."""
+    if not paths.prefix.is_dir():
+        return True
+    return [path.name for path in paths.prefix.iterdir()] == [paths.cache.name] and paths.cache.is_dir()
+
+
+def remove_cache(paths: DatasetPaths) -> None:
+    """Remove what Megatron keeps of the dataset that stood here: it knows datasets by their name."""
+    for folder in paths.cache.glob("*_indices"):
+        for path in [*folder.glob("*.npy"), *folder.glob("*-description.txt")]:
+            path.unlink()
+    for folder in [*paths.cache.glob("*_indices"), paths.cache, paths.prefix]:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def num_documents(size_bytes: int, *, document_bytes: int) -> int:
+    """How many documents a file is cut into."""
+    return -(-size_bytes // document_bytes) if document_bytes else 1
 
 
 def discard(paths: DatasetPaths) -> None:
@@ -237,7 +278,8 @@ def _parted(files: Sequence[CheckedFile]) -> Iterator[list[CheckedFile]]:
         yield shard
 
 
-def _tokens(file: CheckedFile) -> numpy.ndarray:
+def _documents(file: CheckedFile, *, document_bytes: int) -> Iterator[numpy.ndarray]:
+    """The tokens of each document of a file."""
     try:
         content = file.path.read_bytes()
     except OSError as error:
@@ -246,10 +288,26 @@ def _tokens(file: CheckedFile) -> numpy.ndarray:
         ) from error
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise RunFailed(f"{file.path} changed while the dataset was written. Run the command again.")
-    tokens = numpy.empty(len(content) + 1, dtype=DTYPE)
-    tokens[:-1] = numpy.frombuffer(content, dtype=numpy.uint8)
-    tokens[-1] = END_OF_DOCUMENT
-    return tokens
+    ends = _ends(content, num_documents(len(content), document_bytes=document_bytes))
+    for begin, end in itertools.pairwise([0, *ends]):
+        tokens = numpy.empty(end - begin + 1, dtype=DTYPE)
+        tokens[:-1] = numpy.frombuffer(content, dtype=numpy.uint8, count=end - begin, offset=begin)
+        tokens[-1] = END_OF_DOCUMENT
+        yield tokens
+
+
+def _ends(content: bytes, number: int) -> list[int]:
+    """Where each of ``number`` documents of about the same length ends: behind a line, else a character."""
+    size = len(content) // number
+    ends = []
+    for index in range(1, number):
+        end = index * len(content) // number
+        line_end = content.rfind(b"\n", end - size // 4, end) + 1
+        # Bytes that continue a character of UTF-8 begin with the bits 10.
+        while not line_end and content[end] & 0xC0 == 0x80:
+            end -= 1
+        ends.append(line_end or end)
+    return [*ends, len(content)]
 
 
 @contextmanager

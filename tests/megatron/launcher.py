@@ -50,11 +50,21 @@ class Run:
     validation_loss: list[float] = field(default_factory=list)
 
     @property
+    def table(self) -> str:
+        """The output in one line, so that a cell of the start-up table that was folded reads as one."""
+        return unfolded(self.output)
+
+    @property
     def error(self) -> str:
         """The one line that says why the launch was refused."""
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, f"expected one error line, found {lines}\n{self.output[-4000:]}"
         return lines[0]
+
+
+def unfolded(output: str) -> str:
+    """``output`` in one line, without the borders of tables."""
+    return re.sub(r"[│\s]+", " ", output)
 
 
 def environment() -> dict[str, str]:

@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.flag_values import RANGES
-from megatron_ampipe.launch import host, pretrain, refuse
+from megatron_ampipe.launch import ending, host, pretrain
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
@@ -58,9 +58,9 @@ def out_of_range(parser: argparse.ArgumentParser, flag: str, *, known: bool) -> 
 
 
 class Launch:
-    """The entry point running in a child; it must end before it makes a process group."""
+    """An entry point running in a child; it must end before it makes a process group."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, entry: Callable[[], int] | None = None) -> None:
         self._output = os.memfd_create("launch")
         self._child = os.fork()
         if self._child == 0:
@@ -69,7 +69,7 @@ class Launch:
             import torch
 
             torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
-            code = pretrain.main(arguments)
+            code = entry() if entry is not None else pretrain.main(arguments)
             sys.stdout.flush()
             os._exit(code)
 
@@ -105,7 +105,7 @@ def main() -> None:
     base, others = json.loads(sys.argv[1])
     host.install()
     # There are no other ranks to wait for.
-    refuse.PEER_LAG_S = 0.0
+    ending.PEER_LAG_S = 0.0
     from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 

@@ -687,6 +687,33 @@ INTERNALS = [
         "launch/data_paths.py launch/gpt.py",
         (begins_with("args"),),
     ),
+    Internal(
+        "core.datasets.blended_megatron_dataset_config.parse_and_normalize_split",
+        "launch/splits.py",
+        (begins_with("split"),),
+    ),
+    Internal(
+        "core.datasets.blended_megatron_dataset_config.convert_split_vector_to_split_matrix",
+        "launch/splits.py",
+        (begins_with("vector_a"), says("overlap = None")),
+    ),
+    Internal(
+        "core.datasets.indexed_dataset._IndexWriter",
+        "launch/indexed_dataset.py",
+        (
+            says("struct.pack('<Q', 1)", "struct.pack('<B', DType", method="__enter__"),
+            says("numpy.array(sequence_lengths, dtype=numpy.int32)", method="write"),
+            says("numpy.array(sequence_pointers, dtype=numpy.int64)", method="write"),
+            says("numpy.array(document_indices, dtype=numpy.int64)", method="write"),
+        ),
+    ),
+    Internal("core.dist_checkpointing", "launch/checkpoints.py", (has("load_common_state_dict"),)),
+    Internal(
+        "training.checkpointing.read_metadata",
+        "launch/checkpoint_files.py launch/failures.py",
+        (says("release = metastring == 'release'", "sys.exit()"),),
+    ),
+    Internal("training.global_vars", "launch/failures.py", (has("_GLOBAL_ARGS"),)),
     # One training step, as in Megatron's own GPT script.
     Internal(
         "core.mpu",

@@ -2,7 +2,9 @@
 
 import math
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from tests.megatron.launcher import (
     launch,
     torchrun_command,
     train,
+    unfolded,
 )
 
 pytestmark = pytest.mark.timeout(240)
@@ -126,6 +129,62 @@ def test_a_killed_rank_ends_the_job() -> None:
     assert "Signal 9 (SIGKILL)" in output
 
 
+def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:
+    """A run of one rank that has got as far as to say ``until``."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", *arguments],
+            cwd=REPOSITORY,
+            env=environment() | address | {"RANK": "0", "WORLD_SIZE": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    while until not in log.read_text():
+        assert job.poll() is None, log.read_text()[-4000:]
+        time.sleep(0.05)
+    return job
+
+
+def test_a_full_disk_ends_with_3_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
+    """The files of this process cannot grow beyond a size, which is what a full disk looks like to it."""
+    saving = ("--save", str(tmp_path), "--save-interval", "2")
+    log = tmp_path / "log"
+    job = _start_alone(log, *saving, "--train-iters", "1000", until="successfully saved checkpoint")
+    try:
+        resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        code = job.wait(timeout=90)
+    finally:
+        job.kill()
+    output = log.read_text()
+    assert code == 3, output[-4000:]
+    last = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
+    assert f"successfully saved checkpoint from iteration {last:>7} to" in output
+    [error] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: a checkpoint could not be written (")
+    assert f"The last whole checkpoint is of iteration {last}: make room, and go on with --load" in error
+    more = ["--train-iters", str(int(last) + 1), "--override-opt-param-scheduler"]
+    assert train("--load", str(tmp_path), *more, num_ranks=1).iterations == [int(last) + 1]
+
+
+def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    job = _start_alone(log, "--train-iters", "100000", "--ampipe-degree", "2", until="iteration        2/")
+    try:
+        job.send_signal(signal.SIGINT)
+        code = job.wait(timeout=60)
+    finally:
+        job.kill()
+    output = log.read_text()
+    assert code == 130, output[-4000:]
+    # Megatron's own dropout is on here, which the start-up table names.
+    assert "--attention-dropout 0.1 --hidden-dropout 0.1: every degree draws other" in unfolded(output)
+    assert "Traceback" not in output
+    assert sum(line.startswith("interrupted. ") for line in output.splitlines()) == 1
+
+
 def _ranks_of(launcher_pid: int) -> list[int]:
     children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
     return sorted(int(pid) for pid in children)
@@ -158,6 +217,13 @@ def test_bad_input_is_refused_in_one_line(arguments: list[str], expected: str) -
     assert expected in run.error
     assert "Traceback" not in run.output
     assert "initializing torch distributed" not in run.output
+
+
+def test_a_run_without_torchrun_is_told_to_use_it() -> None:
+    run = _launch_alone(*TINY_GPT, "--mock-data")
+    assert run.exit_code == 1
+    assert "error: MASTER_ADDR is not set" in run.error and "torchrun --standalone" in run.error
+    assert "Traceback" not in run.output
 
 
 def test_missing_eval_interval_is_found_before_training() -> None:

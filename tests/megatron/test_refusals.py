@@ -226,7 +226,11 @@ def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
 def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str) -> None:
     run = launch(*arguments)
     # Not Run.error: both ranks write to one stream, where a line can begin in the middle of another.
-    assert run.output.count("error: --") == run.output.count(expected) == 1, run.output[-4000:]
+    shown = f"traceback : error: {expected}"
+    assert run.output.count(expected) - run.output.count(shown) == 1, run.output[-4000:]
     assert run.output.count("exitcode  : 2") == 2, "both ranks"
+    # torchrun's last block says why, of both ranks.
+    assert run.output.count(shown) == 2
+    assert "error_file: <N/A>" not in run.output
     assert run.output.count("Traceback (most recent call last)") == 1, "torchrun's, of its own report"
     assert "initializing torch distributed" not in run.output

@@ -451,3 +451,111 @@ def test_no_bar_without_a_terminal(source: Path, prefix: Path, capsys: pytest.Ca
     assert "tqdm" not in sys.modules or not sys.stderr.isatty()
     assert data(source, prefix) == 0
     assert "%|" not in capsys.readouterr().err
+
+
+LONG = "".join(f"line {number} of a long file, \u00e9\u4e2d\n" for number in range(700))
+
+
+def long_files(folder: Path, number: int = 3) -> Path:
+    folder.mkdir()
+    for index in range(number):
+        (folder / f"{index}.txt").write_text(LONG, encoding="utf-8")
+    return folder
+
+
+def test_three_files_give_enough_documents(
+    tmp_path: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = long_files(tmp_path / "long")
+    assert data(source, prefix) == 0
+    found = documents(prefix)
+    size_bytes = len(LONG.encode())
+    # --split 99,1,0 leaves validation a document of 51 or more.
+    assert 3 * size_bytes > 51 * 1024
+    assert len(found) == 3 * -(-size_bytes // 1024) > 51
+    assert "".join(found) == LONG * 3
+    assert all(text.endswith("\n") for text in found)
+    assert max(len(text.encode()) for text in found) < 1.25 * 1024
+    manifest = json.loads(Path(f"{prefix}.json").read_text())
+    assert (manifest["files"], manifest["documents"], manifest["vocabulary"]) == (3, len(found), 256)
+    assert manifest["tokens"] == manifest["size_bytes"] + len(found)
+    assert f"in {len(found)} documents" in capsys.readouterr().out
+    assert data(source, prefix) == 0
+    assert "is up to date" in capsys.readouterr().out
+
+
+def test_document_bytes_are_chosen_by_hand(tmp_path: Path, prefix: Path) -> None:
+    source = long_files(tmp_path / "long", 1)
+    assert data(source, prefix, "--document-bytes", "0") == 0
+    assert documents(prefix) == [LONG]
+    # Another cut is another dataset, though the files are the same.
+    assert data(source, prefix, "--document-bytes", "5000") == 2
+    assert data(source, prefix, "--document-bytes", "5000", "--force") == 0
+    assert len(documents(prefix)) == -(-len(LONG.encode()) // 5000)
+
+
+def test_a_line_without_end_is_cut_between_characters(tmp_path: Path, prefix: Path) -> None:
+    (tmp_path / "one").mkdir()
+    text = "\U0001f600" * 100
+    (tmp_path / "one" / "line.txt").write_text(text, encoding="utf-8")
+    assert data(tmp_path / "one", prefix, "--document-bytes", "70") == 0
+    found = documents(prefix)
+    assert len(found) == 6 and "".join(found) == text
+
+
+@pytest.mark.parametrize("value", ["-1", "5", "63"])
+def test_a_document_of_a_few_bytes_is_refused(
+    source: Path, prefix: Path, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data(source, prefix, "--document-bytes", value) == 2
+    assert f"--document-bytes {value}: is neither 0" in capsys.readouterr().err
+    assert not prefix.parent.exists()
+
+
+def test_a_dataset_of_the_first_versions_is_up_to_date(
+    source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data(source, prefix, "--document-bytes", "0") == 0
+    manifest = json.loads(Path(f"{prefix}.json").read_text())
+    for name in ("documents", "document_bytes", "vocabulary"):
+        del manifest[name]
+    Path(f"{prefix}.json").write_text(json.dumps(manifest))
+    assert data(source, prefix, "--document-bytes", "0") == 0
+    assert "is up to date" in capsys.readouterr().out
+
+
+def train_on(prefix: Path) -> list[Path]:
+    """What Megatron leaves in a folder that is called as the dataset, by its own dataset class."""
+    folder = prefix / "cache" / "GPTDataset_indices"
+    folder.mkdir(parents=True)
+    names = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+    files = [folder / f"0123-GPTDataset-train-{name}" for name in names]
+    for file in files:
+        file.write_text("of the old dataset")
+    return files
+
+
+def test_a_dataset_that_was_trained_on_is_rebuilt_without_its_cache(
+    source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert data(source, prefix) == 0
+    cached = train_on(prefix)
+    assert data(source, prefix) == 0
+    assert "is up to date" in capsys.readouterr().out
+    assert all(file.exists() for file in cached), "it is a cache of this very dataset"
+    (source / "a.txt").write_text("changed\n")
+    assert data(source, prefix) == 2
+    assert data(source, prefix, "--force") == 0
+    assert documents(prefix) == ["changed\n", *EXPECTED[1:]]
+    assert not prefix.exists()
+
+
+def test_what_is_not_megatrons_stays_in_the_folder(source: Path, prefix: Path) -> None:
+    assert data(source, prefix) == 0
+    cached = train_on(prefix)
+    mine = prefix / "cache" / "notes.txt"
+    mine.write_text("precious")
+    assert data(source, prefix, "--force") == 0
+    assert mine.read_text() == "precious" and not cached[0].exists()
+    (prefix / "other").mkdir()
+    assert data(source, prefix, "--force") == 2

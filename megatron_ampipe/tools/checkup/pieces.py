@@ -22,6 +22,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_ampipe import compat
+from megatron_ampipe.launch import dataset_helpers
 from megatron_ampipe.tools.checkup.probe import MEGATRON, TORCH
 
 _SOURCES = str(Path(__file__).resolve().parents[3])
@@ -102,6 +103,7 @@ def examine() -> Pieces:
         _cuda(torch),
         _nccl(torch),
         _megatron(answers.get(MEGATRON)),
+        _dataset_helper(),
         *(_optional(piece, answers) for piece in compat.OPTIONAL_PIECES),
     )
     return Pieces(table, torch)
@@ -186,6 +188,24 @@ def _megatron(answer: Mapping[str, Any] | None) -> Piece:
         lost=lost,
         remedy=remedy,
         lacks=tuple((answer or {}).get("lacks", ())),
+    )
+
+
+def _dataset_helper() -> Piece:
+    """What Megatron's datasets are indexed with: in a wheel, or built, or to be built when a run starts."""
+    is_needed = dataset_helpers.must_be_compiled()
+    missing = dataset_helpers.missing_tools()
+    found = "can be compiled" if not missing else "; ".join(missing)
+    if not is_needed and importlib.util.find_spec("megatron") is not None:
+        found = "built" if not missing else f"built; for another checkout: {found}"
+    return Piece(
+        name="dataset helper",
+        status=Status.MISSING if missing else Status.OK,
+        found=found,
+        needed="a checkout of Megatron-LM compiles it at start; a wheel has it",
+        required=is_needed,
+        lost="the launcher and the patch, with a checkout that was never compiled",
+        remedy=dataset_helpers.REMEDY,
     )
 
 

@@ -1,0 +1,39 @@
+"""What can be refused of a command line before torch is imported: AMPipe's own flags.
+
+Megatron's flags wait for Megatron's parser. Where files of settings are named, only the types of ours are
+checked here: what they mean together is known only with what the files say. Called by the ways to launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+from megatron_ampipe.launch import flags, settings
+from megatron_ampipe.launch.refuse import report_parser_errors
+
+_PREFIX = "--ampipe"
+
+
+def check_own_flags(words: Sequence[str]) -> None:
+    """Refuse a wrong flag of ours in a command line.
+
+    Args:
+        words: The command line without the program name.
+
+    Raises:
+        BadInput: There is no such flag, or its value is wrong, or it does not go with another one of ours.
+    """
+    if not any(word.startswith(_PREFIX) for word in words) or {"-h", "--help"} & set(words):
+        return
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    report_parser_errors(parser)
+    args, others = flags.add_arguments(parser).parse_known_args(list(words))
+    for index, word in enumerate(others):
+        if word.startswith(_PREFIX):
+            values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
+            parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
+    # A --yaml-cfg replaces all flags, which is said when Megatron has read it.
+    if not settings.names_files(words) and "--yaml-cfg" not in words:
+        flags.config_from_args(args)

@@ -1,0 +1,152 @@
+"""What an exception of a run means, where the exception does not say it: a full disk, a silent rank.
+
+Called by :mod:`.ending`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.errors import AMPipeError, RunFailed
+from megatron_ampipe.launch.checkpoint_files import TRACKER
+from megatron_ampipe.launch.refuse import origin, raised_in
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITER = ("PytorchStreamWriter", "unexpected pos")
+"""What torch says where a write fails: it gives no reason."""
+_READER = "PytorchStreamReader"
+_LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+ANSWER_S = 5.0
+"""How long a rank that has lost a peer waits for the others to say that they are alive."""
+_ALIVE = "megatron_ampipe/alive"
+
+
+def known_cause(error: BaseException) -> AMPipeError | None:
+    """The error to end with in place of ``error``, where its cause is known.
+
+    Args:
+        error: What a run raised.
+
+    Returns:
+        None where the exception is to be shown as it is.
+    """
+    if isinstance(error, AMPipeError | KeyboardInterrupt):
+        return None
+    if isinstance(error, SystemExit):
+        return _stopped_by_megatron(error)
+    for part in _chain(error):
+        if isinstance(part, OSError) and part.errno in _DISK_ERRORS:
+            return _unwritable(part.filename or "a file", os.strerror(part.errno))
+    said = str(error)
+    # torch's own, of a checkpoint that all ranks write or read together. It is no Exception.
+    is_of_checkpoint = type(error).__name__ == "CheckpointException"
+    if _READER in said or (is_of_checkpoint and error.args[:1] == ("read",)):
+        return _unreadable(error)
+    if is_of_checkpoint or any(words in said for words in _WRITER):
+        return _unwritable("a checkpoint", _reason(error))
+    return None
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone or does not answer."""
+    said = str(error).lower()
+    return not isinstance(error, AMPipeError) and any(words in said for words in _LOST_PEER)
+
+
+def describe_silent_ranks() -> str | None:
+    """Ask which ranks are alive, and name those that do not answer, as a sentence; None where all do.
+
+    Every rank that has lost a peer calls this, at about the same time. One that is stopped or hangs does not.
+    """
+    if "torch" not in sys.modules:
+        return None
+    import torch
+
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
+        store.set(f"{_ALIVE}/{rank}", "1")
+        time.sleep(ANSWER_S)
+        silent = [other for other in range(ranks) if not store.check([f"{_ALIVE}/{other}"])]
+    # The store lies in a process that may be the silent one.
+    except Exception:
+        return None
+    if not silent:
+        return None
+    names = ", ".join(map(str, silent))
+    minutes = getattr(_arguments(), "distributed_timeout_minutes", None)
+    limit = f", now {minutes}" if minutes is not None else ""
+    return (
+        f"No answer from rank {names}: stopped, hung or gone. Look at its process and its node. How long "
+        f"ranks wait for each other is set by --distributed-timeout-minutes{limit}."
+    )
+
+
+def _stopped_by_megatron(stop: SystemExit) -> RunFailed | None:
+    """Megatron leaves by ``sys.exit()`` after it has printed what is wrong, which looks like success."""
+    if stop.code is not None or not raised_in("megatron", stop):
+        return None
+    place = origin(stop)
+    return RunFailed(
+        "Megatron ended the run and says above, on rank 0, why. It did so at "
+        f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}."
+    )
+
+
+def _unwritable(what: str, reason: str) -> RunFailed:
+    folder = getattr(_arguments(), "save", None)
+    if folder is None:
+        return RunFailed(f"{what} could not be written ({reason}). Make room, and start again.")
+    said = f"{what} could not be written ({reason})."
+    with contextlib.suppress(OSError):
+        space = os.statvfs(folder)
+        said += f" {space.f_bavail * space.f_frsize >> 20} MiB are free in {folder}."
+    try:
+        last = (Path(folder) / TRACKER).read_text().strip()
+    except OSError:
+        return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
+    return RunFailed(
+        f"{said} The last whole checkpoint is of iteration {last}: make room, and go on with --load {folder}."
+    )
+
+
+def _unreadable(error: BaseException) -> RunFailed:
+    folder = getattr(_arguments(), "load", None)
+    return RunFailed(
+        f"the checkpoint in {folder} could not be read ({_reason(error)}). Take another one with "
+        "--ckpt-step, or name another folder."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the first of the failures that torch has gathered from the ranks."""
+    gathered = getattr(error, "failures", None)
+    if gathered == {}:
+        return "another rank failed"
+    first = next(iter(gathered.values()))[0] if gathered else error
+    lines = [line.strip() for line in str(first).splitlines() if line.strip()]
+    return lines[0] if lines else type(first).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _arguments() -> Any:
+    """Megatron's arguments, None where they are not parsed yet."""
+    if "megatron.training.global_vars" not in sys.modules:
+        return None
+    return sys.modules["megatron.training.global_vars"]._GLOBAL_ARGS

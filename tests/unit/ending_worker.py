@@ -1,0 +1,128 @@
+"""Ends processes in every way that a launch can end, and reports what each left behind.
+
+One process imports torch and forks a child per way. Run by :mod:`.test_ending`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import ending, failures
+
+FOLDER = Path(sys.argv[1])
+
+
+def fail() -> int:
+    raise ValueError("deep inside")
+
+
+def refuse() -> int:
+    raise BadInput("--flag", 7, rule="is wrong", remedy="Use --flag 8.")
+
+
+def fill_disk() -> int:
+    raise OSError(errno.ENOSPC, "No space left on device", "/data/file")
+
+
+def fail_to_save() -> int:
+    raise CheckpointException("write", {0: (RuntimeError("unexpected pos 704 vs 598"), None)})
+
+
+def fail_to_load() -> int:
+    raise CheckpointException("read", {0: (RuntimeError("PytorchStreamReader failed\nmore"), None)})
+
+
+def leave_as_megatron() -> int:
+    exec(compile("import sys\nsys.exit()", "/site-packages/megatron/training/checkpointing.py", "exec"))
+    return 0
+
+
+def leave_as_script() -> int:
+    sys.exit(5)
+
+
+def be_interrupted() -> int:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+    finally:
+        # A second one, from torchrun, while the first is dealt with.
+        os.kill(os.getpid(), signal.SIGINT)
+    return 0
+
+
+def meet(rank: int) -> int:
+    """Two ranks, of which the second stops before the first has heard of it."""
+    store = f"file://{FOLDER}/rendezvous"
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2)
+    )
+    torch.distributed.all_reduce(torch.ones(1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    torch.distributed.all_reduce(torch.ones(1))
+    return 0
+
+
+WAYS: dict[str, Callable[[], int]] = {
+    "fail": fail,
+    "refuse": refuse,
+    "fill_disk": fill_disk,
+    "fail_to_save": fail_to_save,
+    "fail_to_load": fail_to_load,
+    "leave_as_megatron": leave_as_megatron,
+    "leave_as_script": leave_as_script,
+    "be_interrupted": be_interrupted,
+    "finish": lambda: 0,
+    "silent": lambda: meet(0),
+    "stopped": lambda: meet(1),
+}
+
+
+def start(name: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    output = os.open(FOLDER / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(FOLDER / f"{name}.json")
+    failures.ANSWER_S = 1.0
+    arguments = SimpleNamespace(save=str(FOLDER), load="/loaded", distributed_timeout_minutes=10)
+    failures._arguments = lambda: arguments
+    code: Any = 99
+    try:
+        code = ending.run_to_end(lambda: None, WAYS[name])
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    (FOLDER / "latest_checkpointed_iteration.txt").write_text("40")
+    children = {name: start(name) for name in WAYS}
+    stopped = children.pop("stopped")
+    codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in children.items()}
+    os.kill(stopped, signal.SIGKILL)
+    os.waitpid(stopped, 0)
+    (FOLDER / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

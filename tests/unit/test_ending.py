@@ -1,0 +1,183 @@
+"""How a process of a launch ends: exit code, last words, and what torchrun is left to show."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EARLY = """
+import sys
+from megatron_ampipe.launch import {module}
+code = {module}.main({words})
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One process that has ended."""
+
+    code: int
+    output: str
+    left: str | None
+    """What torchrun's block would show of it; None for nothing."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("ended")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.ending_worker", str(folder)],
+        cwd=ROOT,
+        env=environment(RANK="0", WORLD_SIZE="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for name, code in json.loads((folder / "codes.json").read_text()).items():
+        file = folder / f"{name}.json"
+        left = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] if file.exists() else None
+        found[name] = Ended(code, (folder / f"{name}.log").read_text(), left)
+    return found
+
+
+def test_a_failure_keeps_its_traceback_and_leaves_it_for_torchrun(ended: dict[str, Ended]) -> None:
+    found = ended["fail"]
+    assert found.code == 3
+    assert "ValueError: deep inside" in found.output
+    assert found.output.endswith("error: rank 0 failed; the cause is above.\n")
+    assert found.left is not None and found.left.strip().endswith("ValueError: deep inside")
+
+
+def test_bad_input_is_one_line_there_and_here(ended: dict[str, Ended]) -> None:
+    line = "error: --flag 7: is wrong. Use --flag 8."
+    assert ended["refuse"] == Ended(2, f"\n{line}\n", line)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fill_disk", "/data/file could not be written (No space left on device). "),
+        ("fail_to_save", "a checkpoint could not be written (unexpected pos 704 vs 598). "),
+    ],
+)
+def test_a_full_disk_is_named_with_the_last_checkpoint(
+    name: str, words: str, ended: dict[str, Ended]
+) -> None:
+    found = ended[name]
+    assert found.code == 3
+    assert found.output.startswith(f"\nerror: {words}")
+    assert "MiB are free in " in found.output
+    assert "The last whole checkpoint is of iteration 40: make room, and go on with --load " in found.output
+    assert "Traceback" not in found.output
+    assert found.left == found.output.strip()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(ended: dict[str, Ended]) -> None:
+    found = ended["fail_to_load"]
+    assert found.code == 3
+    assert "the checkpoint in /loaded could not be read (PytorchStreamReader failed)." in found.output
+
+
+def test_megatrons_silent_exit_is_no_success(ended: dict[str, Ended]) -> None:
+    found = ended["leave_as_megatron"]
+    assert found.code == 3
+    assert "It did so at /site-packages/megatron/training/checkpointing.py:2." in found.output
+    assert ended["leave_as_script"].code == 5
+
+
+def test_ctrl_c_ends_with_130_and_one_line(ended: dict[str, Ended]) -> None:
+    found = ended["be_interrupted"]
+    assert found.code == 130
+    assert found.output.strip().splitlines() == [
+        "interrupted. A run that was started with --save goes on from its last checkpoint with --load."
+    ]
+    assert ended["finish"] == Ended(0, "", None)
+
+
+def test_a_rank_that_is_stopped_is_named_with_the_flag_of_the_time(ended: dict[str, Ended]) -> None:
+    found = ended["silent"]
+    assert found.code == 3
+    last = found.output.strip().splitlines()[-1]
+    assert last.startswith(
+        "error: rank 0 failed: it has lost a peer, see above. No answer from rank 1: stopped"
+    )
+    assert last.endswith("is set by --distributed-timeout-minutes, now 10.")
+    assert found.left is not None and found.left.endswith(last)
+
+
+def early(words: list[str], *, module: str = "pretrain", **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", EARLY.format(module=module, words=words)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--ampipe-degree", "0"], "--ampipe-degree 0: must be a whole number"),
+        (["--ampipe-degree", "four"], "--ampipe-degree 'four': "),
+        (
+            ["--num-layers", "2", "--ampipe-degre", "4"],
+            "argument --ampipe-degre 4: there is no such flag. Did you",
+        ),
+        (["--ampipe-schedule", "ampipe"], "--ampipe-schedule ampipe: has no effect at --ampipe-degree 1"),
+        (["--ampipe-plan", "/no/plan"], "/no/plan"),
+        (["--ampipe-config", "tiny", "--ampipe-degree", "x"], "--ampipe-degree 'x': "),
+        (["--ampipe-trace-dir"], "--ampipe-trace-dir (no value): expected one argument"),
+    ],
+)
+def test_a_wrong_flag_of_ours_is_refused_without_torch(
+    words: list[str], expected: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "error.json"
+    done = early(words, TORCHELASTIC_ERROR_FILE=str(file))
+    output, errors = done.communicate(timeout=60)
+    assert (done.returncode, output) == (2, "False\n")
+    assert expected in errors and errors.count("error:") == 1
+    assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == errors.strip()
+
+
+def test_the_launcher_refuses_it_as_early(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = early([str(script), "--ampipe-degree", "0"], module="script")
+    output, errors = done.communicate(timeout=60)
+    assert (done.returncode, output) == (2, "False\n")
+    assert "--ampipe-degree 0: must be a whole number" in errors
+
+
+def test_another_rank_waits_in_silence_for_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    other = early(["--ampipe-degree", "0"], **ranks, TORCHELASTIC_ERROR_FILE=str(file))
+    while not file.exists():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert other.poll() is None
+    other.send_signal(signal.SIGTERM)
+    output, errors = other.communicate(timeout=30)
+    assert (other.returncode, output, errors) == (2, "", "")
