@@ -16,9 +16,10 @@ from megatron.training import training
 from megatron_ampipe import compat
 from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch.adjustments import adjust_arguments
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.metrics import tokens_travel
-from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline, workload_of_args
+from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
@@ -26,7 +27,7 @@ from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernels import choose_kernel, describe_kernel
 from megatron_ampipe.layers.spec import pipelined
-from megatron_ampipe.refusals import PUT_ASIDE, refuse_unsupported
+from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout
 
@@ -76,19 +77,13 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
         prepare_trace_dir(Path(config.trace_dir))
     if config.save_plan is not None:
         prepare_plan_file(Path(config.save_plan))
-    adjustments = [
-        *adjustments,
-        *_drop_attention_mask(args),
-        *_drop_padding(args),
-        *_put_aside(args),
-        *_gather_keys_and_values(args),
-    ]
+    on_gpu = not host.installed()
+    adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
     # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
         config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
     )
     layout = layout_of_args(args)
-    on_gpu = not host.installed()
     rows = [
         megatron,
         *_choose(args, context, layout),
@@ -198,9 +193,8 @@ def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [
         (
             "note",
-            f"{drawing}: every degree draws other random numbers, so losses differ from those of "
-            "a stock run, "
-            "and mean the same; to compare runs digit by digit use 0 for both",
+            f"{drawing}: every degree draws other random numbers, so losses differ from those of a stock "
+            "run, and mean the same; to compare runs digit by digit use 0 for both",
         )
     ]
 
@@ -216,59 +210,3 @@ def _layer_spec(context: AMPipeContext, model_config: Any, vp_stage: int | None 
     from megatron.training.models.gpt import default_layer_spec
 
     return pipelined(default_layer_spec(model_config, vp_stage), context)
-
-
-def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Keep the data loader from building a mask of sequence length squared that nothing reads."""
-    if not args.create_attention_mask_in_dataloader:
-        return []
-    args.create_attention_mask_in_dataloader = False
-    return [
-        host.Adjustment(
-            flag="--no-create-attention-mask-in-dataloader",
-            value=None,
-            reason="chunks know their causal mask from their position",
-        )
-    ]
-
-
-def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say that padding is not sent; the dispatcher of a chunk leaves it out."""
-    if not args.moe_pad_expert_input_to_capacity:
-        return []
-    return [
-        host.Adjustment(
-            flag="--moe-pad-expert-input-to-capacity",
-            value=None,
-            reason="ignored: chunks send the kept tokens alone, with the same result",
-        )
-    ]
-
-
-def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say which other overlaps were switched off when the flags were parsed."""
-    return [
-        host.Adjustment(flag=one.setting, value=None, reason=f"put aside: {one.reason}")
-        for one in PUT_ASIDE
-        if one.setting in getattr(args, "ampipe_put_aside", ())
-    ]
-
-
-def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say that context parallelism gathers, where another way was asked for, and what memory that costs."""
-    modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
-    ranks = args.context_parallel_size
-    others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
-    if ranks == 1 or not others:
-        return []
-    block = workload_of_args(args, None)
-    numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
-    size = f"{numbers * block.element_bytes / 2**20:.3g} MiB"
-    return [
-        host.Adjustment(
-            flag="--cp-comm-type",
-            value="all_gather",
-            reason=f"in pipelined blocks, in place of {' and '.join(others)}: the same function; keys and "
-            f"values of the other ranks take {size} in each block until its backward pass",
-        )
-    ]

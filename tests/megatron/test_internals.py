@@ -895,7 +895,14 @@ INTERNALS = [
         ),
     ),
     Internal("core.transformer.moe.experts.GroupedMLPSubmodules", "tools/benchmark"),
-    Internal("core.parallel_state.initialize_model_parallel", "tools/benchmark tools/profiling"),
+    Internal(
+        "core.parallel_state.initialize_model_parallel",
+        "tools/benchmark tools/profiling launch/adjustments.py",
+        (
+            takes("high_priority_stream_groups"),
+            says("get_nccl_options('ep'", "get_nccl_options('tp_ep_mp'"),
+        ),
+    ),
     Internal(
         "core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark tools/profiling"
     ),
