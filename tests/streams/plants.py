@@ -104,12 +104,12 @@ PLANTS = {
         _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
     ),
     "an early free": Plant(
-        _replaced(_ReleasesEarly), r"made by forward route\.\d: .* was let go and may be given to"
+        _replaced(_ReleasesEarly), r"made by forward route\.\d: .* was released and may be given to"
     ),
     "a wrong stream": Plant(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
     "a dropped hold": Plant(
         _replaced(_DropsComputation),
-        r"made by forward dispatch\.\d: new_empty was let go .* not ordered after backward expert\.\d",
+        r"made by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         issue=lazy_issue,
     ),
     "a reordered pair": Plant(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),

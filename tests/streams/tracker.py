@@ -1,6 +1,6 @@
 """Follows every tensor that a block touches, and reports what stream order and events do not separate.
 
-A storage belongs to the stream that was current when it was made. Once the host has let it go, torch's
+A storage belongs to the stream that was current when it was made. Once the host has released it, torch's
 caching allocator may hand its memory to the very next allocation on that stream: whatever another stream
 still does with it must be ordered before. Reads and writes by several streams must be ordered as on any
 device. The accesses of an operation follow from its schema, so nothing has to be told of a new stage.
@@ -138,7 +138,7 @@ class Tracker(TorchDispatchMode):
                 self._freed.append(memory)
 
     def _allocate(self, stream: ModelStream, where: str) -> None:
-        """The allocator may hand out anything of this stream that was let go."""
+        """The allocator may hand out anything of this stream that was released."""
         kept = []
         for memory in self._freed:
             if memory.owner is not stream:
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
             for stamp in (*memory.reads.values(), *memory.writes.values()):
                 if not stream.is_after(stamp):
                     self._report(
-                        f"memory made by {memory.made_by} was let go and may be given to {where} on "
+                        f"memory made by {memory.made_by} was released and may be given to {where} on "
                         f"{stream.name}, which is not ordered after {memory.last[stamp.stream]}"
                     )
                     kept.append(memory)
