@@ -120,6 +120,9 @@ FEATURES = (
 """Groups of settings that a run may have; at most one of each is drawn. Some do not go together."""
 
 REFUSED = {
+    "--te-precision-config-file": "--te-precision-config-file tests/megatron/precision.yaml",
+    "--kitchen-config-file": "--kitchen-config-file tests/megatron/precision.yaml",
+    "--kitchen-recipe-number": "--kitchen-recipe-number 2",
     "--num-experts": "--num-experts 0",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--expert-model-parallel-size": "--expert-model-parallel-size 4 --num-experts 4",
