@@ -141,6 +141,8 @@ def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[byt
             env=environment() | address | {"RANK": "0", "WORLD_SIZE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
+            # What started the tests in the background has it ignored, and a child inherits that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     while until not in log.read_text():
         assert job.poll() is None, log.read_text()[-4000:]
@@ -200,7 +202,8 @@ def _launch_alone(*arguments: str) -> Run:
         (["--num-layerss", "2"], "there is no such flag. Did you mean --num-layers"),
         ([*TINY_GPT, "--num-layers", "two"], "--num-layers 'two': invalid int value"),
         ([*TINY_GPT, "--ckpt-format", "zip"], "--ckpt-format 'zip': invalid choice. Use one of: "),
-        ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "(refused by Megatron)"),
+        ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "--hidden-size 65: does not divide it"),
+        ([*TINY_GPT, "--mock-data", "--recompute-granularity", "full"], "(refused by Megatron)"),
         (
             [*TINY_GPT, "--data-path", "/nowhere/text"],
             "--data-path /nowhere/text: the file /nowhere/text.bin",
@@ -209,7 +212,10 @@ def _launch_alone(*arguments: str) -> Run:
         ([*TINY_GPT[:-2], "--mock-data", "--distributed-backend", "nccl"], "--distributed-backend nccl:"),
         ([*TINY_GPT, "--mock-data", "--ampipe-degree", "0"], "--ampipe-degree 0"),
     ],
-    ids=["unknown-flag", "bad-type", "bad-choice", "bad-shape", "no-file", "no-data", "nccl", "degree-0"],
+    ids=[
+        *("unknown-flag", "bad-type", "bad-choice", "bad-shape", "megatron-s", "no-file", "no-data", "nccl"),
+        "degree-0",
+    ],
 )
 def test_bad_input_is_refused_in_one_line(arguments: list[str], expected: str) -> None:
     run = _launch_alone(*arguments)

@@ -56,6 +56,8 @@ def leave_as_script() -> int:
 
 
 def be_interrupted() -> int:
+    # What started the tests in the background has it ignored, and a child inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
