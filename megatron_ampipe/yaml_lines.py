@@ -35,7 +35,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """A node; of aliases only those of single values: a few lines of others stand for 10**9 words."""
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        # What pyyaml parses events with has no types.
+        parser: Any = self
+        alias = parser.peek_event() if parser.check_event(yaml.AliasEvent) else None
         node: yaml.Node | None = super().compose_node(parent, index)
         if alias is not None and not isinstance(node, yaml.ScalarNode):
             problem = f"the alias *{alias.anchor} repeats a list or a section; write it out"

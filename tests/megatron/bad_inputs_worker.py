@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import cli
@@ -39,8 +40,9 @@ class Command:
             os._exit(_run(words, environment))
 
     def result(self) -> dict[str, Any]:
-        """Wait for its end: the exit code (None for one that was ended), what it said, and how long it took."""
+        """Wait for its end: the exit code, None for one that was ended; what it said; and how long it took."""
         pid, status = 0, 0
+        # A short sleep: most commands take less than half a second.
         while not pid and time.monotonic() < self._begin_s + LIMIT_S:
             pid, status = os.waitpid(self._child, os.WNOHANG)
             time.sleep(0.005)
@@ -62,7 +64,7 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
     """In the child: the exit code."""
     import torch
 
-    pages = int(open("/proc/self/statm").read().split()[0])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + MEMORY_BYTES,) * 2)
     os.environ.update(environment)
     torch.distributed.init_process_group = lambda *_args, **_kwargs: os._exit(PROCESS_GROUP_MADE)
