@@ -52,7 +52,7 @@ class StageSpan:
     def chunk(self) -> int | None:
         """The chunk number, or None for a stage of the whole block."""
         _, _, number = self.stage.partition(".")
-        return int(number) if number else None
+        return int(number) if number.isascii() and number.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)

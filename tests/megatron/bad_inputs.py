@@ -127,8 +127,9 @@ FILES: dict[str, str | bytes] = {
     "nan.model": "hidden-size: .nan\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
     "list.model": "hidden-size: [64]\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
     "bool.model": "hidden-size: true\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
-    "switch.model": "hidden-size: 64\nswiglu: maybe\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
-    "topk.model": "hidden-size: 64\nmoe-router-topk: 9\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
+    "switch.model": "hidden-size: 8\nswiglu: maybe\nnum-attention-heads: 4\nnum-experts: 8\nseq-length: 64\n",
+    "topk.model": "hidden-size: 8\nmoe-router-topk: 9\nnum-attention-heads: 4\nnum-experts: 8\n"
+    + "seq-length: 64\n",
     "experts.model": "hidden-size: 64\nnum-attention-heads: 4\nnum-experts: 1000000000000\nseq-length: 64\n",
     "good.trace": _trace(),
     "cut.trace": _trace()[:100],
@@ -319,7 +320,7 @@ _PLANS = (
     Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number of at least 0;"),
     Row("plan-beyond-numbers", _FROM_PLAN + "long.plan", "long.plan:1: YAML: a number of 401 digits is no"),
     Row("plan-hidden-share", _FROM_PLAN + "hidden.plan", "hidden_share 7: is a share, from 0 to 1. Write"),
-    Row("plan-infinite-shares", _FROM_PLAN + "shares.plan", "shares 1e+308: must be at most 1e+15."),
+    Row("plan-infinite-shares", _FROM_PLAN + "shares.plan", "shares '1e+308': must be at most 1e+15."),
     Row("plan-list-as-schedule", _FROM_PLAN + "schedule.plan", "schedule ['qkv']: must be text. Write some"),
     Row("plan-loop", _FROM_PLAN + "loop.plan", "can never finish: compute waits at route.0 for attention.0;"),
     Row(

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tests.preloaded  # noqa: F401 - what launches import, once
 from megatron_ampipe import cli
-from megatron_ampipe.launch import ending, host, pretrain
+from megatron_ampipe.launch import ending, pretrain
+from megatron_ampipe.tools import timeline_picture  # noqa: F401 - likewise what draws
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
 
 LIMIT_S = 60.0
@@ -40,9 +42,8 @@ class Command:
             os._exit(_run(words, environment))
 
     def result(self) -> dict[str, Any]:
-        """Wait for its end: the exit code, None for one that was ended; what it said; and how long it took."""
+        """Wait for its end: the exit code (None for one that was ended), and what it said."""
         pid, status = 0, 0
-        # A short sleep: most commands take less than half a second.
         while not pid and time.monotonic() < self._begin_s + LIMIT_S:
             pid, status = os.waitpid(self._child, os.WNOHANG)
             time.sleep(0.005)
@@ -82,7 +83,6 @@ def main() -> None:
     """Report on every command line of the file that the first argument names, by name."""
     with open(sys.argv[1]) as file:
         asked: dict[str, tuple[list[str], dict[str, str]]] = json.load(file)
-    host.install()
     # There are no other ranks to wait for.
     ending.PEER_LAG_S = 0.0
     results: dict[str, dict[str, Any]] = {}
