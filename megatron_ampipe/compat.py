@@ -111,7 +111,7 @@ def megatron_version(folder: Path) -> Version:
         EnvironmentMissing: its ``package_info.py`` is not there or of another form.
     """
     path = folder / "package_info.py"
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
     if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
         raise EnvironmentMissing(f"{path} does not say which Megatron this is.")

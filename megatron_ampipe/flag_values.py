@@ -163,7 +163,30 @@ def _positions_too_few(arguments: Any) -> object:
     return f"{positions} with --seq-length {length}"
 
 
+def _empty(name: str) -> Callable[[Any], object]:
+    return lambda arguments: "(empty)" if _of(arguments, name) == "" else None
+
+
+def _layers_left_over(arguments: Any) -> object:
+    pattern, layers = _of(arguments, "moe_layer_freq"), _of(arguments, "num_layers")
+    if not isinstance(pattern, list) or layers is None or len(pattern) == layers:
+        return None
+    return f"of {len(pattern)} layers with --num-layers {layers}"
+
+
 CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "--load",
+        _empty("load"),
+        "names nothing, so that a run would begin anew",
+        "Name a folder, or leave it out.",
+    ),
+    Conflict(
+        "--save",
+        _empty("save"),
+        "names nothing, so that nothing would be saved",
+        "Name a folder, or leave it out.",
+    ),
     Conflict(
         "--save-interval",
         _save_interval_missing,
@@ -193,6 +216,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         _positions_too_few,
         "is less than the sequence has rows",
         "Use the value of --seq-length or more.",
+    ),
+    Conflict(
+        "--moe-layer-freq",
+        _layers_left_over,
+        "the pattern must say of each layer whether it has experts",
+        "Write one 0 or 1 for each layer, for example ([0]*1+[1]*11), or a number such as 2.",
     ),
 )
 

@@ -7,19 +7,23 @@ Pure data and arithmetic, no torch. Written by :mod:`megatron_ampipe.runtime.rec
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import outputs
+from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 
 COMPUTE_LANE = "compute"
 DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
 """The label of a timeline that nobody recorded; its value says by what it was predicted."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,6})?", re.ASCII)
+"""Of a stage or a lane."""
+_LARGEST = 1e15
+"""Of a time in microseconds, which is 30 years, or a number of a layer or iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class StageSpan:
     def chunk(self) -> int | None:
         """The chunk number, or None for a stage of the whole block."""
         _, _, number = self.stage.partition(".")
-        return int(number) if number.isdigit() else None
+        return int(number) if number.isascii() and number.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,11 @@ class Timeline:
         """
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
         try:
-            document = json.loads(path.read_text())
+            document = json.loads(inputs.read_text(path))
             labels = {str(key): str(value) for key, value in dict(document["otherData"]).items()}
             rank = int(labels.pop("rank"))
+            if not all(map(str.isprintable, labels.values())):
+                raise ValueError("a label that cannot be shown")
             spans = tuple(_read_span(event) for event in document["traceEvents"] if event["ph"] == "X")
         except OSError as error:
             raise BadInput("trace", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
@@ -167,20 +173,28 @@ class Timeline:
 def _read_span(event: dict[str, Any]) -> StageSpan:
     """Check one complete event of a trace file and turn it into a span; ValueError when it is not ours."""
     lane, stage, direction = event["tid"], event["name"], event["cat"]
-    begin_us, duration_us = float(event["ts"]), float(event["dur"])
-    if not isinstance(lane, str) or not isinstance(stage, str) or direction not in DIRECTIONS:
+    begin_us, duration_us = _number(event["ts"]), _number(event["dur"])
+    layer, iteration = _number(event["args"]["layer"]), _number(event["args"]["iteration"])
+    if not _NAME.fullmatch(lane) or not _NAME.fullmatch(stage) or direction not in DIRECTIONS:
         raise ValueError(f"{stage!r} on {lane!r}, {direction!r}")
-    if not math.isfinite(begin_us) or not math.isfinite(duration_us) or duration_us < 0:
+    if duration_us < 0:
         raise ValueError(f"{stage} lasts from {begin_us} for {duration_us} us")
     return StageSpan(
         lane=lane,
         stage=stage,
         direction=direction,
-        layer=int(event["args"]["layer"]),
-        iteration=int(event["args"]["iteration"]),
+        layer=int(layer),
+        iteration=int(iteration),
         begin_us=begin_us,
         end_us=begin_us + duration_us,
     )
+
+
+def _number(found: object) -> float:
+    """A number that a drawing can show; ValueError when it is none."""
+    if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= _LARGEST:
+        raise ValueError(f"{found!r} is no number of a trace")
+    return float(found)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,7 +11,10 @@ from typing import Any
 
 import yaml
 
+from megatron_ampipe import inputs
 from megatron_ampipe.errors import BadInput
+
+_MOST_DIGITS = 30
 
 
 class LinedMapping(dict[str, Any]):
@@ -28,7 +31,18 @@ class LinedMapping(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Builds :class:`LinedMapping`; refuses keys that are no text or come twice."""
+    """Builds :class:`LinedMapping`; refuses keys that are no text or come twice, and repeated lists."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """A node; of aliases only those of single values: a few lines of others stand for 10**9 words."""
+        # What pyyaml parses events with has no types.
+        parser: Any = self
+        alias = parser.peek_event() if parser.check_event(yaml.AliasEvent) else None
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            problem = f"the alias *{alias.anchor} repeats a list or a section; write it out"
+            raise yaml.composer.ComposerError(None, None, problem, alias.start_mark)
+        return node
 
 
 class _TextLoader(_Loader):
@@ -66,6 +80,29 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """As YAML reads it. A longer one is no size of anything, and can become no other type of number."""
+    if len(node.value) > _MOST_DIGITS:
+        problem = f"a number of {len(node.value)} digits is no size of anything"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return int(loader.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
+def value_of(text: str) -> Any:
+    """What a word means as the value of a key.
+
+    Raises:
+        ValueError: it is no YAML, or a number that is too long.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(text) from error
+
+
 def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -> LinedMapping:
     """Read a file whose top is a mapping.
 
@@ -82,7 +119,7 @@ def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -
     try:
         # A loader of ours over the safe one: tags that build objects are refused.
         loader = _TextLoader if scalars_as_text else _Loader
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+        found = yaml.load(inputs.read_text(path), Loader=loader)
     except OSError as error:
         raise BadInput(what, path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
     except yaml.MarkedYAMLError as error:

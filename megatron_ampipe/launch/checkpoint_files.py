@@ -69,6 +69,10 @@ def find_checkpoint(flag: str, folder: Path, *, step: int | None) -> Saved | Non
     if folder.exists() and not folder.is_dir():
         raise BadInput(flag, folder, rule="is a file", remedy="Name the folder that a run saved to.")
     tracker = folder / TRACKER
+    if tracker.exists() and not tracker.is_file():
+        raise BadInput(
+            flag, folder, rule=f"{tracker} is no plain file", remedy="Name the folder that a run saved to."
+        )
     name = _name_in(flag, tracker) if tracker.is_file() else None
     if step:
         name = _name_of(step)
@@ -110,7 +114,7 @@ def _name_in(flag: str, tracker: Path) -> str:
             remedy="Make it readable.",
         ) from error
     # As Megatron reads it, which takes 04 and a sign as well.
-    if re.fullmatch(r"\+?\d+", text):
+    if re.fullmatch(r"\+?\d{1,18}", text):
         return _name_of(int(text))
     if text == _RELEASE:
         return _RELEASE

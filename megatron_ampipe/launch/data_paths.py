@@ -6,6 +6,7 @@ in the vocabulary, and that training, validation and test have documents. Called
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def check_data_paths(args: argparse.Namespace, *, of_script: bool = False) -> No
 
     if args.mock_data:
         return
+    _check_lists(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     if blend is None and blend_per_split is None:
         if of_script:
@@ -62,6 +64,20 @@ def check_data_paths(args: argparse.Namespace, *, of_script: bool = False) -> No
             )
     else:
         _check_each_part(blend_per_split, args, of_script=of_script)
+
+
+def _check_lists(args: argparse.Namespace) -> None:
+    """What names datasets, or keeps what was made of them, and is read before a dataset is."""
+    for flag in ("--data-args-path", "--per-split-data-args-path"):
+        path = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if path is not None and not Path(path).is_file():
+            rule, remedy = "there is no such plain file", "Give a file that lists the datasets."
+            raise BadInput(flag, path or "(empty)", rule=rule, remedy=remedy)
+    cache = getattr(args, "data_cache_path", None)
+    if cache is not None and Path(cache).exists() and not Path(cache).is_dir():
+        raise BadInput(
+            "--data-cache-path", cache, rule="is a file", remedy="Name a folder, which may be new."
+        )
 
 
 def _check_each_part(blends: list[Blend | None], args: argparse.Namespace, *, of_script: bool) -> None:
@@ -93,6 +109,14 @@ def _check_each_part(blends: list[Blend | None], args: argparse.Namespace, *, of
 def _read(flag: str, blend: Blend, args: argparse.Namespace, *, of_script: bool) -> Iterator[IndexedDataset]:
     """Every dataset of a blend that lies in a file system, checked on its own."""
     vocabulary = _vocabulary(args)
+    weights = [1.0] if blend[1] is None else blend[1]
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise BadInput(
+            flag,
+            " ".join(f"{weight:g}" for weight in weights),
+            rule="weights of a blend must be at least 0, and one of them above",
+            remedy=f"Write for example {flag} 0.3 {blend[0][0]} 0.7 {blend[0][-1]}.",
+        )
     for prefix in blend[0]:
         # Object stores are looked at by Megatron itself.
         if "://" in prefix:

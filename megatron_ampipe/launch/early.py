@@ -1,4 +1,4 @@
-"""What can be refused of a command line before torch is imported: AMPipe's own flags.
+"""What can be refused of a launch before torch is imported: AMPipe's own flags, and torchrun's variables.
 
 Megatron's flags wait for Megatron's parser. Where files of settings are named, only the types of ours are
 checked here: what they mean together is known only with what the files say. Called by the ways to launch.
@@ -8,12 +8,33 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Sequence
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, settings
 from megatron_ampipe.launch.refuse import report_parser_errors
 
 _PREFIX = "--ampipe"
+_RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+"""Variables of torchrun: which one of how many."""
+
+
+def check_rank_variables() -> None:
+    """Refuse variables of torchrun, where they are set, by which no rank could find its place.
+
+    Raises:
+        BadInput: One is no whole number, or the number of a rank is not below how many there are.
+    """
+    remedy = "Start the run with torchrun, which sets it, or unset it."
+    for name in (*itertools.chain(*_RANKS), "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdecimal() and len(value) < 10):
+            raise BadInput(name, value or "(empty)", rule="must be a whole number", remedy=remedy)
+    for rank, count in _RANKS:
+        if rank in os.environ and count in os.environ and int(os.environ[rank]) >= int(os.environ[count]):
+            rule = f"must be below {count}, which is {os.environ[count]}"
+            raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
 
 
 def check_own_flags(words: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from types import FrameType
 
 from megatron_ampipe.errors import AMPipeError, RunFailed
 from megatron_ampipe.launch import failures
+from megatron_ampipe.launch.early import check_rank_variables
 
 INTERRUPTED = 130
 PEER_GRACE_S = 20.0
@@ -39,6 +40,12 @@ def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
         check: Refuses what can be refused without torch.
         work: The rest, as torch's ``@record`` wants it: raises what goes wrong.
     """
+    try:
+        check_rank_variables()
+    except AMPipeError as error:
+        # Which rank speaks, and which waits, is what these variables would say.
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     try:
         with _hearing_interrupts():
             check()

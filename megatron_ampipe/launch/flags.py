@@ -154,6 +154,10 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
             remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
             f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
         )
+    for name in ("plan", "cluster", "save_plan", "trace_dir"):
+        if getattr(args, f"ampipe_{name}") == "":
+            flag = f"--ampipe-{name.replace('_', '-')}"
+            raise BadInput(flag, "(empty)", rule="names nothing", remedy="Give a name, or leave it out.")
     shares = None
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy
 
+from megatron_ampipe import inputs
 from megatron_ampipe.errors import BadInput
 
 _MARK = b"MMIDIDX\x00\x00"
@@ -89,6 +90,8 @@ def read_indexed_dataset(flag: str, prefix: str) -> IndexedDataset:
                 remedy="Give the prefix of an indexed dataset, without .bin or .idx.",
             )
     try:
+        inputs.require_plain(index)
+        inputs.require_plain(data)
         found = _read_index(flag, prefix, index)
         _compare(found, data.stat().st_size)
     except OSError as error:

@@ -27,6 +27,8 @@ def prepare_plan_file(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder", str(path))
+        if path.exists() and not path.is_file():
+            raise OSError(None, "it is no plain file", str(path))
         if not os.access(path.parent, os.W_OK):
             raise PermissionError(None, "no permission to write", str(path.parent))
     except OSError as error:

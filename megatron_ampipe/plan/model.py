@@ -35,6 +35,10 @@ SIZE_FLAGS = (
 """What a block's sizes depend on, and a plan with them."""
 
 
+_LARGEST = 10**7
+"""Of any size of a block. Planning takes time and memory with the number of experts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFile:
     """A model file, checked for its names and not yet for its values.
@@ -289,6 +293,8 @@ class _Builder:
             return default
         if type(found) is not int or found < (0 if default == 0 else 1):
             self._refuse(key, "must be a whole number of at least 1", "Write for example 8.")
+        if found > _LARGEST:
+            self._refuse(key, f"must be at most {_LARGEST}", "Write for example 8.")
         return found
 
     def _number(self, key: str) -> float | None:

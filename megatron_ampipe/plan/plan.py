@@ -152,6 +152,9 @@ class Plan:
         if len(found.shares) != chunks:
             rule = f"has {len(found.shares)} shares for {chunks} chunks"
             refuse(path, lines["shares"], "shares", rule, "Give one share for each chunk.")
+        if (found.hidden_share or 0.0) > 1:
+            shown = f"hidden_share {found.hidden_share:g}"
+            refuse(path, lines["hidden_share"], shown, "is a share, from 0 to 1", "Write for example 0.9.")
         total = sum(found.shares)
         if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
             rule = f"must be above 0 with a sum of 1, and have a sum of {total:g}"
@@ -203,9 +206,19 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
 
     Returns:
         The plan; one of degree 1 where nothing is predicted to help.
+
+    Raises:
+        BadInput: by the figures of the cluster, a block takes no time.
     """
     stock = predictor.stock()
     workload = predictor.workload
+    if not stock.forward + stock.backward > 0:
+        raise BadInput(
+            "cluster",
+            predictor.cluster.path,
+            rule="has figures by which a block takes no time",
+            remedy="Write the times of its operations, or measure the cluster with ampipe profile.",
+        )
     best: Candidate | None = None
     if workload.rows > 1 and workload.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)

@@ -171,6 +171,8 @@ class _Reader:
         if type(found) not in (int, float) or not math.isfinite(typing.cast(float, found)):
             rule = f"must be a number of at least {least:g}; its unit stands in the key"
             self._refuse(line, shown, rule, "Write for example 1.5.")
+        if typing.cast(float, found) > _LARGEST:
+            self._refuse(line, shown, f"must be at most {_LARGEST:g}", "Look at the unit in the key.")
         if typing.cast(float, found) < least:
             self._refuse(line, shown, f"must be at least {least:g}", f"Write {least:g} or more.")
         return float(typing.cast(float, found))
@@ -188,6 +190,8 @@ class _Reader:
         refuse(self.path, line, key, rule, remedy)
 
 
+_LARGEST = 1e15
+"""Of any figure. Sums and products of larger ones could be infinite."""
 _UNITS = ("_s", "_ms", "_us", "_ns", "_per_", "_gb")
 
 

@@ -82,7 +82,7 @@ def from_text(text: str) -> Schedule:
 def _stage(word: str, *, number: int, degree: int) -> Stage:
     name, dot, index = word.partition(".")
     whole = name in WHOLE_BLOCK or (name in EITHER and not dot)
-    if name in set(Kind) and (not dot if whole else index.isdecimal() and int(index) < degree):
+    if name in set(Kind) and (not dot if whole else _is_number(index) and int(index) < degree):
         return Stage(Kind(name), None if whole else int(index))
     raise BadInput(
         f"schedule line {number}",
@@ -94,4 +94,9 @@ def _stage(word: str, *, number: int, degree: int) -> Stage:
 
 
 def _is_positive(word: str) -> bool:
-    return word.isdecimal() and int(word) > 0
+    return _is_number(word) and int(word) > 0
+
+
+def _is_number(word: str) -> bool:
+    """Whether it is a whole number; Python does not read one of thousands of digits."""
+    return word.isdecimal() and len(word) < 10

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +26,8 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import plan_timeline, timeline_picture
+from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.yaml_lines import value_of
 
 _EPILOG = """\
 examples:
@@ -63,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a flag of Megatron's over what the model file says, for example seq-length=8192; repeatable",
     )
     parser.add_argument(
-        "--ranks", type=_positive, metavar="N", help="ranks of the whole run (default: those of one node)"
+        "--ranks", type=at_least(1), metavar="N", help="ranks of the whole run (default: those of one node)"
     )
     parser.add_argument(
         "--imbalance",
@@ -111,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check_outputs(arguments)
     cluster = read_cluster(find_cluster(arguments.cluster))
-    overrides = dict(_setting(text) for text in arguments.set)
+    overrides = _settings(arguments.set)
     model = read_model(find_model(arguments.model), overrides=overrides)
     workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
     predictor = Predictor(workload, cluster)
@@ -137,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
+    before: dict[Path, str] = {}
     for flag, path in (
         ("--json", None if arguments.json in (None, "-") else Path(arguments.json)),
         ("--output", arguments.output),
@@ -144,6 +147,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     ):
         if path is not None:
             outputs.check(path, flag=flag, makes_folder=True)
+            other = before.setdefault(path.absolute(), flag)
+            if other != flag:
+                raise BadInput(flag, path, rule=f"is the file of {other} too", remedy="Name two files.")
     if arguments.picture is not None:
         outputs.check_prefix(
             arguments.picture, suffixes=timeline_picture.SUFFIXES, flag="--picture", makes_folder=True
@@ -262,6 +268,16 @@ def _show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     console.print(plan.reason, soft_wrap=True)
 
 
+def _settings(texts: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, value = _setting(text)
+        if key in found:
+            raise BadInput("--set", text, rule=f"{key} was set before", remedy="Set each flag once.")
+        found[key] = value
+    return found
+
+
 def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key or not value:
@@ -269,15 +285,9 @@ def _setting(text: str) -> tuple[str, Any]:
             "--set", text, rule="is not FLAG=VALUE", remedy="Write for example --set seq-length=8192."
         )
     try:
-        return key, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return key, value_of(value)
+    except ValueError:
         raise BadInput("--set", text, rule="has a value that is no YAML", remedy="Quote it.") from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _at_least_one(text: str) -> float:
@@ -292,6 +302,6 @@ def _at_least_one(text: str) -> float:
 
 def _degrees(text: str) -> tuple[int, ...]:
     words = text.split(",")
-    if not all(word.isdecimal() and 2 <= int(word) <= 64 for word in words):
+    if not all(word.isdecimal() and len(word) < 3 and 2 <= int(word) <= 64 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of degrees from 2 to 64, such as 2,4,8")
     return tuple(sorted({int(word) for word in words}))

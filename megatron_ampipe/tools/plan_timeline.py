@@ -28,7 +28,7 @@ def parse_pipeline(text: str) -> Pipeline:
     degrees, comma, schedule = text.partition(",")
     forward, colon, backward = degrees.partition(":")
     known = not comma or schedule in SCHEDULE_NAMES
-    if not known or not forward.isdecimal() or (colon and not backward.isdecimal()):
+    if not known or not _is_number(forward) or (colon and not _is_number(backward)):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no degree such as 4, 4:2 or 4,moe-only (orders: {', '.join(SCHEDULE_NAMES)})"
         )
@@ -45,6 +45,10 @@ def parse_pipeline(text: str) -> Pipeline:
             f"{text!r}: degrees are 1 to {_MOST_CHUNKS}, and one of the two divides the other, as in 4:2"
         )
     return pipeline
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(_MOST_CHUNKS)) + 1
 
 
 def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str) -> Timeline:

@@ -24,7 +24,7 @@ from megatron_ampipe.tools.benchmark.job import Cut, Job
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_PARTS = 3
 """Steps of a measurement before the rounds of a real block: computation, collectives, both side by side."""
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="N", type=at_least(2), help="expert-parallel ranks to start (default: 2)")
     add("--link", metavar="L", help=link + " (default: none)")
     add("--repeats", metavar="N", type=at_least(3), default=7, help="timed calls of each operation" + chosen)
-    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights" + chosen)
+    add("--seed", metavar="N", type=at_least(0, at_most=LARGEST_SEED), default=1, help="of weights" + chosen)
     add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
 
 

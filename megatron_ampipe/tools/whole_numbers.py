@@ -1,13 +1,16 @@
-"""A type of argument that several tools take: whole numbers from a minimum on."""
+"""A type of argument that several tools take: whole numbers of a range."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 
+LARGEST_SEED = 2**32 - 1
+"""That every library takes."""
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A type for ``argparse``: whole numbers from ``minimum`` on."""
+
+def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:
+    """A type for ``argparse``: whole numbers from ``minimum`` on, up to ``at_most`` where it is given."""
 
     def whole_number(text: str) -> int:
         try:
@@ -16,6 +19,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
             value = minimum - 1
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        if at_most is not None and value > at_most:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {at_most}")
         return value
 
     return whole_number

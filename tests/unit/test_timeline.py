@@ -54,7 +54,7 @@ def test_hidden_time_of_a_long_run_is_linear() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "chunk"), [("attention.3", 3), ("qkv", None), ("expert.12", 12), ("a.b", None)]
+    ("stage", "chunk"), [("attention.3", 3), ("qkv", None), ("expert.12", 12), ("a.b", None), ("a.²", None)]
 )
 def test_chunk_is_read_from_the_stage(stage: str, chunk: int | None) -> None:
     assert span("compute", 0, 1, stage).chunk == chunk

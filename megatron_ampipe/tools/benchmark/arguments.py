@@ -14,7 +14,7 @@ from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.benchmark.job import Cut
 from megatron_ampipe.tools.benchmark.link import Link
-from megatron_ampipe.tools.whole_numbers import at_least
+from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 LAYERS, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
@@ -78,7 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
     add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
     add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
-    add("--seed", metavar="N", type=at_least(0), default=1, help="of weights and inputs" + chosen)
+    add(
+        "--seed",
+        metavar="N",
+        type=at_least(0, at_most=LARGEST_SEED),
+        default=1,
+        help="of weights and inputs" + chosen,
+    )
     add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
     add("--pretend-peers", action="store_true", help=pretend)
     add("--end-to-end", action="store_true", help=end_to_end)
@@ -102,7 +108,9 @@ def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
 def _cut(word: str, text: str) -> Cut:
     """One word of ``--degrees``: ``4``, or ``4:2``."""
     parts = word.split(":")
-    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+    if len(parts) > 2 or not all(
+        part.isascii() and part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts
+    ):
         raise BadInput(
             "--degrees",
             text or "(empty)",

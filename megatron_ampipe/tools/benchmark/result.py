@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import outputs
+from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Kind, Stage
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
@@ -221,7 +221,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     remedy = "Give a file that ampipe bench --json wrote, not one of --end-to-end."
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(inputs.read_text(path))
         good = document["format"] == FORMAT and all(_is_case(case) for case in document["cases"])
         good = good and bool(document["cases"]) and isinstance(document["emulated"], bool)
         good = good and all(isinstance(document[key], str) for key in ("grid", "link", "command"))
