@@ -11,7 +11,6 @@ import functools
 import linecache
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -59,8 +58,12 @@ def refuse_as_bad_input() -> Iterator[None]:
 
 
 def raised_in(package: str, error: BaseException) -> bool:
-    """Whether the line that raised ``error`` stands in a file of ``package``."""
-    return package in Path(origin(error).tb_frame.f_code.co_filename).parts
+    """Whether the line that raised ``error`` stands in a module of ``package``.
+
+    Asked of the module: a folder above it may have any name, as a checkout's with its environment in it.
+    """
+    module = origin(error).tb_frame.f_globals.get("__name__") or ""
+    return module.partition(".")[0] == package
 
 
 def origin(error: BaseException) -> TracebackType:

@@ -47,7 +47,8 @@ def fail_to_load() -> int:
 
 
 def leave_as_megatron() -> int:
-    exec(compile("import sys\nsys.exit()", "/site-packages/megatron/training/checkpointing.py", "exec"))
+    stop = compile("import sys\nsys.exit()", "/site-packages/megatron/training/checkpointing.py", "exec")
+    exec(stop, {"__name__": "megatron.training.checkpointing"})
     return 0
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ampipe.launch.refuse import raised_in
+
 ROOT = Path(__file__).resolve().parents[2]
 EARLY = """
 import sys
@@ -181,3 +183,12 @@ def test_another_rank_waits_in_silence_for_its_end(tmp_path: Path) -> None:
     other.send_signal(signal.SIGTERM)
     output, errors = other.communicate(timeout=30)
     assert (other.returncode, output, errors) == (2, "", "")
+
+
+def test_a_failure_is_that_of_the_module_whatever_the_folders_above_are_called() -> None:
+    """A checkout of this repository is called like the package, and its environment lies in it."""
+    path = "/home/me/megatron_ampipe/.venv/lib/python3.12/site-packages/megatron/training/utils.py"
+    with pytest.raises(TypeError) as caught:
+        exec(compile("x = []\nx['train']", path, "exec"), {"__name__": "megatron.training.utils"})
+    assert raised_in("megatron", caught.value)
+    assert not raised_in("megatron_ampipe", caught.value)
