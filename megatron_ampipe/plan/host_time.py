@@ -6,7 +6,8 @@ takes to issue one stage on average (``host.issue``); this module says how that 
 
 The figures are counted on real blocks (``tests/streams/census.py``, whose test compares them with this
 table): operations of torch, collectives, and waits and records of events, with Megatron's local layers. Fused
-kernels make fewer calls, in about the same proportion in all stages. Used by :mod:`.predict`.
+kernels make fewer calls; that they do so in the same proportion in all stages is an assumption. Used by
+:mod:`.predict`.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from tests.dist.cases import AUX, TIGHT
 from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
 
 DEGREES = (2, 4, 8)
-WARM = 64
-"""Rows of the sequence: enough for every expert to have some in every chunk."""
+SEQUENCE_LENGTH = 64
+"""Enough for every expert to have some in every chunk."""
 BLOCKS: dict[str, dict[str, Any]] = {
     "1 expert per rank": {},
     "2 experts per rank": {"local_experts": 2},
@@ -31,10 +31,10 @@ def census() -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for name, fields in BLOCKS.items():
-        case = block(kernel="cpu-flash", sequence_length=WARM, **fields)
+        case = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, **fields)
         found[name] = {"0": _counted(run_case(case, stock=True, warm=True))}
         for degree in DEGREES:
-            ours = block(kernel="cpu-flash", sequence_length=WARM, degree=degree, **fields)
+            ours = block(kernel="cpu-flash", sequence_length=SEQUENCE_LENGTH, degree=degree, **fields)
             found[name][str(degree)] = _counted(run_case(ours, warm=True))
     return found
 
