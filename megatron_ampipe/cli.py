@@ -67,7 +67,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
             name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == chosen:
-            tool = importlib.import_module(f"megatron_ampipe.tools.{name}")
+            tool = importlib.import_module(f"megatron_ampipe.tools.{name}_command")
             tool.add_arguments(command)
             command.set_defaults(run=tool.run)
     return parser

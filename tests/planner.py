@@ -13,7 +13,15 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
 from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, dependencies, even_chunks
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Direction,
+    Stage,
+    StageKind,
+    build,
+    dependencies,
+    even_chunks,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
@@ -38,10 +46,10 @@ def appendix_c_problem(
     schedule = build("ampipe", degree=degree, features=PLAIN)
     needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
     whole = {
-        Kind.ATTENTION: attention,
-        Kind.DISPATCH: communication,
-        Kind.COMBINE: communication,
-        Kind.EXPERT: experts,
+        StageKind.ATTENTION: attention,
+        StageKind.DISPATCH: communication,
+        StageKind.COMBINE: communication,
+        StageKind.EXPERT: experts,
     }
     times = {stage: whole.get(stage.kind, 0.0) / degree for stage in needs}
     problem = OrderProblem.from_graph(needs, times)
@@ -118,8 +126,11 @@ def _real() -> Iterator[str]:
         predictor = Predictor(workload, cluster)
         whole = predictor.costs((rows,), 1, False)
         # What the formula calls attention is all that runs before the dispatch; O is left out, as there.
-        attention = sum(whole[Stage(kind, 0)].forward for kind in (Kind.QKV, Kind.ATTENTION))
-        travel, experts = whole[Stage(Kind.DISPATCH, 0)].forward, whole[Stage(Kind.EXPERT, 0)].forward
+        attention = sum(whole[Stage(kind, 0)].forward for kind in (StageKind.QKV, StageKind.ATTENTION))
+        travel, experts = (
+            whole[Stage(StageKind.DISPATCH, 0)].forward,
+            whole[Stage(StageKind.EXPERT, 0)].forward,
+        )
         stock = predictor.stock().forward
         for degree in (2, 4, 8):
             formula = stock_time(attention, travel, experts) / ampipe_time(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.tools.benchmark.grid import find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Cut, Job, Variant
+from megatron_ampipe.tools.benchmark.protocol import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.ranks import started
 from megatron_ampipe.tools.benchmark.worker import serve, start_torch
 

@@ -25,7 +25,7 @@ from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.kernels import choose_kernel, describe_kernel
+from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder

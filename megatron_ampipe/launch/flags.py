@@ -17,7 +17,7 @@ from megatron_ampipe.config import (
 )
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
-from megatron_ampipe.plan.plan import Plan
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import PUT_ASIDE, put_aside
 
 

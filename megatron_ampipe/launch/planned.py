@@ -17,7 +17,7 @@ from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.made_for import MadeFor, differences
 from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
-from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.router_losses import router_has_losses

@@ -14,7 +14,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Shape, print_on_first_rank
 from megatron_ampipe.launch.planned import features_of_args, made_for_of_args
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.plan.plan import Plan
+from megatron_ampipe.plan.plan_file import Plan
 
 
 def prepare_plan_file(path: Path) -> None:

@@ -18,9 +18,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
-from megatron_ampipe.layers.block import PipelinedBlock
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import refuse_arguments
+from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.layers.spec import with_chunk_router
 
 

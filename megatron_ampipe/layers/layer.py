@@ -11,9 +11,9 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_ampipe.layers.attention import RotaryEmbedding
-from megatron_ampipe.layers.block import PipelinedBlock
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 
 
 class AMPipeTransformerLayer(TransformerLayer):

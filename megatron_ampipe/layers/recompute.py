@@ -2,7 +2,7 @@
 
 For pieces of a stage that draw random numbers through Megatron's tracker. Megatron's own checkpoint runs a
 backward pass of its own inside and therefore refuses to work under ``torch.autograd.grad``, which is how
-stages are differentiated; torch's non-reentrant one does not. Used by :mod:`.attention`.
+stages are differentiated; torch's non-reentrant one does not. Used by :mod:`.chunk_attention`.
 """
 
 from __future__ import annotations

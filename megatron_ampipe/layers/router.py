@@ -1,6 +1,6 @@
 """Megatron's top-k router, able to route a sequence chunk by chunk with the result of routing it whole.
 
-The parameters, buffers and checkpoint keys are the stock router's. Used by :mod:`.stages`.
+The parameters, buffers and checkpoint keys are the stock router's. Used by :mod:`.megatron_stages`.
 """
 
 from __future__ import annotations

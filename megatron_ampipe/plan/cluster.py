@@ -26,7 +26,7 @@ Basis = Literal["measured", "derived", "datasheet"]
 source text says. ``datasheet``: a vendor's figure."""
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 Operation = Literal["all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
-StageKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "expert", "merge"]
+OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "expert", "merge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Host:
     """
 
     issue: Overhead
-    stage: Mapping[StageKind, StageOverhead]
+    stage: Mapping[OverheadKind, StageOverhead]
     block: Overhead
     stock: Overhead
 
@@ -258,7 +258,7 @@ class Cluster:
             raise self.missing("compute.attention", dtype)
         return self.compute.attention[dtype]
 
-    def stage_overhead(self, kind: StageKind) -> StageOverhead:
+    def stage_overhead(self, kind: OverheadKind) -> StageOverhead:
         """What a compute stage of this kind costs beside its work.
 
         Raises:

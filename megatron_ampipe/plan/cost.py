@@ -1,7 +1,7 @@
 """How long each stage of each chunk takes alone: workload times cluster times chunks. Pure arithmetic.
 
-One function per stage says what it computes and moves, forward and backward, as ``layers/stages.py`` and
-``runtime/block_call.py`` do it. Times are those of the busiest rank, in microseconds. What is not modelled:
+One function per stage says what it computes and moves, forward and backward, as ``layers/megatron_stages.py``
+and ``runtime/block_call.py`` do it. Times are those of the busiest rank, in microseconds. Not modelled:
 caches, clocks that fall under load, and the time a rank waits for a slower one.
 """
 
@@ -11,10 +11,10 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, StageKind, Transfer
-from megatron_ampipe.plan.rows import Rows, chunk_rows
+from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, OverheadKind, Transfer
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Kind, Stage
+from megatron_ampipe.schedule import Direction, Stage, StageKind
 
 COUNT_BYTES = 8
 PROBABILITY_BYTES = 4
@@ -71,12 +71,14 @@ class CostModel:
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
         if whole_attention or not work.features.chunked_qkv:
-            found[Stage(Kind.QKV)] = self._with_overhead("qkv", self._qkv(work.rows, chunked=False))
+            found[Stage(StageKind.QKV)] = self._with_overhead("qkv", self._qkv(work.rows, chunked=False))
         if whole_attention:
             (whole,) = chunk_rows(work, (work.rows,))
-            found[Stage(Kind.ATTENTION)] = self._with_overhead("attention", self._core(whole, chunked=False))
+            found[Stage(StageKind.ATTENTION)] = self._with_overhead(
+                "attention", self._core(whole, chunked=False)
+            )
         if work.losses:
-            found[Stage(Kind.LOSSES)] = self._with_overhead("losses", self._losses())
+            found[Stage(StageKind.LOSSES)] = self._with_overhead("losses", self._losses())
         alike = {
             length: self._alike(length, chunked=chunked, whole_attention=whole_attention)
             for length in set(lengths)
@@ -86,13 +88,15 @@ class CostModel:
             computed = [dict(alike[chunk.hidden]) for chunk in group]
             if not whole_attention:
                 for chunk, one in zip(group, computed, strict=True):
-                    one[Kind.ATTENTION] = self._with_overhead("attention", self._core(chunk, chunked=chunked))
+                    one[StageKind.ATTENTION] = self._with_overhead(
+                        "attention", self._core(chunk, chunked=chunked)
+                    )
             number = index // parts
             for kind in computed[0]:
                 found[Stage(kind, number)] = functools.reduce(Pair.__add__, (one[kind] for one in computed))
             travel = self._travel(sum(chunk.hidden for chunk in group), stock=False)
-            found[Stage(Kind.COUNTS, number)] = self._counts()
-            found[Stage(Kind.DISPATCH, number)] = found[Stage(Kind.COMBINE, number)] = travel
+            found[Stage(StageKind.COUNTS, number)] = self._counts()
+            found[Stage(StageKind.DISPATCH, number)] = found[Stage(StageKind.COMBINE, number)] = travel
         return found
 
     def stock(self) -> Pair:
@@ -124,26 +128,26 @@ class CostModel:
         travel = self._travel(rows.hidden, stock=True)
         return travel + travel
 
-    def _alike(self, rows: int, *, chunked: bool, whole_attention: bool) -> dict[Kind, Pair]:
+    def _alike(self, rows: int, *, chunked: bool, whole_attention: bool) -> dict[StageKind, Pair]:
         """The compute stages that take as long in every chunk of these rows: all but attention."""
         load = self._load(padded=False)
         found = {
-            Kind.ROUTE: self._with_overhead("route", self._route(rows, load=load)),
-            Kind.EXPERT: self._with_overhead("expert", self._expert(rows, load=load, chunked=chunked)),
-            Kind.MERGE: self._with_overhead("merge", self._merge(rows, load=load)),
+            StageKind.ROUTE: self._with_overhead("route", self._route(rows, load=load)),
+            StageKind.EXPERT: self._with_overhead("expert", self._expert(rows, load=load, chunked=chunked)),
+            StageKind.MERGE: self._with_overhead("merge", self._merge(rows, load=load)),
         }
         if self.workload.features.chunked_qkv and not whole_attention:
-            found[Kind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
+            found[StageKind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
         if self.workload.shared_ffn is not None:
-            found[Kind.SHARED] = self._with_overhead("shared", self._shared(rows, chunked=chunked))
+            found[StageKind.SHARED] = self._with_overhead("shared", self._shared(rows, chunked=chunked))
         return found
 
-    def latency(self, kind: Kind) -> float:
+    def latency(self, kind: StageKind) -> float:
         """The part of a collective of this kind that does not depend on its size."""
         work = self.workload
-        if kind is Kind.COUNTS:
+        if kind is StageKind.COUNTS:
             return self._counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
-        if kind not in (Kind.DISPATCH, Kind.COMBINE) or work.expert == 1:
+        if kind not in (StageKind.DISPATCH, StageKind.COMBINE) or work.expert == 1:
             return 0.0
         if work.dispatcher == "allgather":
             return self._counts_figure().alpha_us
@@ -328,7 +332,7 @@ class CostModel:
             return self.workload.imbalance
         return capacity if padded else min(capacity, self.workload.imbalance)
 
-    def _with_overhead(self, kind: StageKind, pair: Pair) -> Pair:
+    def _with_overhead(self, kind: OverheadKind, pair: Pair) -> Pair:
         overhead = self.cluster.stage_overhead(kind)
         return Pair(
             pair.forward * overhead.forward_factor + overhead.forward_us,

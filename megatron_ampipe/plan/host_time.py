@@ -13,19 +13,19 @@ kernels make fewer calls; that they do so in the same proportion in all stages i
 from __future__ import annotations
 
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Kind
+from megatron_ampipe.schedule import Direction, StageKind
 
-CALLS: dict[Kind, tuple[float, float]] = {
-    Kind.QKV: (10, 20),
-    Kind.ATTENTION: (15, 27),
-    Kind.ROUTE: (16, 12),
-    Kind.LOSSES: (16, 7),
-    Kind.SHARED: (3, 7),
-    Kind.COUNTS: (6, 0),
-    Kind.DISPATCH: (6, 6),
-    Kind.EXPERT: (4, 10),
-    Kind.COMBINE: (3, 3),
-    Kind.MERGE: (4, 1),
+CALLS: dict[StageKind, tuple[float, float]] = {
+    StageKind.QKV: (10, 20),
+    StageKind.ATTENTION: (15, 27),
+    StageKind.ROUTE: (16, 12),
+    StageKind.LOSSES: (16, 7),
+    StageKind.SHARED: (3, 7),
+    StageKind.COUNTS: (6, 0),
+    StageKind.DISPATCH: (6, 6),
+    StageKind.EXPERT: (4, 10),
+    StageKind.COMBINE: (3, 3),
+    StageKind.MERGE: (4, 1),
 }
 """Calls of a stage of one chunk, forward and backward; of ``expert``, for one product of experts."""
 SORTING = 4
@@ -34,15 +34,15 @@ MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.0}
 """Calls of a stage on average, in a block with one local expert and nothing optional."""
 
 
-def calls(kind: Kind, direction: Direction, workload: Workload) -> float:
+def calls(kind: StageKind, direction: Direction, workload: Workload) -> float:
     """Calls of the device that issue one stage of one chunk."""
     forward, backward = CALLS[kind]
     once = forward if direction is Direction.FORWARD else backward
-    if kind is not Kind.EXPERT or workload.local_experts == 1:
+    if kind is not StageKind.EXPERT or workload.local_experts == 1:
         return once
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 
 
-def share(kind: Kind, direction: Direction, workload: Workload) -> float:
+def share(kind: StageKind, direction: Direction, workload: Workload) -> float:
     """The time to issue one stage of one chunk, over that of a stage on average."""
     return calls(kind, direction, workload) / MEAN[direction]

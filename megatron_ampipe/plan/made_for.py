@@ -1,6 +1,6 @@
 """What a plan was made for, as its file says it: sizes of the block, parallel sizes, machines.
 
-A run builds the same from its own flags, and compares. Pure. Called by :mod:`.plan` and by ``launch``.
+A run builds the same from its own flags, and compares. Pure. Called by :mod:`.plan_file` and by ``launch``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron_ampipe.plan.cost import CostModel, Pair
 from megatron_ampipe.plan.host_time import share
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Kind, Schedule, Stage
+from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind
 from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
 
 
@@ -34,9 +34,10 @@ class Predictor:
         self._model = CostModel(workload, cluster)
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._shares = {
-            direction: {kind: share(kind, direction, workload) for kind in Kind} for direction in Direction
+            direction: {kind: share(kind, direction, workload) for kind in StageKind}
+            for direction in Direction
         }
-        self._latency = {kind: self._model.latency(kind) for kind in Kind}
+        self._latency = {kind: self._model.latency(kind) for kind in StageKind}
         self._slowdowns = {
             "compute_slowdown": cluster.overlap.compute_slowdown,
             "communication_slowdown": cluster.overlap.communication_slowdown,

@@ -4,7 +4,7 @@ The dataclass is the form of the file. A field's type says what may stand there:
 0, or at least ``metadata["minimum"]``), a choice (``Literal``), a whole number (at least 1), true or false,
 another dataclass, a list of one of these, or a mapping from a choice to one of these. A field without a
 default must be given.
-Called by :mod:`.cluster` and :mod:`.plan`; knows no field of either.
+Called by :mod:`.cluster` and :mod:`.plan_file`; knows no field of either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One pass of one micro-batch through a block: what runs when the schedule says so, forward and backward.
 
 :class:`BlockCall` holds everything of one forward pass and its backward, so that several micro-batches
-can be in flight in one layer. Called by :mod:`.block`.
+can be in flight in one layer. Called by :mod:`.autograd_block`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ampipe.runtime.block_stages import BlockPlan, BlockStages
-from megatron_ampipe.runtime.collectives import Transfer, gather_together, travel_together
+from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
+from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.rows import put_rows, put_sum, take_rows
 from megatron_ampipe.runtime.segment import GradientSums, Segment
-from megatron_ampipe.schedule import Chunk, Direction, Kind, Stage
+from megatron_ampipe.schedule import Chunk, Direction, Stage, StageKind
 
 # S sequence rows, B batch, D hidden size.
 
-Handlers = dict[Kind, Callable[[Stage], Transfer | None]]
+Handlers = dict[StageKind, Callable[[Stage], Transfer | None]]
 """What does the work of a stage, by its kind; collectives are only started."""
 
 
@@ -40,7 +40,7 @@ class BlockCall:
     def __init__(
         self,
         stages: BlockStages,
-        plan: BlockPlan,
+        plan: CompiledSchedule,
         executor: Executor,
         recorder: Recorder,
         *,
@@ -68,16 +68,16 @@ class BlockCall:
         self._execute(
             Direction.FORWARD,
             {
-                Kind.QKV: self._qkv,
-                Kind.ATTENTION: self._attention,
-                Kind.ROUTE: self._route,
-                Kind.LOSSES: self._losses,
-                Kind.SHARED: self._shared,
-                Kind.COUNTS: self._counts,
-                Kind.DISPATCH: self._dispatch,
-                Kind.EXPERT: self._expert,
-                Kind.COMBINE: self._combine,
-                Kind.MERGE: self._merge,
+                StageKind.QKV: self._qkv,
+                StageKind.ATTENTION: self._attention,
+                StageKind.ROUTE: self._route,
+                StageKind.LOSSES: self._losses,
+                StageKind.SHARED: self._shared,
+                StageKind.COUNTS: self._counts,
+                StageKind.DISPATCH: self._dispatch,
+                StageKind.EXPERT: self._expert,
+                StageKind.COMBINE: self._combine,
+                StageKind.MERGE: self._merge,
             },
         )
         output = self._output
@@ -148,7 +148,7 @@ class BlockCall:
     def _counts(self, stage: Stage) -> Transfer:
         indices = self._indices(stage, Direction.FORWARD)
         counts = [self._stages.counts(index) for index in indices]
-        gathered = gather_together(counts, group=self._stages.counts_group)
+        gathered = gather_chunks(counts, group=self._stages.counts_group)
         for index, of_ranks in zip(indices, gathered.outputs, strict=True):
             self._stages.set_counts(index, of_ranks)
         self._note_travel(*counts, *gathered.outputs)
@@ -170,7 +170,7 @@ class BlockCall:
 
     def _combine(self, stage: Stage) -> Transfer:
         indices = self._indices(stage, Direction.FORWARD)
-        return self._travel(indices, self._values, ("expert",), ("combined",), back=True)
+        return self._travel(indices, self._values, ("expert",), ("combined",), combine=True)
 
     def _merge(self, stage: Stage) -> None:
         index = self._index(stage)
@@ -214,15 +214,15 @@ class BlockCall:
         self._execute(
             Direction.BACKWARD,
             {
-                Kind.QKV: self._qkv_backward,
-                Kind.ATTENTION: self._attention_backward,
-                Kind.ROUTE: self._route_backward,
-                Kind.LOSSES: self._losses_backward,
-                Kind.SHARED: self._shared_backward,
-                Kind.DISPATCH: self._dispatch_backward,
-                Kind.EXPERT: self._expert_backward,
-                Kind.COMBINE: self._combine_backward,
-                Kind.MERGE: self._merge_backward,
+                StageKind.QKV: self._qkv_backward,
+                StageKind.ATTENTION: self._attention_backward,
+                StageKind.ROUTE: self._route_backward,
+                StageKind.LOSSES: self._losses_backward,
+                StageKind.SHARED: self._shared_backward,
+                StageKind.DISPATCH: self._dispatch_backward,
+                StageKind.EXPERT: self._expert_backward,
+                StageKind.COMBINE: self._combine_backward,
+                StageKind.MERGE: self._merge_backward,
             },
         )
         assert self._hidden_gradient is not None
@@ -250,7 +250,7 @@ class BlockCall:
     def _dispatch_backward(self, stage: Stage) -> Transfer:
         indices = self._indices(stage, Direction.BACKWARD)
         names = ("received", "received_probs"), ("tokens", "probs")
-        return self._travel(indices, self._gradients, *names, back=True)
+        return self._travel(indices, self._gradients, *names, combine=True)
 
     def _losses_backward(self, stage: Stage) -> None:
         # The losses hang on the number that carries them: a zero gradient lets only theirs through.
@@ -283,7 +283,7 @@ class BlockCall:
         query, key, value, hidden = self._differentiate(stage, residual, normed)
         if key is not None:
             self._key_value_sums.add(0, key, value)
-        if Stage(Kind.QKV, stage.chunk) in self._segments:
+        if Stage(StageKind.QKV, stage.chunk) in self._segments:
             self._gradients["query", stage.chunk], self._gradients["hidden", stage.chunk] = query, hidden
             return
         # Queries of the whole sequence, attention in chunks.
@@ -363,7 +363,7 @@ class BlockCall:
         leaving: Sequence[str],
         arriving: Sequence[str],
         *,
-        back: bool = False,
+        combine: bool = False,
     ) -> Transfer:
         """Start to bring tensors of some chunks to the experts' ranks, or back from there.
 
@@ -372,11 +372,11 @@ class BlockCall:
             store: Where the tensors are taken from, and those that arrive are put.
             leaving: Their names.
             arriving: Likewise.
-            back: From the experts' ranks.
+            combine: From the experts' ranks.
         """
         transports = [self._stages.transport(index) for index in indices]
         tensors = [[store.pop((name, index)) for name in leaving] for index in indices]
-        transfer = travel_together(transports, tensors, back=back)
+        transfer = exchange_chunks(transports, tensors, combine=combine)
         places = [(name, index) for index in indices for name in arriving]
         store.update(zip(places, transfer.outputs, strict=True))
         self._note_travel(*itertools.chain(*tensors), *transfer.outputs)

@@ -1,7 +1,7 @@
 """What a block consists of for the runtime: what its stages compute, and in which order they run.
 
-The layer implements :class:`BlockStages`; :class:`BlockPlan` is a schedule made ready for an executor. Both
-are read by :mod:`.block_call`.
+The layer implements :class:`BlockStages`; :class:`CompiledSchedule` is a schedule made ready for an executor.
+Both are read by :mod:`.block_call`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
     Direction,
-    Kind,
     Schedule,
     Stage,
+    StageKind,
     dependencies,
     issue_order,
 )
@@ -37,10 +37,10 @@ class BlockStages(Protocol):
     chunks: Sequence[Chunk]
     counts_group: dist.ProcessGroup
     """Ranks that exchange :meth:`counts`."""
-    recomputed: Collection[Kind]
+    recomputed: Collection[StageKind]
     """Kinds of stages of which only the inputs are kept, and that run again in the backward pass."""
 
-    def parameters(self, kind: Kind) -> Sequence[Parameter]:
+    def parameters(self, kind: StageKind) -> Sequence[Parameter]:
         """The trainable parameters that stages of this kind use."""
 
     def qkv(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ class BlockStages(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlan:
+class CompiledSchedule:
     """A schedule made ready for one executor: what can be derived once, for both directions.
 
     Attributes:
@@ -104,7 +104,7 @@ class BlockPlan:
     parts: dict[Direction, dict[Stage, tuple[Stage, ...]]]
 
     @classmethod
-    def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> BlockPlan:
+    def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> CompiledSchedule:
         """Derive both directions from a schedule that was checked."""
         needs = {
             direction: dependencies(

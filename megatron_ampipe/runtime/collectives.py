@@ -49,11 +49,11 @@ class Transfer:
 class Transport(Protocol):
     """How the tokens of one chunk travel; going back is the adjoint of going there."""
 
-    def there(self, tensors: Sequence[Tensor]) -> Transfer:
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the ranks that own the tokens to the ranks that own the experts."""
         ...
 
-    def back(self, tensors: Sequence[Tensor]) -> Transfer:
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the experts' ranks to the tokens' ranks."""
         ...
 
@@ -104,11 +104,11 @@ class AllToAll:
         receive = [sum(rows) for rows in zip(*(transport.receive for transport in transports), strict=True)]
         return cls(send, receive, transports[0].group)
 
-    def there(self, tensors: Sequence[Tensor]) -> Transfer:
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
         return exchange_rows(tensors, send=self.send, receive=self.receive, group=self.group)
 
-    def back(self, tensors: Sequence[Tensor]) -> Transfer:
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[sum(receive), ...]`` to ``[sum(send), ...]``."""
         return exchange_rows(tensors, send=self.receive, receive=self.send, group=self.group)
 
@@ -140,7 +140,7 @@ class AllGather:
         """See :class:`Transport`."""
         return cls(sum(transport.num_rows for transport in transports), transports[0].group)
 
-    def there(self, tensors: Sequence[Tensor]) -> Transfer:
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[T, ...]`` to ``[ranks * T, ...]``."""
         parts = [all_gather_rows(tensor, group=self.group) for tensor in tensors]
         return Transfer(
@@ -148,7 +148,7 @@ class AllGather:
             tuple(work for part in parts for work in part.works),
         )
 
-    def back(self, tensors: Sequence[Tensor]) -> Transfer:
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[ranks * T, ...]`` to ``[T, ...]``, summed over ranks."""
         if self.group.size() == 1:
             return Transfer(tuple(tensors))
@@ -162,32 +162,32 @@ class AllGather:
         return Transfer.of(received, works)
 
 
-def travel_together(
-    transports: Sequence[Transport], tensors: Sequence[Sequence[Tensor]], *, back: bool
+def exchange_chunks(
+    transports: Sequence[Transport], tensors: Sequence[Sequence[Tensor]], *, combine: bool
 ) -> Transfer:
     """Start to bring the tokens of several chunks to the experts' ranks, or back, as one collective.
 
     Args:
         transports: How the tokens of each chunk travel, all of one kind.
         tensors: Those of each chunk.
-        back: From the experts' ranks, rather than to them.
+        combine: From the experts' ranks, rather than to them.
 
     Returns:
         Its outputs are those of the first chunk, then those of the second, and so on.
     """
     if len(transports) == 1:
-        move = transports[0].back if back else transports[0].there
+        move = transports[0].combine if combine else transports[0].dispatch
         return move(tensors[0])
-    outgoing = [transport.received if back else transport.sent for transport in transports]
-    incoming = [transport.sent if back else transport.received for transport in transports]
+    outgoing = [transport.received if combine else transport.sent for transport in transports]
+    incoming = [transport.sent if combine else transport.received for transport in transports]
     joined = type(transports[0]).joined(transports)
-    moved = (joined.back if back else joined.there)(
+    moved = (joined.combine if combine else joined.dispatch)(
         [_interleaved(of_chunks, outgoing) for of_chunks in zip(*tensors, strict=True)]
     )
     return _separated(moved, incoming)
 
 
-def gather_together(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
+def gather_chunks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
     """:func:`all_gather_rows` of several tensors as one collective; as many rows on every rank."""
     if len(tensors) == 1:
         return all_gather_rows(tensors[0], group=group)

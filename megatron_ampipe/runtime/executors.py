@@ -140,7 +140,7 @@ class ThreadExecutor:
                     run_on_host(lane, stage, run_stage, recorder)
                 else:
                     if lane not in self._lanes:
-                        calm_event_loops()
+                        demote_gloo_threads()
                         self._lanes[lane] = _Lane(lane)
                     travelling[stage] = self._lanes[lane].submit(
                         _Call(stage, start, recorder, failures, future=Future())
@@ -149,7 +149,7 @@ class ThreadExecutor:
             future.result()
 
 
-def calm_event_loops() -> None:
+def demote_gloo_threads() -> None:
     """Have gloo's event loops wait for the processor instead of taking it from a thread that runs.
 
     A loop that is woken while another thread of the process sends finds the connection locked, and asks

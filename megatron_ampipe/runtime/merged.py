@@ -5,7 +5,7 @@ a slower one. Here every chunk gets it: once for its own keys, causal, and once 
 a mask. A kernel that aligns its causal mask to the bottom right takes both as one piece. Nothing here knows a
 device; the kernels are in :mod:`.cpu_flash`, :mod:`.torch_flash` and :mod:`.flash_attn_packages`.
 
-Shapes as in :mod:`.attention`, which lists what is made here among its kernels.
+Shapes as in :mod:`.attention_kernels`, which lists what is made here among its kernels.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def all_keys(span: Span) -> tuple[Piece, ...]:
 
 
 class MergedAttention:
-    """One of the kernels of :mod:`.attention`, made of a :class:`PieceKernel`.
+    """One of the kernels of :mod:`.attention_kernels`, made of a :class:`PieceKernel`.
 
     Args:
         kernel: Computes every piece.

@@ -2,7 +2,7 @@
 
 Not a recorder of stages: two moments of each pass, and only while someone is measuring. On CUDA they are
 events, read when the sums are asked for, so measuring never synchronises between blocks. Called by
-:mod:`.block` through the recorder; read by ``launch.auto``.
+:mod:`.autograd_block` through the recorder; read by ``launch.auto``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Called by the names of their operators: ``scaled_dot_product_attention`` chooses among them by the shapes, and
 so another one for the first chunk than for the rest. For fp16 and bf16. Which can be used where, says
-``layers/kernels.py``.
+``layers/kernel_choice.py``.
 """
 
 from __future__ import annotations

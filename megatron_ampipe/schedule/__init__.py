@@ -14,13 +14,12 @@ from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.pipeline import Pipeline
 from megatron_ampipe.schedule.text import from_text, to_text
-from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import Direction, LaneOrder, Program, Schedule, Stage, StageKind
 
 __all__ = [
     "BlockFeatures",
     "Chunk",
     "Direction",
-    "Kind",
     "LaneOrder",
     "Pipeline",
     "Program",
@@ -28,6 +27,7 @@ __all__ = [
     "SequenceLayout",
     "Span",
     "Stage",
+    "StageKind",
     "build",
     "check",
     "chunk_sequence",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.graph import BlockFeatures
-from megatron_ampipe.schedule.types import COMM, COMPUTE, Kind, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import COMM, COMPUTE, LaneOrder, Program, Schedule, Stage, StageKind
 
 
 @functools.lru_cache(maxsize=512)
@@ -47,24 +47,26 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk: every collective is waited for on the spot."""
     chunks = range(degree)
-    forward = [] if features.chunked_qkv else [Stage(Kind.QKV)]
-    own_qkv = [Kind.QKV] if features.chunked_qkv else []
+    forward = [] if features.chunked_qkv else [Stage(StageKind.QKV)]
+    own_qkv = [StageKind.QKV] if features.chunked_qkv else []
     for chunk in chunks:
-        forward += _of_chunk(chunk, *own_qkv, Kind.ATTENTION, Kind.ROUTE, Kind.COUNTS, Kind.DISPATCH)
+        forward += _of_chunk(
+            chunk, *own_qkv, StageKind.ATTENTION, StageKind.ROUTE, StageKind.COUNTS, StageKind.DISPATCH
+        )
         if features.shared:
-            forward += _of_chunk(chunk, Kind.SHARED)
-        forward += _of_chunk(chunk, Kind.EXPERT, Kind.COMBINE, Kind.MERGE)
+            forward += _of_chunk(chunk, StageKind.SHARED)
+        forward += _of_chunk(chunk, StageKind.EXPERT, StageKind.COMBINE, StageKind.MERGE)
     backward: list[Stage] = []
     if features.losses:
-        forward.append(Stage(Kind.LOSSES))
-        backward.append(Stage(Kind.LOSSES))
+        forward.append(Stage(StageKind.LOSSES))
+        backward.append(Stage(StageKind.LOSSES))
     for chunk in reversed(chunks):
-        backward += _of_chunk(chunk, Kind.MERGE, Kind.COMBINE, Kind.EXPERT, Kind.DISPATCH)
+        backward += _of_chunk(chunk, StageKind.MERGE, StageKind.COMBINE, StageKind.EXPERT, StageKind.DISPATCH)
         if features.shared:
-            backward += _of_chunk(chunk, Kind.SHARED)
-        backward += _of_chunk(chunk, Kind.ROUTE, Kind.ATTENTION, *own_qkv)
+            backward += _of_chunk(chunk, StageKind.SHARED)
+        backward += _of_chunk(chunk, StageKind.ROUTE, StageKind.ATTENTION, *own_qkv)
     if not features.chunked_qkv:
-        backward.append(Stage(Kind.QKV))
+        backward.append(Stage(StageKind.QKV))
     return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward))
 
 
@@ -76,13 +78,13 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     still have to travel, and not after half of the way.
     """
     chunks = range(degree)
-    kinds = [Kind.ATTENTION, Kind.ROUTE]
-    whole = [Stage(Kind.QKV)]
+    kinds = [StageKind.ATTENTION, StageKind.ROUTE]
+    whole = [Stage(StageKind.QKV)]
     if features.chunked_qkv:
-        kinds, whole = [Kind.QKV, *kinds], []
+        kinds, whole = [StageKind.QKV, *kinds], []
     lead = max(1, degree // 4)
 
-    def backward(kind: Kind, *behind: Kind) -> list[Stage]:
+    def backward(kind: StageKind, *behind: StageKind) -> list[Stage]:
         """``kind`` of every chunk, last chunk first, and ``behind`` of the chunk ``lead`` before it."""
         stages = []
         for chunk in reversed(range(-lead, degree)):
@@ -95,23 +97,27 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
         degree,
         features,
         first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *kinds))],
-        last_half=[*backward(Kind.EXPERT, *reversed(kinds)), *whole],
-        backward_comm=backward(Kind.COMBINE, Kind.DISPATCH),
+        last_half=[*backward(StageKind.EXPERT, *reversed(kinds)), *whole],
+        backward_comm=backward(StageKind.COMBINE, StageKind.DISPATCH),
     )
 
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
-    attention = [Stage(Kind.QKV), Stage(Kind.ATTENTION)]
+    attention = [Stage(StageKind.QKV), Stage(StageKind.ATTENTION)]
     last_first = chunks[::-1]
     return _overlapped(
         "moe-only",
         degree,
         features,
-        first_half=[*attention, *_each(Kind.ROUTE, chunks)],
-        last_half=[*_each(Kind.EXPERT, last_first), *_each(Kind.ROUTE, last_first), *reversed(attention)],
-        backward_comm=[*_each(Kind.COMBINE, last_first), *_each(Kind.DISPATCH, last_first)],
+        first_half=[*attention, *_each(StageKind.ROUTE, chunks)],
+        last_half=[
+            *_each(StageKind.EXPERT, last_first),
+            *_each(StageKind.ROUTE, last_first),
+            *reversed(attention),
+        ],
+        backward_comm=[*_each(StageKind.COMBINE, last_first), *_each(StageKind.DISPATCH, last_first)],
     )
 
 
@@ -138,33 +144,33 @@ def _overlapped(
         backward_comm: Backward, all collectives.
     """
     chunks = range(degree)
-    shared = _each(Kind.SHARED, chunks) if features.shared else []
-    losses = [Stage(Kind.LOSSES)] if features.losses else []
+    shared = _each(StageKind.SHARED, chunks) if features.shared else []
+    losses = [Stage(StageKind.LOSSES)] if features.losses else []
     forward = _program(
         compute=[
             *first_half,
             *losses,
             *shared,
-            *_each(Kind.EXPERT, chunks),
-            *_each(Kind.MERGE, chunks),
+            *_each(StageKind.EXPERT, chunks),
+            *_each(StageKind.MERGE, chunks),
         ],
         comm=[
-            *(stage for chunk in chunks for stage in _of_chunk(chunk, Kind.COUNTS, Kind.DISPATCH)),
-            *_each(Kind.COMBINE, chunks),
+            *(stage for chunk in chunks for stage in _of_chunk(chunk, StageKind.COUNTS, StageKind.DISPATCH)),
+            *_each(StageKind.COMBINE, chunks),
         ],
     )
     backward = _program(
-        compute=[*_each(Kind.MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
+        compute=[*_each(StageKind.MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
         comm=backward_comm,
     )
     return Schedule(name, degree, forward, backward)
 
 
-def _of_chunk(chunk: int, *kinds: Kind) -> list[Stage]:
+def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
     return [Stage(kind, chunk) for kind in kinds]
 
 
-def _each(kind: Kind, chunks: Iterable[int]) -> list[Stage]:
+def _each(kind: StageKind, chunks: Iterable[int]) -> list[Stage]:
     return [Stage(kind, chunk) for chunk in chunks]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule.types import Direction, Kind, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import Direction, LaneOrder, Program, Schedule, Stage, StageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,9 @@ def dependencies(
     forward = _forward(features, degree=degree, whole_attention=whole_attention)
     if direction is Direction.FORWARD:
         return {stage: tuple(needed) for stage, needed in forward.items()}
-    backward: dict[Stage, list[Stage]] = {stage: [] for stage in forward if stage.kind is not Kind.COUNTS}
+    backward: dict[Stage, list[Stage]] = {
+        stage: [] for stage in forward if stage.kind is not StageKind.COUNTS
+    }
     for stage, needed in forward.items():
         for earlier in needed:
             # An order among equals (route after route) carries no data, so it has no reverse.
@@ -73,14 +75,16 @@ def restrict(schedule: Schedule, features: BlockFeatures) -> Schedule:
 
 def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> dict[Stage, list[Stage]]:
     chunked_qkv = features.chunked_qkv and not whole_attention
-    projections = [Stage(Kind.QKV, chunk) for chunk in range(degree)] if chunked_qkv else [Stage(Kind.QKV)]
+    projections = (
+        [Stage(StageKind.QKV, chunk) for chunk in range(degree)] if chunked_qkv else [Stage(StageKind.QKV)]
+    )
     graph: dict[Stage, list[Stage]] = {stage: [] for stage in projections}
-    routes = [Stage(Kind.ROUTE, chunk) for chunk in range(degree)]
+    routes = [Stage(StageKind.ROUTE, chunk) for chunk in range(degree)]
     for chunk, route in enumerate(routes):
-        attention = Stage(Kind.ATTENTION, None if whole_attention else chunk)
-        counts, dispatch = Stage(Kind.COUNTS, chunk), Stage(Kind.DISPATCH, chunk)
-        expert, combine = Stage(Kind.EXPERT, chunk), Stage(Kind.COMBINE, chunk)
-        merge = Stage(Kind.MERGE, chunk)
+        attention = Stage(StageKind.ATTENTION, None if whole_attention else chunk)
+        counts, dispatch = Stage(StageKind.COUNTS, chunk), Stage(StageKind.DISPATCH, chunk)
+        expert, combine = Stage(StageKind.EXPERT, chunk), Stage(StageKind.COMBINE, chunk)
+        merge = Stage(StageKind.MERGE, chunk)
         # Attention is causal: a chunk sees the keys of earlier chunks and its own.
         graph[attention] = projections[: chunk + 1]
         graph[route] = [attention]
@@ -92,9 +96,9 @@ def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> 
         graph[combine] = [expert]
         graph[merge] = [combine, attention]
         if features.shared:
-            shared = Stage(Kind.SHARED, chunk)
+            shared = Stage(StageKind.SHARED, chunk)
             graph[shared] = [attention]
             graph[merge].append(shared)
     if features.losses:
-        graph[Stage(Kind.LOSSES)] = list(routes)
+        graph[Stage(StageKind.LOSSES)] = list(routes)
     return graph

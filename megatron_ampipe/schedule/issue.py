@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from megatron_ampipe.schedule.types import COMPUTE, Kind, Program, Stage
+from megatron_ampipe.schedule.types import COMPUTE, Program, Stage, StageKind
 
-COVERS_A_WAIT = frozenset({Kind.ATTENTION, Kind.EXPERT, Kind.SHARED})
+COVERS_A_WAIT = frozenset({StageKind.ATTENTION, StageKind.EXPERT, StageKind.SHARED})
 """Kinds of stages that keep a device busy while its host waits: the others are over before the host knows
 what it waits for."""
 
@@ -42,7 +42,7 @@ def issue_order(
 
 def counts_of(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
     """The ``counts`` that a host must know before it can issue this stage; None where it need not wait."""
-    return next((needed for needed in needs[stage] if needed.kind is Kind.COUNTS), None)
+    return next((needed for needed in needs[stage] if needed.kind is StageKind.COUNTS), None)
 
 
 def stream_of(lane: str, stage: Stage) -> str:
@@ -51,7 +51,7 @@ def stream_of(lane: str, stage: Stage) -> str:
     Every lane is a stream, except that ``counts`` have their own: behind a ``dispatch`` the host would wait
     for a whole transfer before it knew a few numbers.
     """
-    return f"{lane} counts" if stage.kind is Kind.COUNTS and lane != COMPUTE else lane
+    return f"{lane} counts" if stage.kind is StageKind.COUNTS and lane != COMPUTE else lane
 
 
 def merge_lanes[S: Hashable](

@@ -18,11 +18,11 @@ from megatron_ampipe.schedule.types import (
     EITHER,
     WHOLE_BLOCK,
     Direction,
-    Kind,
     LaneOrder,
     Program,
     Schedule,
     Stage,
+    StageKind,
 )
 
 
@@ -82,13 +82,13 @@ def from_text(text: str) -> Schedule:
 def _stage(word: str, *, number: int, degree: int) -> Stage:
     name, dot, index = word.partition(".")
     whole = name in WHOLE_BLOCK or (name in EITHER and not dot)
-    if name in set(Kind) and (not dot if whole else _is_number(index) and int(index) < degree):
-        return Stage(Kind(name), None if whole else int(index))
+    if name in set(StageKind) and (not dot if whole else _is_number(index) and int(index) < degree):
+        return Stage(StageKind(name), None if whole else int(index))
     raise BadInput(
         f"schedule line {number}",
         word,
         rule=f"is not a stage of a block of degree {degree}",
-        remedy=f"Stages are {', '.join(Kind)}, followed by .0 to .{degree - 1} "
+        remedy=f"Stages are {', '.join(StageKind)}, followed by .0 to .{degree - 1} "
         f"except {', '.join(sorted(WHOLE_BLOCK))}; {', '.join(sorted(EITHER))} also without.",
     )
 

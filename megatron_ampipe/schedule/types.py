@@ -19,7 +19,7 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
-class Kind(StrEnum):
+class StageKind(StrEnum):
     """What a stage does. The value is the stage's name in schedules, traces and messages."""
 
     QKV = "qkv"
@@ -44,10 +44,10 @@ class Kind(StrEnum):
     """Unpermutation, shared expert output, residual."""
 
 
-COMMUNICATION = frozenset({Kind.COUNTS, Kind.DISPATCH, Kind.COMBINE})
-WHOLE_BLOCK = frozenset({Kind.LOSSES})
+COMMUNICATION = frozenset({StageKind.COUNTS, StageKind.DISPATCH, StageKind.COMBINE})
+WHOLE_BLOCK = frozenset({StageKind.LOSSES})
 """Kinds that are always done once for the whole sequence."""
-EITHER = frozenset({Kind.QKV, Kind.ATTENTION})
+EITHER = frozenset({StageKind.QKV, StageKind.ATTENTION})
 """Kinds that are done once or chunk by chunk, as the schedule says."""
 
 
@@ -60,7 +60,7 @@ class Stage:
         chunk: Of which chunk, from 0; None when it is done once for the whole sequence.
     """
 
-    kind: Kind
+    kind: StageKind
     chunk: int | None = None
 
     def __str__(self) -> str:
@@ -145,4 +145,4 @@ class Schedule:
     @property
     def whole_attention(self) -> bool:
         """Whether attention runs once for the whole sequence instead of chunk by chunk."""
-        return Stage(Kind.ATTENTION) in self.forward.stages
+        return Stage(StageKind.ATTENTION) in self.forward.stages

@@ -1,7 +1,7 @@
 """The timeline that ``ampipe plan`` predicts, as a trace and as a picture.
 
 What is predicted is a :class:`~megatron_ampipe.schedule.Pipeline`: the choice of the plan, or one that the
-user names, as a run with the same flags has it. Called by :mod:`megatron_ampipe.tools.plan`.
+user names, as a run with the same flags has it. Called by :mod:`megatron_ampipe.tools.plan_command`.
 """
 
 from __future__ import annotations

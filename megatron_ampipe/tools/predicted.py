@@ -1,7 +1,7 @@
 """A predicted timeline held against recorded ones: whether they fit together, and how long each stage took.
 
 ``ampipe plan --trace`` writes the prediction, ``ampipe draw --predicted`` reads it. Draws nothing. Called by
-:mod:`megatron_ampipe.tools.draw`.
+:mod:`megatron_ampipe.tools.draw_command`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A timeline that was predicted is one more, on a ground of its own; it stands where the caller puts it, for
 example under the rank that it is held against.
 
-Chooses nothing: what it is given, it draws. Called by :mod:`megatron_ampipe.tools.draw`.
+Chooses nothing: what it is given, it draws. Called by :mod:`megatron_ampipe.tools.draw_command`.
 
 The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
 does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own

@@ -13,10 +13,10 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.launch.host.attention import HostDotProductAttention
+from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
-from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder

@@ -62,7 +62,7 @@ def _refusal(**changes: Any) -> str | None:
 def _start() -> Any:
     import megatron.core.tensor_parallel.mappings as mappings
 
-    from megatron_ampipe.tools.benchmark.job import Cut, Job
+    from megatron_ampipe.tools.benchmark.protocol import Cut, Job
     from megatron_ampipe.tools.benchmark.worker import start_torch
 
     emulation = start_torch(
@@ -91,7 +91,7 @@ def _start() -> Any:
 def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
     from megatron_ampipe.tools.benchmark.blocks import BlockFactory
     from megatron_ampipe.tools.benchmark.grid import Case
-    from megatron_ampipe.tools.benchmark.job import Cut, Variant
+    from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
 
     case = Case(**FIGURES, **request)
     emulation.num_experts = case.experts

@@ -194,7 +194,7 @@ import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Cut, Variant
+from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
 from megatron_ampipe.tools.benchmark.passes import _compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Kind, Stage, build, dependencies, issue_order
+from megatron_ampipe.schedule import Direction, Stage, StageKind, build, dependencies, issue_order
 from megatron_ampipe.schedule.graph import BlockFeatures
 from tests.dist.launch import run_workers
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
@@ -30,10 +30,10 @@ class CablePulled(Exception):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(StageKind))
 @pytest.mark.parametrize("executor", [ThreadExecutor, SequentialExecutor])
 def test_a_failing_stage_raises_its_own_error(
-    executor: type[ThreadExecutor | SequentialExecutor], kind: Kind, direction: Direction
+    executor: type[ThreadExecutor | SequentialExecutor], kind: StageKind, direction: Direction
 ) -> None:
     """In whatever lane: the caller gets that very exception, and the lane begins no further stage.
 
@@ -68,7 +68,11 @@ def test_a_failing_stage_raises_its_own_error(
 @pytest.mark.timeout(30)
 def test_a_failure_does_not_wait_for_what_travels() -> None:
     """A compute stage fails while a collective is stuck: the error comes out at once."""
-    stuck, dispatch, attention = threading.Event(), Stage(Kind.DISPATCH, 0), Stage(Kind.ATTENTION, 1)
+    stuck, dispatch, attention = (
+        threading.Event(),
+        Stage(StageKind.DISPATCH, 0),
+        Stage(StageKind.ATTENTION, 1),
+    )
 
     def run_stage(stage: Stage) -> None:
         if stage == dispatch:

@@ -13,7 +13,7 @@ from megatron_ampipe.cli import build_parser, main
 from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build
-from megatron_ampipe.tools import profile
+from megatron_ampipe.tools import profile_command
 from megatron_ampipe.tools.benchmark import ranks
 from megatron_ampipe.tools.profiling import fit
 from megatron_ampipe.tools.profiling.workload import workload_of_case
@@ -49,7 +49,7 @@ def test_a_cluster_file_from_ranks_of_its_own(
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
     assert cluster.overlap.compute_slowdown >= 1
-    case = profile._case(build_parser("profile").parse_args(["profile", *words]))
+    case = profile_command._case(build_parser("profile").parse_args(["profile", *words]))
     predictor = Predictor(workload_of_case(case, num_ranks=2, fused_gradients=True), cluster)
     schedule = build("ampipe", degree=2, features=predictor.workload.features)
     assert predictor.pass_us(schedule, (64, 64)).forward > 4 * LATENCY_US

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.kernels import BY_SPEED, choose_kernel
-from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.layers.kernel_choice import BY_SPEED, choose_kernel
+from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 

@@ -263,7 +263,7 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/block.py layers/hybrid.py layers/spec.py layers/stages.py",
+        "layers/layer.py layers/pipelined_block.py layers/hybrid.py layers/spec.py layers/megatron_stages.py",
         (
             sets("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"),
             sets("hidden_dropout", "is_moe_layer", "layer_number", "pg_collection"),
@@ -286,7 +286,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.Attention",
-        "layers/attention.py",
+        "layers/chunk_attention.py",
         (
             sets("core_attention", "linear_proj", "layer_number", "pg_collection"),
             sets("hidden_size_per_attention_head", "checkpoint_core_attention"),
@@ -303,7 +303,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/attention.py layers/block.py layers/hybrid.py layers/spec.py",
+        "layers/chunk_attention.py layers/pipelined_block.py layers/hybrid.py layers/spec.py",
         (
             begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
             says("return (query, key, value)", method="get_query_key_value_tensors"),
@@ -311,7 +311,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MultiLatentAttention",
-        "layers/attention.py layers/block.py",
+        "layers/chunk_attention.py layers/pipelined_block.py",
         (sets("softmax_scale", "recompute_up_proj", "linear_proj", "core_attention"),),
     ),
     Internal(
@@ -327,7 +327,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.dot_product_attention.DotProductAttention",
-        "layers/attention.py launch/host/attention.py",
+        "layers/chunk_attention.py launch/host/core_attention.py",
         (
             sets("softmax_scale", "attention_dropout", "layer_number", "config", "pg_collection"),
             begins_with("query", "key", "value", "attention_mask", method="forward"),
@@ -336,10 +336,12 @@ INTERNALS = [
             takes("softmax_scale", "pg_collection", method="__init__"),
         ),
     ),
-    Internal("core.transformer.enums.AttnMaskType", "layers/attention.py", (has("causal_bottom_right"),)),
+    Internal(
+        "core.transformer.enums.AttnMaskType", "layers/chunk_attention.py", (has("causal_bottom_right"),)
+    ),
     Internal(
         "core.transformer.utils.is_layer_window_attention",
-        "layers/attention.py launch/host/attention.py",
+        "layers/chunk_attention.py launch/host/core_attention.py",
         (
             begins_with("window_size", "window_attn_skip_freq", "layer_number"),
             behaves(_gives_a_window_only_where_one_is_set),
@@ -347,17 +349,17 @@ INTERNALS = [
     ),
     Internal(
         "core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
-        "layers/attention.py",
+        "layers/chunk_attention.py",
         (begins_with("t", "freqs"), takes("config", "mscale", "cp_group")),
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/attention.py",
+        "layers/chunk_attention.py",
         (begins_with("input_", "tensor_parallel_output_grad"), takes("group")),
     ),
     Internal(
         "core.tensor_parallel.get_cuda_rng_tracker",
-        "layers/attention.py layers/recompute.py",
+        "layers/chunk_attention.py layers/recompute.py",
         (behaves(_forks_a_named_state),),
     ),
     Internal(
@@ -367,7 +369,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/stages.py layers/router.py layers/block.py",
+        "layers/megatron_stages.py layers/router.py layers/pipelined_block.py",
         (
             says(
                 "for param in module.parameters(recurse=False):",
@@ -380,7 +382,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
-        "layers/stages.py",
+        "layers/megatron_stages.py",
         (
             says(
                 "if not self.param_gather_dispatched: self.start_param_sync()",
@@ -393,7 +395,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.module.MegatronModule",
-        "layers/block.py refusals.py",
+        "layers/pipelined_block.py refusals.py",
         (
             says(
                 "if self.config.fp8 is not None or self.config.fp4 is not None "
@@ -406,7 +408,7 @@ INTERNALS = [
     ),
     Internal(
         "core.extensions.transformer_engine",
-        "layers/block.py",
+        "layers/pipelined_block.py",
         (behaves(_marks_the_first_forward_ever),),
     ),
     Internal(
@@ -419,7 +421,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/block.py layers/stages.py",
+        "layers/spec.py layers/pipelined_block.py layers/megatron_stages.py",
         (
             sets("router", "experts", "shared_experts", "num_local_experts", "local_expert_indices"),
             takes("submodules", method="__init__"),
@@ -486,7 +488,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/block.py",
+        "layers/router.py layers/spec.py layers/pipelined_block.py",
         (
             has("gating", "is_aux_loss_enabled", "_maintain_float32_expert_bias", "apply_input_jitter"),
             sets("topk", "score_function", "expert_bias"),
@@ -800,7 +802,7 @@ INTERNALS = [
     ),
     Internal(
         "core.utils.get_batch_on_this_cp_rank",
-        "launch/gpt.py layers/attention.py schedule/chunks.py",
+        "launch/gpt.py layers/chunk_attention.py schedule/chunks.py",
         (takes("is_hybrid_cp", "cp_group", "hybrid_cp_group_func", "use_per_sequence_balancing"),),
     ),
     Internal("training.get_args", "launch/gpt.py"),
@@ -854,12 +856,12 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings._gather_along_first_dim",
-        "launch/host/megatron.py launch/host/collectives.py",
+        "launch/host/megatron.py launch/host/uneven_collectives.py",
         (begins_with("input_", "group", "output_split_sizes"),),
     ),
     Internal(
         "core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
-        "launch/host/megatron.py launch/host/collectives.py",
+        "launch/host/megatron.py launch/host/uneven_collectives.py",
         (begins_with("input_", "group", "input_split_sizes"),),
     ),
     Internal(

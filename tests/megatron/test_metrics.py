@@ -138,14 +138,14 @@ from megatron_ampipe.launch.metrics import logged
 from megatron_ampipe.launch.trace import recorded
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Kind, Stage
+from megatron_ampipe.schedule import Direction, StageKind, Stage
 
 def sampled(rank, trace_dir, log_interval=3):
     context = AMPipeContext(AMPipeConfig(degree=2, trace_dir=trace_dir), recorder=Recorder(num_iterations=9))
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
         context.recorder.enter(1, Direction.FORWARD)
-        context.recorder.add("compute", Stage(Kind.QKV), 0.0, 1.0)
+        context.recorder.add("compute", Stage(StageKind.QKV), 0.0, 1.0)
     step = recorded(forward_step, context, args)
     for iteration in range(7):
         args.curr_iteration = iteration

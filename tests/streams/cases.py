@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
-    Kind,
     LaneOrder,
     Pipeline,
     Program,
     Schedule,
     Stage,
+    StageKind,
     dependencies,
 )
 from megatron_ampipe.schedule.types import COMM, COMPUTE
@@ -124,7 +124,9 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
         while left:
             stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
             del left[stage]
-            lane = combines if stage.kind is Kind.COMBINE else COMM if stage.is_communication else COMPUTE
+            lane = (
+                combines if stage.kind is StageKind.COMBINE else COMM if stage.is_communication else COMPUTE
+            )
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
     return Schedule("random", degree, *programs)

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.runtime import block_stages
-from megatron_ampipe.schedule import Kind, Pipeline
+from megatron_ampipe.schedule import Pipeline, StageKind
 from tests.dist.blocks import build_layers, transformer_config
 from tests.dist.cases import Case
 from tests.streams import model
@@ -162,7 +162,7 @@ def _name_stages(executor: Any) -> None:
     execute = executor.execute
 
     def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
-        direction = "forward" if any(stage.kind is Kind.COUNTS for stage in needs) else "backward"
+        direction = "forward" if any(stage.kind is StageKind.COUNTS for stage in needs) else "backward"
 
         def run(stage: Any) -> Any:
             with _stage(f"{direction} {stage}"):

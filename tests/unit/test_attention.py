@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceKernel, PieceOutput, _merge

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.attention import KERNELS, exact
+from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
 from tests import plain_pieces

@@ -12,7 +12,7 @@ import pytest
 import megatron_ampipe
 from megatron_ampipe import errors
 from megatron_ampipe.cli import TOOLS, main
-from megatron_ampipe.tools import draw
+from megatron_ampipe.tools import draw_command
 
 ROOT = Path(megatron_ampipe.__file__).parents[1]
 
@@ -65,7 +65,7 @@ def test_our_errors_become_one_line_and_their_code(
     def fail(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(draw, "run", fail)
+    monkeypatch.setattr(draw_command, "run", fail)
     assert main(["draw", "x", "--output", "y"]) == code
     assert capsys.readouterr().err == f"ampipe: {error}\n"
 
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_with_130_and_one_line(
     def interrupt(arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(draw, "run", interrupt)
+    monkeypatch.setattr(draw_command, "run", interrupt)
     assert main(["draw", "x", "--output", "y"]) == 130
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -102,7 +102,7 @@ def test_an_error_of_ours_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(arguments: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(draw, "run", fail)
+    monkeypatch.setattr(draw_command, "run", fail)
     with pytest.raises(ZeroDivisionError):
         main(["draw", "x", "--output", "y"])
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.timeline import StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw import split_passes
+from megatron_ampipe.tools.draw_command import split_passes
 
 PNG = b"\x89PNG\r\n"
 

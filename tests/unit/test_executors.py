@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.executors import ThreadExecutor, calm_event_loops
+from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_threads
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule.types import COMM, Kind, Stage
+from megatron_ampipe.schedule.types import COMM, Stage, StageKind
 
 _PR_SET_NAME = 15
 
@@ -33,7 +33,7 @@ def test_event_loops_of_gloo_alone_become_batch_threads() -> None:
         thread.start()
     ready.wait()
     try:
-        calm_event_loops()
+        demote_gloo_threads()
         policies = {name: os.sched_getscheduler(number) for name, number in found.items()}
     finally:
         done.set()
@@ -56,7 +56,7 @@ def test_nothing_of_a_collective_outlives_its_arrival() -> None:
         weakref.finalize(received, let_go)
         return Transfer((received,))
 
-    stage = Stage(Kind.DISPATCH, 0)
+    stage = Stage(StageKind.DISPATCH, 0)
     ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
     events.append("arrived")
     assert events == ["let go", "arrived"]

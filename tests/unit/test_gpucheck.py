@@ -170,7 +170,7 @@ def test_what_is_left_out_is_not_needed(tmp_path: Path) -> None:
     code = (
         "import sys, yaml, megatron.core\n"
         "import megatron_ampipe.tools.benchmark.blocks, megatron_ampipe.tools.benchmark.passes\n"
-        "import tests.dist.blocks, megatron_ampipe.launch.host.attention\n"
+        "import tests.dist.blocks, megatron_ampipe.launch.host.core_attention\n"
         f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
         f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"
         "assert 'megatron.core.datasets.helpers_cpp' not in sys.modules\n"

@@ -9,8 +9,8 @@ import torch
 
 from megatron_ampipe import compat
 from megatron_ampipe.compat import Gpu
-from megatron_ampipe.layers.kernels import KernelChoice, choose_kernel, describe_kernel, pinned_kernel
-from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.layers.kernel_choice import KernelChoice, choose_kernel, describe_kernel, pinned_kernel
+from megatron_ampipe.runtime.attention_kernels import KERNELS
 
 HOPPER = Gpu(capability=(9, 0), cudnn=91501, torch_flash=True, deterministic=False)
 BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ampipe import errors, outputs
 from megatron_ampipe.cli import TOOLS, build_parser, main
-from megatron_ampipe.tools import bench, doctor, plan, profile
+from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
 from megatron_ampipe.tools.benchmark import result
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
@@ -43,10 +43,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def begun(*words: object, **more: object) -> Any:
         raise AssertionError("work began before the output was tried")
 
-    monkeypatch.setattr(bench, "_measure", begun)
-    monkeypatch.setattr(profile, "_case", begun)
-    monkeypatch.setattr(doctor.pieces, "examine", begun)
-    monkeypatch.setattr(plan, "make_plan", begun)
+    monkeypatch.setattr(bench_command, "_measure", begun)
+    monkeypatch.setattr(profile_command, "_case", begun)
+    monkeypatch.setattr(doctor_command.pieces, "examine", begun)
+    monkeypatch.setattr(plan_command, "make_plan", begun)
 
 
 @pytest.mark.parametrize("target", NO_FILES)
@@ -169,7 +169,7 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
         folder.touch()
         return {"measured": True, "emulated": False}
 
-    monkeypatch.setattr(bench, "_measure", measured)
+    monkeypatch.setattr(bench_command, "_measure", measured)
     monkeypatch.setattr(
         "megatron_ampipe.tools.benchmark.table.show", lambda document, console: print("the table")
     )

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.compat import SUPPORTED_MEGATRON
-from megatron_ampipe.tools.patch import PATCHES, Patch
+from megatron_ampipe.tools.patch_command import PATCHES, Patch
 from tests.megatrons import megatron_of
 
 PACKAGE_INFO = "megatron/core/package_info.py"
@@ -174,7 +174,7 @@ def test_without_git_nothing_is_written(
 def test_an_installation_without_patches_says_so(
     tree: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_ampipe.tools.patch.PATCHES", tmp_path / "nowhere")
+    monkeypatch.setattr("megatron_ampipe.tools.patch_command.PATCHES", tmp_path / "nowhere")
     assert run("apply", tree) == 1
     assert "This installation has no patches" in capsys.readouterr().err
 
@@ -185,7 +185,7 @@ def test_a_patch_that_does_not_give_what_it_says_is_not_written(
     shutil.copytree(PATCHES, tmp_path / "patches")
     diff = tmp_path / "patches/0.18/ampipe.patch"
     diff.write_text(diff.read_text().replace("@@ -113,0 +114,2", "@@ -112,0 +113,2"))
-    monkeypatch.setattr("megatron_ampipe.tools.patch.PATCHES", tmp_path / "patches")
+    monkeypatch.setattr("megatron_ampipe.tools.patch_command.PATCHES", tmp_path / "patches")
     before = _files(tree)
     with pytest.raises(AssertionError, match="do not belong together"):
         run("apply", tree)

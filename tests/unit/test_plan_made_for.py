@@ -13,7 +13,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import read_pipeline
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from tests.plan_cases import cluster, workload
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.simulate import compile_named, run
-from megatron_ampipe.schedule import BlockFeatures, Direction, Kind, Stage, build, from_text
+from megatron_ampipe.schedule import BlockFeatures, Direction, Stage, StageKind, build, from_text
 
 MEASURED = sorted((Path(__file__).resolve().parents[2] / "docs" / "measured").glob("cpu-small-*.json"))
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
@@ -18,7 +18,7 @@ SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
 
 def stage_of(name: str) -> Stage:
     kind, _, chunk = name.partition(".")
-    return Stage(Kind(kind), int(chunk) if chunk else None)
+    return Stage(StageKind(kind), int(chunk) if chunk else None)
 
 
 def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:

@@ -15,15 +15,15 @@ from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
-from megatron_ampipe.plan.plan import plan_of
+from megatron_ampipe.plan.plan_file import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
 from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degree, full_plan, improve_chunks
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
-    Kind,
     Schedule,
+    StageKind,
     build,
     check,
     dependencies,
@@ -244,8 +244,8 @@ def test_a_slower_host_means_fewer_chunks(experts: int) -> None:
 def test_experts_one_by_one_keep_the_host_busier_than_grouped_ones() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:
-        assert calls(Kind.EXPERT, direction, single) > 3 * calls(Kind.EXPERT, direction, grouped)
-        assert calls(Kind.ROUTE, direction, single) == calls(Kind.ROUTE, direction, grouped)
+        assert calls(StageKind.EXPERT, direction, single) > 3 * calls(StageKind.EXPERT, direction, grouped)
+        assert calls(StageKind.ROUTE, direction, single) == calls(StageKind.ROUTE, direction, grouped)
 
 
 def test_both_named_schedules_are_tried() -> None:

@@ -13,7 +13,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.model import read_model, workload_of
-from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import check
 from megatron_ampipe.shipped import config_names

@@ -9,9 +9,9 @@ import torch
 
 from megatron_ampipe.runtime import recorder as module
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Kind, Stage
+from megatron_ampipe.schedule import Direction, Stage, StageKind
 
-QKV, LOSSES = Stage(Kind.QKV), Stage(Kind.LOSSES)
+QKV, LOSSES = Stage(StageKind.QKV), Stage(StageKind.LOSSES)
 
 
 @pytest.fixture

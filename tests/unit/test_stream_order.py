@@ -11,7 +11,7 @@ from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StreamOrder
-from megatron_ampipe.schedule import Kind, Stage
+from megatron_ampipe.schedule import Stage, StageKind
 from megatron_ampipe.schedule.types import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
@@ -87,7 +87,9 @@ def test_collectives_and_counts_have_streams_of_high_priority(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "Event", ModelEvent)
     monkeypatch.setattr(torch.cuda, "stream", DEVICE.using)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
-    route, counts, dispatch = (Stage(kind, 0) for kind in (Kind.ROUTE, Kind.COUNTS, Kind.DISPATCH))
+    route, counts, dispatch = (
+        Stage(kind, 0) for kind in (StageKind.ROUTE, StageKind.COUNTS, StageKind.DISPATCH)
+    )
     ran_on: dict[Stage, ModelStream] = {}
     CudaExecutor().execute(
         [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],

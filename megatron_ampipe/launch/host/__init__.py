@@ -13,13 +13,13 @@ Called by the training entry points and by tests, *before* Megatron is imported:
 
 One module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (device literals),
 :mod:`.random` (the random state), :mod:`.megatron` (Megatron's own names), :mod:`.norm` (the norm of the
-local layers), :mod:`.flags` (the flags that Megatron needs here).
+local layers), :mod:`.host_flags` (the flags that Megatron needs here).
 """
 
 import sys
 
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.launch.host.flags import Adjustment, adjust
+from megatron_ampipe.launch.host.host_flags import Adjustment, adjust
 
 __all__ = ["Adjustment", "adjust", "gpu_available", "install", "installed"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_ampipe.launch.host.collectives import gather_unequal, scatter_unequal
 from megatron_ampipe.launch.host.dropping import lower_index_wins
 from megatron_ampipe.launch.host.norm import build_norm
 from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
+from megatron_ampipe.launch.host.uneven_collectives import gather_unequal, scatter_unequal
 
 
 def _run_eagerly(function: Any = None, **_options: object) -> Any:
@@ -63,7 +63,7 @@ def install() -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_ampipe.launch.host.attention import HostDotProductAttention
+    from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 
     # For modules that are imported later.
     disable_jit_fuser()

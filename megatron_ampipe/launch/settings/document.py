@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.settings.files import OWN_SECTION
+from megatron_ampipe.launch.settings.entries import OWN_SECTION
 from megatron_ampipe.launch.settings.resolve import Resolved, Setting
 
 RESOLVED_NAME = "resolved.yaml"

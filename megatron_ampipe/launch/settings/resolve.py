@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.settings.files import Entry, read_entries
-from megatron_ampipe.launch.settings.legal import LegalFlags
+from megatron_ampipe.launch.settings.entries import Entry, read_entries
+from megatron_ampipe.launch.settings.validate import LegalFlags
 from megatron_ampipe.shipped import find_config
 
 CONFIG_FLAG = "--ampipe-config"

@@ -1,4 +1,4 @@
-"""What ``ampipe bench`` is made of; :mod:`megatron_ampipe.tools.bench` puts it together.
+"""What ``ampipe bench`` is made of; :mod:`megatron_ampipe.tools.bench_command` puts it together.
 
 In the order of a run: :mod:`.grid` (which blocks) and :mod:`.link` (over which link) read what the user
 asked for, :mod:`.ranks` starts the processes, :mod:`.network` joins them, :mod:`.worker` is what they run,

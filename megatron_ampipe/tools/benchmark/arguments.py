@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.benchmark.job import Cut
 from megatron_ampipe.tools.benchmark.link import Link
+from megatron_ampipe.tools.benchmark.protocol import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 LAYERS, ROUNDS = 2, 3

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.layers.kernels import describe_kernel
+from megatron_ampipe.layers.kernel_choice import describe_kernel
 from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Job, Variant
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
 from megatron_ampipe.tools.benchmark.network import burst_bytes
+from megatron_ampipe.tools.benchmark.protocol import Job, Variant
 from megatron_ampipe.tools.benchmark.stage_times import stage_times
 
 TOLERANCE = 1e-4

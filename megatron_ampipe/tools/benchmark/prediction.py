@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.plan import make_plan
+from megatron_ampipe.plan.plan_file import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Pipeline, from_text, to_text
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import PLANNED, Cut, Variant
+from megatron_ampipe.tools.benchmark.protocol import PLANNED, Cut, Variant
 from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 CLOSE = 0.03

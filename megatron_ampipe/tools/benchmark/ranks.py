@@ -26,8 +26,8 @@ from typing import Any, ClassVar, Protocol
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
 from megatron_ampipe.tools.benchmark import network
-from megatron_ampipe.tools.benchmark.job import Job
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.protocol import Job
 
 _PREFIX = "ampipe-bench-"
 _SOURCES = str(Path(__file__).resolve().parents[3])

@@ -18,11 +18,11 @@ from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Kind, Stage
+from megatron_ampipe.schedule import Stage, StageKind
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Variant
 from megatron_ampipe.tools.benchmark.link import Link
+from megatron_ampipe.tools.benchmark.protocol import Variant
 
 FORMAT = "ampipe-bench-1"
 
@@ -201,7 +201,7 @@ def _total_ms(of_directions: Mapping[str, DirectionBound]) -> float:
 
 def _stage(name: str) -> Stage:
     kind, dot, chunk = name.partition(".")
-    return Stage(Kind(kind), int(chunk) if dot else None)
+    return Stage(StageKind(kind), int(chunk) if dot else None)
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

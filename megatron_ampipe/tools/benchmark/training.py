@@ -3,7 +3,7 @@
 Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on a CPU, from the same
 seed. A round trains every variant once, in an order that is rotated from round to round, so that a
 machine that becomes slower hits all alike. Times are those of Megatron's log. Called by
-:mod:`megatron_ampipe.tools.bench`.
+:mod:`megatron_ampipe.tools.bench_command`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.benchmark import ranks
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Job, Variant
+from megatron_ampipe.tools.benchmark.protocol import Job, Variant
 from megatron_ampipe.tools.benchmark.result import percentile
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,

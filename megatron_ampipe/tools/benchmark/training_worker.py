@@ -61,8 +61,8 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_ampipe.layers.kernels import choose_kernel
-    from megatron_ampipe.runtime.executors import calm_event_loops
+    from megatron_ampipe.layers.kernel_choice import choose_kernel
+    from megatron_ampipe.runtime.executors import demote_gloo_threads
     from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
 
     class Attention(KernelAttention):
@@ -72,7 +72,7 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
 
         def forward(self, *inputs: Any, **more: Any) -> Tensor:
             if not Attention.calm:
-                calm_event_loops()
+                demote_gloo_threads()
                 Attention.calm = True
             return super().forward(*inputs, **more)
 

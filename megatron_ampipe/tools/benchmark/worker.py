@@ -1,8 +1,8 @@
 """What each rank of ``ampipe bench`` and ``ampipe profile`` runs.
 
 ``python -m megatron_ampipe.tools.benchmark.worker`` reads its orders from standard input, answers on standard
-output (see :mod:`.job`), and writes everything else to standard error. It dies with the process that started
-it. Started by :mod:`.ranks`.
+output (see :mod:`.protocol`), and writes everything else to standard error. It dies with the process that
+started it. Started by :mod:`.ranks`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megatron_ampipe.errors import AMPipeError, EnvironmentMissing
-from megatron_ampipe.tools.benchmark.job import Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
 from megatron_ampipe.tools.benchmark.network import INTERFACE
+from megatron_ampipe.tools.benchmark.protocol import Job
 
 if TYPE_CHECKING:
     from megatron_ampipe.tools.benchmark.emulation import Emulation
@@ -162,7 +162,7 @@ def start_torch(job: Job, *, rank: int) -> Emulation | None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_ampipe.runtime.executors import calm_event_loops
+    from megatron_ampipe.runtime.executors import demote_gloo_threads
 
     # The extra gloo groups are for checkpoints and data, and a pretended rank cannot have any.
     parallel_state.initialize_model_parallel(
@@ -170,7 +170,7 @@ def start_torch(job: Job, *, rank: int) -> Emulation | None:
     )
     model_parallel_cuda_manual_seed(job.seed)
     # As a pipeline does in training; here before anything is timed, so that Megatron's layer has it too.
-    calm_event_loops()
+    demote_gloo_threads()
     return emulation
 
 

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron_ampipe.tools.benchmark import result
 from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import STOCK, Cut, Job, Variant
+from megatron_ampipe.tools.benchmark.protocol import STOCK, Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.worker import start_torch
 from megatron_ampipe.tools.gpucheck.profile import MARK, read_profile
 

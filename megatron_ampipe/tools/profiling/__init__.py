@@ -1,4 +1,4 @@
-"""What ``ampipe profile`` is made of; :mod:`megatron_ampipe.tools.profile` puts it together.
+"""What ``ampipe profile`` is made of; :mod:`megatron_ampipe.tools.profile_command` puts it together.
 
 On the ranks, with torch: :mod:`.measure` goes through :mod:`.compute` (products, attention, passes over
 memory, permutation), :mod:`.traffic` (collectives, and how they and computation slow each other) and

@@ -20,9 +20,9 @@ from megatron_ampipe.plan.cluster import (
     Host,
     Operation,
     Overhead,
+    OverheadKind,
     Overlap,
     Point,
-    StageKind,
     StageOverhead,
     Transfer,
 )
@@ -40,7 +40,7 @@ block, where ranks do not begin together, it is slower still, by a factor taken 
 HOST_NOISE_US = 200.0
 """So far apart lie times of the same transfer where the host computes, by which thread runs when."""
 
-KINDS: tuple[StageKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
+KINDS: tuple[OverheadKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
 """Compute stages that can have an overhead of their own."""
 
 
@@ -211,7 +211,7 @@ class _Figures:
 
 def _stage_overheads(
     model: CostModel, stages: Mapping[str, Mapping[str, Mapping[str, float]]], make: _Figures
-) -> dict[StageKind, StageOverhead]:
+) -> dict[OverheadKind, StageOverhead]:
     """By kind of stage, what its stages of all degrees took beyond what the model counts in them."""
     expected: dict[tuple[str, Direction], list[float]] = {}
     took: dict[tuple[str, Direction], list[float]] = {}

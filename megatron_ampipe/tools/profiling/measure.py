@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ampipe.runtime.executors import calm_event_loops
+from megatron_ampipe.runtime.executors import demote_gloo_threads
 from megatron_ampipe.tools.benchmark.blocks import BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.profiling.compute import Computation
@@ -50,7 +50,7 @@ def measure(
     compute = Computation(case, kernel=factory.kernel, on_cuda=on_cuda)
     traffic = Traffic(case, watch=watch)
     groups = node_groups(ranks_per_node)
-    calm_event_loops()
+    demote_gloo_threads()
     watch.meet()
     samples = watch.samples(list(compute.probes()))
     progress()

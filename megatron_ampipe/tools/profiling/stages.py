@@ -17,7 +17,7 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction
 from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.job import Cut, Variant
+from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
 from megatron_ampipe.tools.benchmark.stage_times import stage_times
 from megatron_ampipe.tools.profiling.timing import WARMUP, Stopwatch
 

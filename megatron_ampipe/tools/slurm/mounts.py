@@ -1,6 +1,6 @@
 """Which folders a job needs inside its container: that of its results, and those of files that it names.
 
-The folder of the submission is mounted by the script. Called by :mod:`megatron_ampipe.tools.sbatch`.
+The folder of the submission is mounted by the script. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What Megatron's parser and checks say is found out as ``ampipe config`` does, in
 import takes seconds and much memory, and a login node may end it. Where Megatron cannot be imported, names
 are compared with a list of Megatron's flags, AMPipe's own flags are parsed, and a sentence says that values
 were not checked.
-Called by :mod:`megatron_ampipe.tools.sbatch`.
+Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 
 Run as a module, it is that process: reads words and a number of ranks as JSON, answers with a line of JSON.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch.settings.files import OWN_SECTION, read_entries
+from megatron_ampipe.launch.settings.entries import OWN_SECTION, read_entries
 from megatron_ampipe.plan.flags import ampipe_keys, known_flags
 
 TIMEOUT_S = 180
@@ -181,10 +181,10 @@ def main() -> None:
     answer: dict[str, object] = {}
     # Some libraries greet on standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        from megatron_ampipe.tools import config
+        from megatron_ampipe.tools import config_command
 
         try:
-            config.check(asked["words"], num_ranks=asked["num_ranks"])
+            config_command.check(asked["words"], num_ranks=asked["num_ranks"])
         except BadInput as error:
             shown = {
                 "name": error.name,

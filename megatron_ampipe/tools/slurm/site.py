@@ -2,7 +2,7 @@
 
 One table holds them, so that the command line and the file take the same values. The file is YAML, its keys
 are arguments without their dashes, and nothing else may stand in it; what the command line says wins. Called
-by :mod:`megatron_ampipe.tools.sbatch`.
+by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What SLURM, pyxis and bash take: durations, sizes, words of a directive, mounts, images, lines of shell.
 
-Each function refuses one kind of value. Called by :mod:`.job`.
+Each function refuses one kind of value. Called by :mod:`.slurm_job`.
 """
 
 from __future__ import annotations

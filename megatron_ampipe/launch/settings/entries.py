@@ -1,5 +1,5 @@
 """Configuration files as lists of entries: which key, which value, which line. Nothing is checked here
-against the parser; that is :mod:`.legal`. Called by :mod:`.resolve`.
+against the parser; that is :mod:`.validate`. Called by :mod:`.resolve`.
 
 A file holds flags at its top and a section ``ampipe:``. A cluster file, which belongs to the planner, may
 have a section ``flags:`` of the same form; only that section concerns a launch.

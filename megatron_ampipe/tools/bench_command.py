@@ -31,8 +31,8 @@ from megatron_ampipe.tools.benchmark.arguments import (
     schedules,
 )
 from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Job
 from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.protocol import Job
 
 __all__ = ["add_arguments", "run"]
 

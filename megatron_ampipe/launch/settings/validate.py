@@ -12,7 +12,7 @@ import enum
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.settings.files import OWN_SECTION, Entry
+from megatron_ampipe.launch.settings.entries import OWN_SECTION, Entry
 
 _SHOWN_CHOICES = 12
 _STORES = (

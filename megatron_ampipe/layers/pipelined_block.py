@@ -16,25 +16,25 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, kernel_of
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
-from megatron_ampipe.layers.stages import MegatronStages
-from megatron_ampipe.runtime.block import run_block
-from megatron_ampipe.runtime.block_stages import BlockPlan
+from megatron_ampipe.layers.megatron_stages import MegatronStages
+from megatron_ampipe.runtime.autograd_block import run_block
+from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
-    Kind,
     Pipeline,
     SequenceLayout,
+    StageKind,
 )
 
 _RECOMPUTED = {
-    "moe": {Kind.EXPERT, Kind.SHARED},
-    "shared_experts": {Kind.SHARED},
-    "mla_up_proj": {Kind.QKV},
+    "moe": {StageKind.EXPERT, StageKind.SHARED},
+    "shared_experts": {StageKind.SHARED},
+    "mla_up_proj": {StageKind.QKV},
 }
 """Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
 
@@ -59,7 +59,7 @@ class PipelinedBlock:
         self.capacity_per_chunk = context.config.capacity_scope == "chunk"
         self.recomputed_stages = self._take_over_recompute()
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._plans: dict[tuple[Pipeline, BlockFeatures], BlockPlan] = {}
+        self._plans: dict[tuple[Pipeline, BlockFeatures], CompiledSchedule] = {}
         self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
         self._attend: ChunkAttention | None = None
         groups, sharded = moe_layer.pg_collection, self.config.sequence_parallel
@@ -73,7 +73,7 @@ class PipelinedBlock:
         self._chunked_qkv = (
             self._layout == SequenceLayout()
             and type(attention_layer.self_attention) is SelfAttention
-            and Kind.QKV not in self.recomputed_stages
+            and StageKind.QKV not in self.recomputed_stages
         )
         moe = moe_layer.mlp
         self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
@@ -114,7 +114,7 @@ class PipelinedBlock:
         return result
 
     @cached_property
-    def stage_parameters(self) -> dict[Kind, Sequence[Parameter]]:
+    def stage_parameters(self) -> dict[StageKind, Sequence[Parameter]]:
         """The trainable parameters that each kind of stage uses."""
         attention, moe = self.attention_layer.self_attention, self.moe_layer.mlp
         projection = [
@@ -122,18 +122,18 @@ class PipelinedBlock:
             for name, module in attention.named_children()
             if name not in ("core_attention", "linear_proj")
         ]
-        modules: dict[Kind, list[Module | None]] = {
-            Kind.QKV: [self.attention_layer.input_layernorm, *projection],
-            Kind.ATTENTION: [
+        modules: dict[StageKind, list[Module | None]] = {
+            StageKind.QKV: [self.attention_layer.input_layernorm, *projection],
+            StageKind.ATTENTION: [
                 attention.core_attention,
                 attention.linear_proj,
                 self.moe_layer.pre_mlp_layernorm,
             ],
-            Kind.ROUTE: [moe.router],
-            Kind.LOSSES: [],
-            Kind.SHARED: [moe.shared_experts],
-            Kind.EXPERT: [moe.experts],
-            Kind.MERGE: [],
+            StageKind.ROUTE: [moe.router],
+            StageKind.LOSSES: [],
+            StageKind.SHARED: [moe.shared_experts],
+            StageKind.EXPERT: [moe.experts],
+            StageKind.MERGE: [],
         }
         return {
             kind: tuple(
@@ -176,7 +176,7 @@ class PipelinedBlock:
         modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
         return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 
-    def _take_over_recompute(self) -> frozenset[Kind]:
+    def _take_over_recompute(self) -> frozenset[StageKind]:
         """Whole stages in place of what Megatron would recompute selectively."""
         if self.config.recompute_granularity != "selective":
             return frozenset()
@@ -194,7 +194,7 @@ class PipelinedBlock:
             self._chunks[key] = pipeline.chunks(length, layout)
         return self._chunks[key]
 
-    def _plan(self, executor: Executor) -> BlockPlan:
+    def _plan(self, executor: Executor) -> CompiledSchedule:
         moe = self.moe_layer.mlp
         features = BlockFeatures(
             # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
@@ -208,7 +208,7 @@ class PipelinedBlock:
         key = (pipeline, features)
         if key not in self._plans:
             schedule = pipeline.schedule_of(features)
-            self._plans[key] = BlockPlan.of(schedule, features=features, executor=executor)
+            self._plans[key] = CompiledSchedule.of(schedule, features=features, executor=executor)
         return self._plans[key]
 
     def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:

@@ -19,10 +19,10 @@ from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
 from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
 from megatron_ampipe.shipped import configs_folder
-from megatron_ampipe.tools.slurm import files, preflight
-from megatron_ampipe.tools.slurm.job import Job, render
+from megatron_ampipe.tools.slurm import launch_files, preflight
 from megatron_ampipe.tools.slurm.mounts import Needed, needed, values_of_file, values_of_words
 from megatron_ampipe.tools.slurm.site import add_options, settle
+from megatron_ampipe.tools.slurm.slurm_job import Job, render
 from megatron_ampipe.tools.slurm.syntax import check_image, check_mount, mount_targets
 from megatron_ampipe.tools.whole_numbers import at_least
 
@@ -131,9 +131,9 @@ def make_job(arguments: argparse.Namespace) -> Job:
     Raises:
         BadInput: an argument or a file is refused.
     """
-    arguments.gpus_per_node = files.gpus_per_node(arguments)
+    arguments.gpus_per_node = launch_files.gpus_per_node(arguments)
     settle(arguments, arguments.site)
-    read = files.read_all(arguments)
+    read = launch_files.read_all(arguments)
     if not read and not arguments.flags:
         raise BadInput(
             "--model",
@@ -148,7 +148,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
             rule="nothing says how many ranks a node gets",
             remedy="Add --gpus-per-node 8, or a cluster file: --cluster FILE.",
         )
-    files.check_nothing_is_set_by_the_script(read, arguments.flags)
+    launch_files.check_nothing_is_set_by_the_script(read, arguments.flags)
     name = arguments.job_name or (Path(arguments.model).stem if arguments.model else "ampipe")
     own = arguments.save_interval
     said = any("save-interval" in document for _, document in read.values())
@@ -195,7 +195,7 @@ def _check_training(arguments: argparse.Namespace, job: Job, paths: Sequence[Pat
     return [] if found is None else [found]
 
 
-def _needed(arguments: argparse.Namespace, read: files.Files) -> tuple[Needed, list[str]]:
+def _needed(arguments: argparse.Namespace, read: launch_files.Files) -> tuple[Needed, list[str]]:
     """What has to be mounted, and what the user should know about paths and the image."""
     values = [pair for _, document in read.values() for pair in values_of_file(document)]
     values += values_of_words(arguments.flags)

@@ -12,8 +12,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_ampipe.layers.attention import gather_sequence
-from megatron_ampipe.runtime.attention import exact
+from megatron_ampipe.layers.chunk_attention import gather_sequence
+from megatron_ampipe.runtime.attention_kernels import exact
 from megatron_ampipe.schedule import SequenceLayout
 
 

@@ -1,6 +1,6 @@
 """What every stage of a Megatron MoE block computes: one object per forward call.
 
-Implements ``runtime.block_stages.BlockStages`` on the modules of a :class:`~.block.PipelinedBlock`:
+Implements ``runtime.block_stages.BlockStages`` on the modules of a :class:`~.pipelined_block.PipelinedBlock`:
 Megatron's ``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the
 places where tokens travel. A module with parameters is entered by calling it, never by one of its methods:
 Megatron's forward hooks wait for the parameters under ``--overlap-param-gather``.
@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.layers.attention import ChunkAttention, RotaryEmbedding, project_qkv, rotary_of_rows
+from megatron_ampipe.layers.chunk_attention import (
+    ChunkAttention,
+    RotaryEmbedding,
+    project_qkv,
+    rotary_of_rows,
+)
 from megatron_ampipe.runtime.collectives import Transport
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.schedule import Chunk, Kind
+from megatron_ampipe.schedule import Chunk, StageKind
 
 if TYPE_CHECKING:
-    from megatron_ampipe.layers.block import PipelinedBlock
+    from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 
 
 class MegatronStages:
@@ -56,7 +61,7 @@ class MegatronStages:
         self.counts_group = template.counts_group
         self.recomputed = block.recomputed_stages
 
-    def parameters(self, kind: Kind) -> Sequence[Parameter]:
+    def parameters(self, kind: StageKind) -> Sequence[Parameter]:
         """See ``BlockStages``."""
         return self._block.stage_parameters[kind]
 

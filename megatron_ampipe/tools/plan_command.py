@@ -21,7 +21,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.model import find_model, read_model, workload_of
-from megatron_ampipe.plan.plan import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
 from megatron_ampipe.timeline import Timeline

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ampipe.runtime.block_call import BlockCall
-from megatron_ampipe.runtime.block_stages import BlockPlan, BlockStages
+from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 
@@ -25,7 +25,7 @@ def run_block(
     hidden: Tensor,
     *,
     stages: BlockStages,
-    plan: BlockPlan,
+    plan: CompiledSchedule,
     executor: Executor,
     recorder: Recorder,
     layer: int,

@@ -1,6 +1,7 @@
 """What Megatron's self-attention computes, in the two pieces that chunks need: projection, then attention.
 
-Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training. Used by :mod:`.stages`.
+Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training.
+Used by :mod:`.megatron_stages`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.kernels import choose_kernel
+from megatron_ampipe.layers.kernel_choice import choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
-from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span

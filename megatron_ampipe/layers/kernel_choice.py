@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ampipe import compat
-from megatron_ampipe.runtime.attention import KERNELS
+from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.merged import MergedAttention
 
 

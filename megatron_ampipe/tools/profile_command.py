@@ -20,8 +20,8 @@ from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.benchmark import machine, network, ranks
 from megatron_ampipe.tools.benchmark.arguments import cores_of
 from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.job import Cut, Job
 from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
+from megatron_ampipe.tools.benchmark.protocol import Cut, Job
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least

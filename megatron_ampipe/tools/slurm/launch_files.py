@@ -1,6 +1,6 @@
 """The YAML files that a job's launch is to read: model, cluster, run, and those named behind ``--``.
 
-Called by :mod:`megatron_ampipe.tools.sbatch`.
+Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations
