@@ -2,8 +2,9 @@
 
 All of them attend with one kernel of :mod:`megatron_ampipe.runtime.attention_kernels`: Megatron's layer
 gets a core attention module that calls it on the whole sequence, so that no variant gains by a better
-kernel. It is one that runs the same backend for every shape (:func:`~megatron_ampipe.layers.kernel_choice.pinned_kernel`). And
-all hold the very same ``Parameter`` objects. Called by :mod:`.passes`.
+kernel. It is one that runs the same backend for every shape
+(:func:`~megatron_ampipe.layers.kernel_choice.pinned_kernel`). All of them hold the very same ``Parameter``
+objects. Called by :mod:`.passes`.
 """
 
 from __future__ import annotations
