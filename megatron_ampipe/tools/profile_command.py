@@ -122,7 +122,7 @@ def _job(arguments: argparse.Namespace, case: Case) -> Job:
     return Job(
         cases=(case,),
         schedules=(),
-        cuts=(Cut(1),),
+        cuts=(Cut.of(1),),
         link=link.text,
         num_ranks=num_ranks,
         pretended=False,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
+from megatron_ampipe.schedule import Pipeline, from_text
 from megatron_ampipe.tools.benchmark.grid import Case
 
 STOCK = "stock"
@@ -24,19 +25,31 @@ class Cut:
 
     Attributes:
         degree: Number of chunks of the forward pass.
-        backward_degree: Of the backward pass; as ``degree`` if None.
+        backward_degree: Of the backward pass.
         shares: Of the sequence, of each chunk; equal if None.
     """
 
     degree: int
-    backward_degree: int | None = None
+    backward_degree: int
     shares: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, degree: int, backward_degree: int | None = None, shares: tuple[float, ...] | None = None
+    ) -> Self:
+        """A cut whose backward degree is the forward one's unless it is given."""
+        return cls(degree, degree if backward_degree is None else backward_degree, shares)
+
+    @property
+    def num_chunks(self) -> int:
+        """Into how many chunks the sequence is cut."""
+        return max(self.degree, self.backward_degree)
 
     def __str__(self) -> str:
         """As it stands after ``--degrees`` or ``--chunks``."""
         if self.shares is not None:
             return ",".join(f"{share:.4g}" for share in self.shares)
-        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree else "")
+        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree != self.degree else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,18 @@ class Variant:
     @property
     def chunked(self) -> bool:
         """Whether it is a pipeline rather than Megatron's own layer."""
-        return max(self.cut.degree, self.cut.backward_degree or 1) > 1
+        return self.cut.num_chunks > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What its blocks run."""
+        cut = self.cut
+        if not self.chunked:
+            return Pipeline.of(1)
+        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+        if self.order is not None:
+            return Pipeline(**degrees, shares=cut.shares, order=from_text(self.order))
+        return Pipeline(**degrees, shares=cut.shares, schedule=self.schedule)
 
     def __str__(self) -> str:
         if self.schedule == STOCK:
@@ -108,7 +132,7 @@ class Job:
     def variants(self) -> tuple[Variant, ...]:
         """What is compared: stock first, then every schedule with every cut."""
         rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
-        return (Variant(STOCK, Cut(1)), *rows)
+        return (Variant(STOCK, Cut.of(1)), *rows)
 
     def variants_of(self, case: int) -> tuple[Variant, ...]:
         """Likewise, with what was planned for the case of that number."""
