@@ -17,10 +17,10 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Stage,
-    StageKind,
     build,
     dependencies,
     even_chunks,
+    kinds,
 )
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
@@ -46,10 +46,10 @@ def appendix_c_problem(
     schedule = build("ampipe", degree=degree, features=PLAIN)
     needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
     whole = {
-        StageKind.ATTENTION: attention,
-        StageKind.DISPATCH: communication,
-        StageKind.COMBINE: communication,
-        StageKind.EXPERT: experts,
+        kinds.ATTENTION: attention,
+        kinds.DISPATCH: communication,
+        kinds.COMBINE: communication,
+        kinds.EXPERT: experts,
     }
     times = {stage: whole.get(stage.kind, 0.0) / degree for stage in needs}
     problem = OrderProblem.from_graph(needs, times)
@@ -126,10 +126,10 @@ def _real() -> Iterator[str]:
         predictor = Predictor(workload, cluster)
         whole = predictor.costs((rows,), 1, False)
         # What the formula calls attention is all that runs before the dispatch; O is left out, as there.
-        attention = sum(whole[Stage(kind, 0)].forward for kind in (StageKind.QKV, StageKind.ATTENTION))
+        attention = sum(whole[Stage(kind, 0)].forward for kind in (kinds.QKV, kinds.ATTENTION))
         travel, experts = (
-            whole[Stage(StageKind.DISPATCH, 0)].forward,
-            whole[Stage(StageKind.EXPERT, 0)].forward,
+            whole[Stage(kinds.DISPATCH, 0)].forward,
+            whole[Stage(kinds.EXPERT, 0)].forward,
         )
         stock = predictor.stock().forward
         for degree in (2, 4, 8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -20,6 +21,7 @@ class AMPipeContext:
         recorder: Told of every stage.
         executor: What runs the stages; chosen by the first layer that runs if None.
         kernel: Name of the attention kernel; chosen by each layer if None.
+        added: Stages beyond those of the table, in every block that is built from here on.
         pipeline: How blocks are run from the next forward pass on; at first what ``config`` says.
         predicted_ms: What a plan predicts of a pass through a block by ``pipeline``, forward and backward,
             from its first stage to its last; None without a plan. For the log alone.
@@ -29,6 +31,7 @@ class AMPipeContext:
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
+    added: tuple[AddedStage, ...] = ()
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 

@@ -258,13 +258,14 @@ class Cluster:
             raise self.missing("compute.attention", dtype)
         return self.compute.attention[dtype]
 
-    def stage_overhead(self, kind: OverheadKind) -> StageOverhead:
+    def stage_overhead(self, kind: str) -> StageOverhead:
         """What a compute stage of this kind costs beside its work.
 
         Raises:
             BadInput: the file has a figure neither for this kind nor for any.
         """
-        found = self.host.stage.get(kind, self.host.stage.get("any"))
+        figures = {str(name): figure for name, figure in self.host.stage.items()}
+        found = figures.get(kind, figures.get("any"))
         if found is None:
             raise self.missing("host.stage", kind)
         return found

@@ -23,11 +23,13 @@ class Transfer:
         outputs: What they receive; not to be read before :meth:`wait` has returned.
         works: What is not finished yet; empty on CUDA, where the stream keeps the order.
         unpack: Fills the outputs from what was received, where that came in one piece.
+        uses: Tensors that are sent or received besides those that the stage takes and gives by the table.
     """
 
     outputs: tuple[Tensor, ...]
     works: tuple[dist.Work, ...] = ()
     unpack: Callable[[], None] | None = None
+    uses: tuple[Tensor, ...] = ()
 
     def wait(self) -> None:
         """Return when everything has been received and everything sent may be written to again."""

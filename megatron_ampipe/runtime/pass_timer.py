@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_ampipe.schedule.types import Direction
+from megatron_ampipe.schedule.kinds import Direction
 
 Moment = float | torch.cuda.Event
 

@@ -17,6 +17,7 @@ from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -67,7 +68,10 @@ def transformer_config(case: Case) -> TransformerConfig:
 
 
 def build_layers(
-    case: Case, recorder: Recorder | None = None, executor: Executor | None = None
+    case: Case,
+    recorder: Recorder | None = None,
+    executor: Executor | None = None,
+    added: tuple[AddedStage, ...] = (),
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; by the case's executor or another."""
     config = transformer_config(case)
@@ -86,6 +90,7 @@ def build_layers(
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
+        added=added,
     )
     torch.manual_seed(11)
     stock = build_module(spec, config=config, layer_number=1)

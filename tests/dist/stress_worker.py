@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ampipe.launch import host
-from megatron_ampipe.schedule import StageKind
+from megatron_ampipe.schedule import kinds
 from tests.dist.worker import report
 
 
@@ -65,7 +65,7 @@ class _Impatient:
         travelling = []
         for _, stage in order:
             transfer = run_stage(stage)
-            if transfer is not None and stage.kind is StageKind.COUNTS:
+            if transfer is not None and stage.kind is kinds.COUNTS:
                 transfer.wait()
             elif transfer is not None:
                 travelling.append(transfer)

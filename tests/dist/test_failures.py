@@ -15,7 +15,16 @@ import pytest
 
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Stage, StageKind, build, dependencies, issue_order
+from megatron_ampipe.schedule import (
+    MOE_BLOCK,
+    Direction,
+    Stage,
+    StageKind,
+    build,
+    dependencies,
+    issue_order,
+    kinds,
+)
 from megatron_ampipe.schedule.graph import BlockFeatures
 from tests.dist.launch import run_workers
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
@@ -30,7 +39,7 @@ class CablePulled(Exception):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("kind", list(StageKind))
+@pytest.mark.parametrize("kind", MOE_BLOCK, ids=str)
 @pytest.mark.parametrize("executor", [ThreadExecutor, SequentialExecutor])
 def test_a_failing_stage_raises_its_own_error(
     executor: type[ThreadExecutor | SequentialExecutor], kind: StageKind, direction: Direction
@@ -70,8 +79,8 @@ def test_a_failure_does_not_wait_for_what_travels() -> None:
     """A compute stage fails while a collective is stuck: the error comes out at once."""
     stuck, dispatch, attention = (
         threading.Event(),
-        Stage(StageKind.DISPATCH, 0),
-        Stage(StageKind.ATTENTION, 1),
+        Stage(kinds.DISPATCH, 0),
+        Stage(kinds.ATTENTION, 1),
     )
 
     def run_stage(stage: Stage) -> None:

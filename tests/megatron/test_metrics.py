@@ -128,6 +128,7 @@ def test_one_expert_parallel_rank_has_nothing_to_hide_and_claims_nothing() -> No
 
 
 SAMPLED = """
+from megatron_ampipe.schedule import kinds
 from megatron_ampipe.launch import host
 host.install()
 import argparse, types
@@ -146,7 +147,7 @@ def sampled(rank, trace_dir, log_interval=3):
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
         context.recorder.enter(1, Direction.FORWARD)
-        context.recorder.add("compute", Stage(StageKind.QKV), 0.0, 1.0)
+        context.recorder.add("compute", Stage(kinds.QKV), 0.0, 1.0)
     step = recorded(forward_step, context, args)
     for iteration in range(7):
         args.curr_iteration = iteration

@@ -16,10 +16,10 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
-    StageKind,
     dependencies,
+    kinds,
 )
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
@@ -124,9 +124,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
         while left:
             stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
             del left[stage]
-            lane = (
-                combines if stage.kind is StageKind.COMBINE else COMM if stage.is_communication else COMPUTE
-            )
+            lane = combines if stage.kind is kinds.COMBINE else COMM if stage.is_communication else COMPUTE
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
     return Schedule("random", degree, *programs, degree)

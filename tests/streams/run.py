@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.runtime import block_stages
-from megatron_ampipe.schedule import Pipeline, StageKind
+from megatron_ampipe.schedule import Pipeline, kinds
 from tests.dist.blocks import build_layers, transformer_config
 from tests.dist.cases import Case
 from tests.streams import model
@@ -111,7 +111,8 @@ def run_case(
 
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
     """Tensors that a dispatcher makes once, on the host by name."""
-    for module in (layer.mlp.token_dispatcher, getattr(layer, "_block", None)):
+    block = getattr(layer, "_block", None)
+    for module in (layer.mlp.token_dispatcher, getattr(block, "_modules", None)):
         dispatcher = getattr(module, "chunk_dispatcher", module)
         if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":
             yield dispatcher.sort_input_by_local_experts
@@ -162,7 +163,7 @@ def _name_stages(executor: Any) -> None:
     execute = executor.execute
 
     def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
-        direction = "forward" if any(stage.kind is StageKind.COUNTS for stage in needs) else "backward"
+        direction = "forward" if any(stage.kind is kinds.COUNTS for stage in needs) else "backward"
 
         def run(stage: Any) -> Any:
             with _stage(f"{direction} {stage}"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.plan.host_time import calls
-from megatron_ampipe.schedule import Direction, StageKind
+from megatron_ampipe.schedule import MOE_BLOCK, Direction
 from tests.dist.launch import run_workers
 from tests.plan_cases import workload
 from tests.streams import census
@@ -74,7 +74,7 @@ def test_the_planner_knows_the_calls_of_each_stage(
         table = {
             f"{direction} {kind}": calls(kind, direction, block)
             for direction in Direction
-            for kind in StageKind
+            for kind in MOE_BLOCK
             if f"{direction} {kind}" in counted
         }
         assert table.keys() == counted.keys()

@@ -12,7 +12,16 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import BlockFeatures, Direction, Stage, StageKind, build, dependencies
+from megatron_ampipe.schedule import (
+    MOE_BLOCK,
+    BlockFeatures,
+    Direction,
+    Stage,
+    StageKind,
+    build,
+    dependencies,
+    kinds,
+)
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import network, plot, ranks, result
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
@@ -299,14 +308,12 @@ def times_of(needs: dict[Stage, tuple[Stage, ...]], durations: dict[StageKind, f
     return {stage: durations[stage.kind] for stage in needs}
 
 
-ONE_EACH = {kind: 1.0 for kind in StageKind}
+ONE_EACH = {kind: 1.0 for kind in MOE_BLOCK}
 
 
 def test_forward_bound_counts_head_and_tail() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
-    bound = direction_bound(
-        times_of(needs, ONE_EACH | {StageKind.COUNTS: 0.0, StageKind.DISPATCH: 10.0}), needs
-    )
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COUNTS: 0.0, kinds.DISPATCH: 10.0}), needs)
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
     assert bound == DirectionBound(
         compute=17.0,
@@ -329,7 +336,7 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
 def test_the_compute_lane_waits_for_the_first_collective() -> None:
     """Backward there are only merges to compute before the first combine has arrived."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
-    bound = direction_bound(times_of(needs, ONE_EACH | {StageKind.COMBINE: 9.0}), needs)
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # A merge and its combine, then four each of expert, route, attention, and qkv.
     assert bound.compute_with_waits == 10.0 + 13.0
 
@@ -337,16 +344,14 @@ def test_the_compute_lane_waits_for_the_first_collective() -> None:
 def test_something_follows_the_last_collective() -> None:
     """Forward every chunk's combine and merge come behind its expert."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
-    bound = direction_bound(times_of(needs, ONE_EACH | {StageKind.COMBINE: 9.0}), needs)
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
     assert bound.compute_with_waits == 13.0 + 10.0
 
 
 def test_whole_attention_is_all_head() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=True, direction=Direction.FORWARD)
-    bound = direction_bound(
-        times_of(needs, ONE_EACH | {StageKind.ATTENTION: 8.0, StageKind.DISPATCH: 20.0}), needs
-    )
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.ATTENTION: 8.0, kinds.DISPATCH: 20.0}), needs)
     assert bound.head == 1.0 + 8.0 + 1.0
     assert bound.time == bound.head + bound.communication + bound.tail
 
@@ -354,7 +359,7 @@ def test_whole_attention_is_all_head() -> None:
 def test_the_head_is_that_of_the_cheapest_chunk() -> None:
     needs = dependencies(BlockFeatures(), degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
-    times[Stage(StageKind.ATTENTION, 0)], times[Stage(StageKind.ATTENTION, 1)] = 5.0, 3.0
+    times[Stage(kinds.ATTENTION, 0)], times[Stage(kinds.ATTENTION, 1)] = 5.0, 3.0
     assert direction_bound(times, needs).head == 1.0 + 3.0 + 1.0
 
 
@@ -362,7 +367,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
     features = BlockFeatures(ordered_routing=True)
     needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
-    times[Stage(StageKind.ATTENTION, 0)] = 5.0
+    times[Stage(kinds.ATTENTION, 0)] = 5.0
     assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
 
 
@@ -613,10 +618,10 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     monkeypatch.setattr(stage_times.dist, "barrier", lambda: happened.append("barrier"))
     monkeypatch.setattr(stage_times, "_spend", lambda size, *, on_cuda: happened.append(f"spend {size}"))
     stages = [
-        Stage(StageKind.DISPATCH, 0),
-        Stage(StageKind.EXPERT, 0),
-        Stage(StageKind.COMBINE, 0),
-        Stage(StageKind.DISPATCH, 1),
+        Stage(kinds.DISPATCH, 0),
+        Stage(kinds.EXPERT, 0),
+        Stage(kinds.COMBINE, 0),
+        Stage(kinds.DISPATCH, 1),
     ]
     order = [("comm" if stage.is_communication else "compute", stage) for stage in stages]
     timer = stage_times.StageTimer(saved_bytes=saved_bytes)
@@ -669,7 +674,7 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     device = _Device(monkeypatch)
     timer, recorder = stage_times.StageTimer(), Recorder(num_iterations=9)
     recorder.start_iteration(1)
-    stage = Stage(StageKind.EXPERT, 0)
+    stage = Stage(kinds.EXPERT, 0)
     issue_s = 1e-3
 
     def issue(_: Stage) -> None:

@@ -11,8 +11,8 @@ from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StreamOrder
-from megatron_ampipe.schedule import Stage, StageKind
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule import Stage, kinds
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
@@ -87,9 +87,7 @@ def test_collectives_and_counts_have_streams_of_high_priority(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "Event", ModelEvent)
     monkeypatch.setattr(torch.cuda, "stream", DEVICE.using)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
-    route, counts, dispatch = (
-        Stage(kind, 0) for kind in (StageKind.ROUTE, StageKind.COUNTS, StageKind.DISPATCH)
-    )
+    route, counts, dispatch = (Stage(kind, 0) for kind in (kinds.ROUTE, kinds.COUNTS, kinds.DISPATCH))
     ran_on: dict[Stage, ModelStream] = {}
     CudaExecutor().execute(
         [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],

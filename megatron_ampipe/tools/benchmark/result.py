@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Stage, StageKind
+from megatron_ampipe.schedule import stage_from_text
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.link import Link
@@ -68,10 +68,10 @@ def bounds(samples: StageSamples, needs: StageNeeds) -> dict[str, DirectionBound
     found = {}
     for direction, stages in samples.items():
         graph = {
-            _stage(name): tuple(_stage(needed) for needed in earlier)
+            stage_from_text(name): tuple(stage_from_text(needed) for needed in earlier)
             for name, earlier in needs[direction].items()
         }
-        times = {_stage(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
+        times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
         found[direction] = direction_bound(times, graph)
     return found
 
@@ -198,11 +198,6 @@ def _row(
 
 def _total_ms(of_directions: Mapping[str, DirectionBound]) -> float:
     return sum(bound.time for bound in of_directions.values())
-
-
-def _stage(name: str) -> Stage:
-    kind, dot, chunk = name.partition(".")
-    return Stage(StageKind(kind), int(chunk) if dot else None)
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

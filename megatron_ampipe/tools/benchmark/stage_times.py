@@ -66,7 +66,7 @@ class StageTimer:
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
-                    self.queue.ahead_of(stage.kind.value),
+                    self.queue.ahead_of(stage.kind.name),
                     recorder.on_stream(lane, stage, torch.cuda.current_stream()),
                 ):
                     finish(run_stage(stage))

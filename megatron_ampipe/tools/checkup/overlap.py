@@ -21,8 +21,8 @@ from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, Order, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Stage, StageKind
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule import Stage, kinds
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
 
 _CHUNKS = 4
@@ -47,8 +47,8 @@ def measure(device: str) -> dict[str, Any]:
     """
     work = _Work(device)
     alone = (
-        [Stage(StageKind.DISPATCH, chunk) for chunk in range(_CHUNKS)],
-        [Stage(StageKind.EXPERT, chunk) for chunk in range(_CHUNKS)],
+        [Stage(kinds.DISPATCH, chunk) for chunk in range(_CHUNKS)],
+        [Stage(kinds.EXPERT, chunk) for chunk in range(_CHUNKS)],
     )
     communication = [(COMM, stage) for stage in alone[0]]
     computation = [(COMPUTE, stage) for stage in alone[1]]
@@ -115,7 +115,7 @@ class _Work:
         return float(taken)
 
     def _run_stage(self, stage: Stage) -> Transfer | None:
-        if stage.kind is StageKind.DISPATCH:
+        if stage.kind is kinds.DISPATCH:
             return self._exchange()
         for _ in range(self._products_per_chunk):
             torch.mm(self._matrix, self._matrix, out=self._product)
@@ -132,8 +132,8 @@ class _Work:
     def _choose_size(self) -> None:
         """Decided by figures that all ranks share, so that all exchange alike."""
         aim_s = _AIM_S[self._device]
-        communication = [(COMM, Stage(StageKind.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
-        computation = [(COMPUTE, Stage(StageKind.EXPERT, chunk)) for chunk in range(_CHUNKS)]
+        communication = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
+        computation = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
         taken_s = self._timed(communication)
         while taken_s < aim_s and 2 * self.size_bytes <= _LARGEST_BYTES:
             self._rows = torch.zeros(2 * self._rows.shape[0], _COLUMNS, device=self._device)
