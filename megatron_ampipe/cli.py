@@ -20,7 +20,7 @@ from megatron_ampipe import __version__
 from megatron_ampipe.errors import AMPipeError, BadInput
 
 INTERRUPTED = 130
-READER_GONE = 141
+BROKEN_PIPE = 141
 """As a shell says it of a program whose reader, such as ``head``, has had enough."""
 
 TOOLS = {
@@ -76,14 +76,14 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse one command line.
 
-    A tool that takes the flags of training (``passed_on`` among its defaults) receives there every word that
-    is not its own; of the others such a word is an error.
+    A tool that takes the flags of training (``training_flags`` among its defaults) receives there every word
+    that is not its own; of the others such a word is an error.
     """
     # Only flags without a value come before the sub-command, so the first known word is it.
     parser = build_parser(next((word for word in words if word in TOOLS), None))
     parsed, others = parser.parse_known_args(words)
-    if hasattr(parsed, "passed_on"):
-        parsed.passed_on = others
+    if hasattr(parsed, "training_flags"):
+        parsed.training_flags = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     return parsed
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_has_gone():
             raise
-        return READER_GONE
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print("ampipe: interrupted; nothing unfinished stands under a final name", file=sys.stderr)
         return INTERRUPTED

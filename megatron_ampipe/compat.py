@@ -30,12 +30,12 @@ SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first that builds a GPT model from a configuration, which megatron_ampipe.pretrain_gpt rests on."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
-FLASH_ATTN_PIECES = "2.7"
+FLASH_ATTN_INTERNALS = "2.7"
 """The first whose inner functions have the form in which we call them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalPiece:
+class OptionalPackage:
     """A package that is used where it is installed, and never imported where it is not.
 
     Attributes:
@@ -57,8 +57,8 @@ class OptionalPiece:
     remedy: str
 
 
-OPTIONAL_PIECES = (
-    OptionalPiece(
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
         name="Transformer Engine",
         distribution="transformer-engine",
         module="transformer_engine.pytorch",
@@ -66,7 +66,7 @@ OPTIONAL_PIECES = (
         lost="Megatron's default layers on a GPU, FP8, fused routing and permutation",
         remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', with CUDA's compiler at hand",
     ),
-    OptionalPiece(
+    OptionalPackage(
         name="flash-attn",
         distribution="flash-attn",
         module="flash_attn",
@@ -75,7 +75,7 @@ OPTIONAL_PIECES = (
         lost="its attention in Megatron's local layers on a GPU",
         remedy="pip install --no-build-isolation 'flash-attn>=2.1', with CUDA's compiler at hand",
     ),
-    OptionalPiece(
+    OptionalPackage(
         name="apex",
         distribution="apex",
         module="apex.optimizers",
@@ -283,7 +283,7 @@ def has_apex() -> bool:
     return any((Path(folder) / "optimizers").is_dir() for folder in folders)
 
 
-def has_piece(piece: OptionalPiece) -> bool:
+def has_optional_package(piece: OptionalPackage) -> bool:
     """Whether an optional package is there in a version that is used. Imports nothing."""
     return {
         "Transformer Engine": has_transformer_engine,
@@ -292,11 +292,11 @@ def has_piece(piece: OptionalPiece) -> bool:
     }[piece.name]()
 
 
-def missing_pieces() -> list[tuple[OptionalPiece, str]]:
+def missing_packages() -> list[tuple[OptionalPackage, str]]:
     """The optional packages that are not used here, each with the reason."""
     found = []
-    for piece in OPTIONAL_PIECES:
-        if not has_piece(piece):
+    for piece in OPTIONAL_PACKAGES:
+        if not has_optional_package(piece):
             version = installed_version(piece.distribution) if piece.minimum is not None else None
             reason = "not installed" if version is None else f"{version} is older than {piece.minimum}"
             found.append((piece, reason))
@@ -312,10 +312,10 @@ def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
 
 
 @cache
-def has_flash_attn_pieces() -> bool:
+def has_flash_attn_internals() -> bool:
     """Whether flash-attn is there and its inner functions have the form in which we call them."""
     found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_PIECES)
+    return found is not None and found >= Version(FLASH_ATTN_INTERNALS)
 
 
 @cache

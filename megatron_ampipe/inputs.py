@@ -19,11 +19,11 @@ def read_text(path: Path) -> str:
         OSError: it cannot be read, or is no plain file.
         ValueError: it is not UTF-8, or its name holds a NUL byte.
     """
-    require_plain(path)
+    require_regular_file(path)
     return path.read_text(encoding="utf-8")
 
 
-def require_plain(path: Path) -> None:
+def require_regular_file(path: Path) -> None:
     """Refuse pipes, devices and sockets; what is not there, or is a folder, fails when it is opened.
 
     Raises:

@@ -94,7 +94,7 @@ def check_folder(
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A name to write to. What was written takes the name ``path`` at the end of the block, at once.
 
     After a failure it is gone, and a file that was at ``path`` before is as it was. A folder that is not
@@ -128,7 +128,7 @@ def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
     Raises:
         RunFailed: it cannot be written.
     """
-    with whole(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
         if mode is not None:
             partial.chmod(mode)

@@ -481,7 +481,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class PutAside:
+class SwitchedOffFlag:
     """A flag that asks for another overlap alone: without it the run computes the same function.
 
     Attributes:
@@ -501,18 +501,18 @@ class PutAside:
 _SAME_EXCHANGES = "AMPipe schedules the same all-to-alls inside each micro-batch"
 _SAME_WEIGHTS = "it delays weight gradients for an overlap that AMPipe takes the place of"
 
-PUT_ASIDE: tuple[PutAside, ...] = (
-    PutAside("--moe-shared-expert-overlap", "AMPipe schedules the shared experts itself"),
-    PutAside("--overlap-moe-expert-parallel-comm", _SAME_EXCHANGES),
-    PutAside("--ep-overlap-early-attn-memory-release", _SAME_EXCHANGES),
-    PutAside("--overlap-dispatch-backward-with-experts-wgrad", _SAME_WEIGHTS),
-    PutAside("--delay-wgrad-compute", _SAME_WEIGHTS),
+SWITCHED_OFF: tuple[SwitchedOffFlag, ...] = (
+    SwitchedOffFlag("--moe-shared-expert-overlap", "AMPipe schedules the shared experts itself"),
+    SwitchedOffFlag("--overlap-moe-expert-parallel-comm", _SAME_EXCHANGES),
+    SwitchedOffFlag("--ep-overlap-early-attn-memory-release", _SAME_EXCHANGES),
+    SwitchedOffFlag("--overlap-dispatch-backward-with-experts-wgrad", _SAME_WEIGHTS),
+    SwitchedOffFlag("--delay-wgrad-compute", _SAME_WEIGHTS),
 )
 """What is switched off, with a line in the start-up table, where layers are AMPipe's."""
 
 
-def put_aside(arguments: Any) -> tuple[PutAside, ...]:
-    """Switch off what :data:`PUT_ASIDE` names.
+def switch_off_overlaps(arguments: Any) -> tuple[SwitchedOffFlag, ...]:
+    """Switch off what :data:`SWITCHED_OFF` names.
 
     Args:
         arguments: Parsed and not validated yet: Megatron's checks ask what these flags need.
@@ -520,7 +520,7 @@ def put_aside(arguments: Any) -> tuple[PutAside, ...]:
     Returns:
         What was on.
     """
-    found = tuple(one for one in PUT_ASIDE if getattr(arguments, one.name, False))
+    found = tuple(one for one in SWITCHED_OFF if getattr(arguments, one.name, False))
     for one in found:
         setattr(arguments, one.name, False)
     return found

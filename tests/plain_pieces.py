@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
-from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceOutput, all_keys, own_and_earlier
+from megatron_ampipe.runtime.merged import (
+    AttentionPiece,
+    MergedAttention,
+    PieceOutput,
+    all_visible_keys,
+    causal_then_earlier,
+)
 from megatron_ampipe.runtime.rows import repeat_heads
 from megatron_ampipe.schedule import Span
 
@@ -79,8 +85,8 @@ class PlainPieces:
     def __init__(self, *, bottom_right: bool) -> None:
         self._bottom_right = bottom_right
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        return all_keys(span) if self._bottom_right else own_and_earlier(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        return all_visible_keys(span) if self._bottom_right else causal_then_earlier(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float

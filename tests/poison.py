@@ -138,13 +138,13 @@ def mirrored(
         handle.wait()
         return None
 
-    originals = dist.all_to_all_single, collectives.exchange_pairwise
+    originals = dist.all_to_all_single, collectives.exchange_send_recv
     dist.all_to_all_single = all_to_all_single
-    collectives.exchange_pairwise = collectives.exchange_at_once
+    collectives.exchange_send_recv = collectives.exchange_all_to_all
     try:
         yield
     finally:
-        dist.all_to_all_single, collectives.exchange_pairwise = originals
+        dist.all_to_all_single, collectives.exchange_send_recv = originals
 
 
 class _Travelling:

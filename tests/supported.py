@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron_ampipe.refusals import PUT_ASIDE, REFUSALS
+from megatron_ampipe.refusals import REFUSALS, SWITCHED_OFF
 from tests.dist.cases import PARITY, Case
 from tests.megatron.test_parallel_training import RUNS
 
@@ -126,7 +126,7 @@ def render() -> Iterator[str]:
     yield "\nHybrid models (`HybridStack`): `tests/dist/test_hybrid.py`.\n"
     yield NOT_BITWISE
     yield ASIDE_HEAD
-    for aside in PUT_ASIDE:
+    for aside in SWITCHED_OFF:
         yield f"| `{aside.setting}` | {aside.reason} |"
     yield f"\n{REFUSED_HEAD}"
     yield "| setting | why | instead |\n|---|---|---|"

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer import refuse_arguments
+from megatron_ampipe.layers.layer import assert_no_extra_arguments
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.layers.spec import with_chunk_router
 
@@ -36,7 +36,7 @@ class HybridAttentionLayer(TransformerLayer):
             return output
         rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
         kwargs.pop("attention_mask", None)
-        refuse_arguments(kwargs)
+        assert_no_extra_arguments(kwargs)
         return self.block(hidden_states, rotary_pos_emb), None
 
 

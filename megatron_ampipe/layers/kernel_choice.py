@@ -113,8 +113,8 @@ def _not_cudnn(gpu: compat.Gpu, head_size: int) -> str | None:
 
 
 def _not_flash_attn_2(gpu: compat.Gpu, head_size: int) -> str | None:
-    if not compat.has_flash_attn_pieces():
-        return f"needs flash-attn {compat.FLASH_ATTN_PIECES}"
+    if not compat.has_flash_attn_internals():
+        return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
     return _not_ampere(gpu) or _not_of_size(head_size, largest=_largest_of_flash_2(gpu))
 
 

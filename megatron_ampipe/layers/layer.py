@@ -62,11 +62,11 @@ class AMPipeTransformerLayer(TransformerLayer):
                 **kwargs,
             )
             return output
-        refuse_arguments(kwargs)
+        assert_no_extra_arguments(kwargs)
         return self._block(hidden_states, rotary_pos_emb), context
 
 
-def refuse_arguments(kwargs: dict[str, Any]) -> None:
+def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
     """Arguments of a layer that start-up has refused every cause of."""
     given = [name for name, value in kwargs.items() if value is not None]
     assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"

@@ -32,7 +32,7 @@ class Capacity(Protocol):
         ...
 
 
-class CapacityLedger:
+class CapacityCounter:
     """How much of each expert's capacity the chunks of one block have used so far.
 
     Dropping by position keeps an expert's first ``capacity`` tokens of the sequence, so carrying the
@@ -106,7 +106,7 @@ class ChunkRouter(TopKRouter):
             policy = self.config.moe_token_drop_policy
             return BlockRouting(ChunkCapacity(topk=self.topk, factor=factor, policy=policy))
         capacity = get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor)
-        return BlockRouting(CapacityLedger(capacity))
+        return BlockRouting(CapacityCounter(capacity))
 
     @property
     def has_losses(self) -> bool:

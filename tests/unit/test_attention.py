@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceKernel, PieceOutput, _merge
+from megatron_ampipe.runtime.merged import AttentionPiece, MergedAttention, PieceKernel, PieceOutput, _merge
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.plain_pieces import PLAIN_KERNELS, PlainPieces
@@ -137,9 +137,11 @@ def test_16_bit_tensors_are_attended_to_within_their_precision(kernel: str) -> N
 class ManyPieces(PlainPieces):
     """A piece for every key before the span; each gives the query a gradient of one."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        own = Piece(0, span.length, span.global_start, span.global_end, causal=True)
-        return own, *(Piece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start))
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
+        return own, *(
+            AttentionPiece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start)
+        )
 
     def backward(self, gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
         _, *of_keys = super().backward(gradient, query, *rest, **more)

@@ -22,7 +22,7 @@ NO_2, NO_3 = "flash-attn-2: needs flash-attn 2.7", "flash-attn-3: not installed"
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("has_flash_attn", "has_flash_attn_pieces", "has_flash_attn_3"):
+    for name in ("has_flash_attn", "has_flash_attn_internals", "has_flash_attn_3"):
         monkeypatch.setattr(compat, name, lambda: False)
 
 
@@ -34,8 +34,8 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
 @pytest.mark.parametrize(
     ("gpu", "installed", "name", "reasons"),
     [
-        (HOPPER, {"has_flash_attn_3", "has_flash_attn_pieces"}, "flash-attn-3", []),
-        (HOPPER, {"has_flash_attn_pieces"}, "cudnn", [NO_3]),
+        (HOPPER, {"has_flash_attn_3", "has_flash_attn_internals"}, "flash-attn-3", []),
+        (HOPPER, {"has_flash_attn_internals"}, "cudnn", [NO_3]),
         (
             dataclasses.replace(HOPPER, cudnn=91002),
             set(),
@@ -44,7 +44,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         ),
         (
             dataclasses.replace(HOPPER, cudnn=8907, deterministic=True),
-            {"has_flash_attn_pieces"},
+            {"has_flash_attn_internals"},
             "flash-attn-2",
             [NO_3, "cudnn: cuDNN 8.9.7 is older than 9.15.1"],
         ),
@@ -57,7 +57,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: for Hopper"]),
         (
             AMPERE,
-            {"has_flash_attn_3", "has_flash_attn_pieces"},
+            {"has_flash_attn_3", "has_flash_attn_internals"},
             "flash-attn-2",
             ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell"],
         ),
@@ -80,7 +80,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         ),
         (
             TURING,
-            {"has_flash_attn", "has_flash_attn_pieces"},
+            {"has_flash_attn", "has_flash_attn_internals"},
             "sdpa",
             [
                 "flash-attn-3: for Hopper",

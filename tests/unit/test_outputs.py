@@ -130,7 +130,7 @@ def test_a_folder_is_made_only_where_the_tool_makes_it_and_only_for_the_file(tmp
 def test_it_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("earlier")
-    with pytest.raises(ZeroDivisionError), outputs.whole(path) as partial:
+    with pytest.raises(ZeroDivisionError), outputs.atomic_file(path) as partial:
         partial.write_text("half")
         assert path.read_text() == "earlier"
         raise ZeroDivisionError
@@ -140,7 +140,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_disk_that_fills_ends_with_3_and_says_so(tmp_path: Path) -> None:
     with (
         pytest.raises(errors.RunFailed, match=r"x.json cannot be written \(No space left on device\)"),
-        outputs.whole(tmp_path / "x.json"),
+        outputs.atomic_file(tmp_path / "x.json"),
     ):
         Path("/dev/full").write_text("x")
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _LowerIndexWins(TorchFunctionMode):
+class _BreakTiesByIndex(TorchFunctionMode):
     """Breaks the ties of ``torch.topk`` by index."""
 
     def __torch_function__(
@@ -25,11 +25,11 @@ class _LowerIndexWins(TorchFunctionMode):
         return tuple(found.narrow(kwargs["dim"], 0, kwargs["k"]) for found in (values, indices))
 
 
-def lower_index_wins(drop: Callable[..., Any]) -> Callable[..., Any]:
+def break_ties_by_index(drop: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``apply_router_token_dropping`` with the ties of its top-k broken by index."""
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
-        with _LowerIndexWins():
+        with _BreakTiesByIndex():
             return drop(*args, **kwargs)
 
     return dropping

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_ampipe.launch.host.dropping import lower_index_wins
+from megatron_ampipe.launch.host.dropping import break_ties_by_index
 from megatron_ampipe.launch.host.norm import build_norm
 from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
-from megatron_ampipe.launch.host.uneven_collectives import gather_unequal, scatter_unequal
+from megatron_ampipe.launch.host.uneven_collectives import with_uneven_gather, with_uneven_reduce_scatter
 
 
 def _run_eagerly(function: Any = None, **_options: object) -> Any:
@@ -83,11 +83,13 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    mappings._gather_along_first_dim = with_uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = with_uneven_reduce_scatter(
+        mappings._reduce_scatter_along_first_dim
+    )
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
-    dropping = lower_index_wins(router.apply_router_token_dropping)
+    dropping = break_ties_by_index(router.apply_router_token_dropping)
     moe_utils.apply_router_token_dropping = router.apply_router_token_dropping = dropping
 
     # Local layers under context parallelism, and local latent attention.

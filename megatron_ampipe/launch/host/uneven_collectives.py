@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Megatron's ``_gather_along_first_dim``, for gloo."""
 
     def gathering(
@@ -29,7 +29,7 @@ def gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return gathering
 
 
-def scatter_unequal(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_uneven_reduce_scatter(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Megatron's ``_reduce_scatter_along_first_dim``, for gloo."""
 
     def scattering(
