@@ -18,7 +18,7 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusals import SWITCHED_OFF, switch_off_overlaps
+from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -402,7 +402,7 @@ def check_interruption(tmp_path: Path, number: signal.Signals, *words: str, earl
             assert process.returncode == -number
         else:
             assert process.returncode == 130, output
-            assert output[1] == "ampipe: interrupted; nothing unfinished stands under a final name\n"
+            assert output[1] == "ampipe: interrupted; incomplete output was not saved under its final name\n"
             assert not list((tmp_path / "temporary").iterdir())
         check_nothing_is_left(tmp_path, ranks, networks)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.kernel_choice import BY_SPEED, choose_kernel
+from megatron_ampipe.layers.kernel_choice import KERNELS_BY_SPEED, choose_kernel
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
@@ -69,8 +69,8 @@ SIZES = [
 def usable(kernel: str, *, head_size: int) -> None:
     """Skip with the reason where a kernel cannot be used."""
     objection = None
-    if kernel in BY_SPEED:
-        objection = BY_SPEED[kernel](compat.current_gpu(), head_size)
+    if kernel in KERNELS_BY_SPEED:
+        objection = KERNELS_BY_SPEED[kernel](compat.current_gpu(), head_size)
     elif kernel == "flash-attn" and not compat.has_flash_attn():
         objection = "not installed"
     if objection is not None:

@@ -186,8 +186,8 @@ _DRAW = "draw --output {here}/out/p {here}/"
 _DATA = "train --ampipe-degree 2 --split 100,0,0 --data-path "
 _LOAD = "train --ampipe-degree 2 --load {here}/"
 _FROM_PLAN = "train --ampipe-plan {here}/"
-_NO_PIPE = "cannot be read (it is no plain file)"
-_NO_TRACE = "is not a trace of ours. Give a file that a run with --ampipe-trace-dir wrote"
+_NO_PIPE = "cannot be read (not a regular file)"
+_NO_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
 _TORCHRUN = "Start the run with torchrun, which sets it, or unset it."
 
 CONTROLS = (
@@ -218,7 +218,7 @@ _YAML = (
     Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
     Row("yaml-empty", _CONFIG + "empty", "empty:1: top: does not hold keys with values. Write"),
     Row("yaml-binary", _CONFIG + "binary", "binary: is not YAML of ours. Write"),
-    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a configuration of ours."),
+    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a built-in configuration."),
     Row("yaml-trace", _CONFIG + "good.trace", "good.trace:1: traceEvents: there is no such flag."),
 )
 _PLANNER = (
@@ -301,12 +301,16 @@ _TOOLS = (
     Row(
         "profile-seed", "profile --output {here}/out.yaml --seed 99999999999999999999", "is more than 429496"
     ),
-    Row("patch-binary", "patch check {here}/tree-2", "does not say which Megatron this is. Name a release"),
+    Row(
+        "patch-binary",
+        "patch check {here}/tree-2",
+        "does not contain the version of Megatron. Name a release",
+    ),
     Row("data-in-a-file", "data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
     Row(
         "sbatch-site-pipe",
         "sbatch --site {here}/pipe --nodes 1 --gpus-per-node 8 --no-check",
-        "it is no plain file",
+        "not a regular file",
     ),
     Row(
         "sbatch-model-bomb",
@@ -464,7 +468,7 @@ _FLAGS = (
     Row(
         "config-pipe",
         "train --ampipe-config {here}/pipe",
-        "pipe: is neither a file nor a configuration of ours.",
+        "pipe: is neither a file nor a built-in configuration.",
     ),
 )
 _DATASETS = (

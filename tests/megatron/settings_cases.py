@@ -129,7 +129,7 @@ WRONG = {
         "{line}1: YAML: could not determine a constructor", "lr: !!python/object/apply:os.getcwd []"
     ),
     "file-misspelt": Wrong(
-        "mixtral-8x7: is neither a file nor a configuration of ours. Did you mean mixtral-8x7b?",
+        "mixtral-8x7: is neither a file nor a built-in configuration. Did you mean mixtral-8x7b?",
         words=("--ampipe-config", "mixtral-8x7"),
     ),
     "no-file": Wrong(

@@ -90,7 +90,7 @@ def test_context_parallelism_changes_nothing() -> None:
     assert split.grad_norm == pytest.approx(alone.grad_norm, rel=2e-3)
 
 
-def test_other_overlaps_are_put_aside() -> None:
+def test_other_overlaps_are_switched_off() -> None:
     """Megatron would refuse the last two in fp32, were they still on when it checks."""
     shared = [*PLAIN, *EP, "--moe-shared-expert-intermediate-size", "48"]
     overlaps = [
@@ -99,7 +99,7 @@ def test_other_overlaps_are_put_aside() -> None:
     stock, ours = train(*shared), train(*shared, *overlaps, "--ampipe-degree", "4")
     assert largest_difference(stock, ours) <= TOLERANCE
     for flag in overlaps:
-        assert re.search(rf"│ {flag} +│ put aside: ", ours.output), flag
+        assert re.search(rf"│ {flag} +│ switched off: ", ours.output), flag
 
 
 def test_forced_load_balance_draws_from_the_distribution_of_stock() -> None:

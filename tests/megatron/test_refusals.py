@@ -27,7 +27,7 @@ OTHERS = {
     "degree-fraction": ([*ACCEPTED, "--ampipe-degree", "2.5"], "--ampipe-degree '2.5': "),
     "degree-above-sequence": (
         [*ACCEPTED, "--ampipe-degree", "65"],
-        "--ampipe-degree 65: is more than the sequence has rows (--seq-length 64). Use --ampipe-degree 4.",
+        "--ampipe-degree 65: is larger than the sequence length (--seq-length 64). Use --ampipe-degree 4.",
     ),
     "backward-degree-3-of-4": (
         [*ACCEPTED, "--ampipe-backward-degree", "3"],
@@ -36,7 +36,7 @@ OTHERS = {
     ),
     "backward-degree-above-sequence": (
         [*ACCEPTED, "--ampipe-backward-degree", "128"],
-        "--ampipe-backward-degree 128: is more than the sequence has rows (--seq-length 64).",
+        "--ampipe-backward-degree 128: is larger than the sequence length (--seq-length 64).",
     ),
     "backward-degree-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-backward-degree", "2"],
@@ -68,7 +68,7 @@ OTHERS = {
     ),
     "cluster-unknown": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "nowhere"],
-        "--ampipe-cluster nowhere: is neither a file nor a cluster of ours",
+        "--ampipe-cluster nowhere: is neither a file nor a built-in cluster",
     ),
     "schedule-with-cluster": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "dgx-h100", "--ampipe-schedule", "ampipe"],

@@ -112,7 +112,7 @@ def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFi
         ),
         (
             ["--model", "mixtral-8x7", "--gpus-per-node", "8"],
-            "is neither a file nor a model of ours. Did you mean mixtral-8x7b?",
+            "is neither a file nor a built-in model. Did you mean mixtral-8x7b?",
         ),
         (["--cluster", "four.yaml", "--gpus-per-node", "8", *FLAGS], "differs from ranks_per_node 4 of four"),
         (["--cluster", "none.yaml", *FLAGS], "none.yaml:2:"),
@@ -148,7 +148,7 @@ def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFi
         ([*GPUS, "--", "--save=x"], "flag --save=x: is set by the job script"),
         ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
         ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "argument lr: belongs to no flag"),
-        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no is not there. Make it, or"),
+        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no does not exist. Create it, or"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -54,28 +54,28 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
             "torch-flash-2",
             [NO_3, "cudnn: not deterministic", NO_2],
         ),
-        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: for Hopper"]),
+        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: needs Hopper"]),
         (
             AMPERE,
             {"has_flash_attn_3", "has_flash_attn_internals"},
             "flash-attn-2",
-            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell"],
+            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell"],
         ),
         (
             AMPERE,
             {"has_flash_attn"},
             "torch-flash-2",
-            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell", NO_2],
+            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell", NO_2],
         ),
         (
             dataclasses.replace(AMPERE, torch_flash=False),
             {"has_flash_attn"},
             "flash-attn",
             [
-                "flash-attn-3: for Hopper",
-                "cudnn: for Hopper and Blackwell",
+                "flash-attn-3: needs Hopper",
+                "cudnn: needs Hopper or Blackwell",
                 NO_2,
-                "torch-flash-2: this torch was built without",
+                "torch-flash-2: this torch was built without FlashAttention",
             ],
         ),
         (
@@ -83,10 +83,10 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
             {"has_flash_attn", "has_flash_attn_internals"},
             "sdpa",
             [
-                "flash-attn-3: for Hopper",
-                "cudnn: for Hopper and Blackwell",
-                "flash-attn-2: for Ampere and later",
-                "torch-flash-2: for Ampere and later",
+                "flash-attn-3: needs Hopper",
+                "cudnn: needs Hopper or Blackwell",
+                "flash-attn-2: needs Ampere or later",
+                "torch-flash-2: needs Ampere or later",
             ],
         ),
     ],
@@ -126,17 +126,19 @@ def test_what_pieces_cannot_do_keeps_its_kernel_and_is_named(
 ) -> None:
     monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
     names = {"latent": "latent attention", "dropout": "attention dropout", "window": "sliding window"}
-    for on_gpu, reason in ((True, "kernels by pieces"), (False, "cpu-flash")):
+    for on_gpu, reason in ((True, "merged flash kernels"), (False, "cpu-flash")):
         choice = choose_kernel(
             local=True, on_gpu=on_gpu, dtype=torch.bfloat16, head_size=128, **{asked: True}
         )
         fast = on_gpu and has_flash_attn and asked != "latent"
-        assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no {names[asked]}")
+        assert choice == KernelChoice(
+            "flash-attn" if fast else "sdpa", f"{reason}: no support for {names[asked]}"
+        )
 
 
 def test_fp32_on_a_gpu_is_left_to_torch() -> None:
     choice = choose_kernel(local=True, on_gpu=True, dtype=torch.float32, head_size=128)
-    assert choice == KernelChoice("sdpa", "flash kernels: not for float32")
+    assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
 
 
 def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(

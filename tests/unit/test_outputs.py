@@ -21,7 +21,7 @@ NO_FILES = {
     ".": "is a directory",
     "": "is a directory",
     "/proc/nope": "/proc cannot be written to",
-    "/dev/null": "is no plain file",
+    "/dev/null": "is not a regular file",
     "x" * 300: "File name too long",
     "file/inside": "cannot be written to",
 }
@@ -119,7 +119,7 @@ def test_a_tried_file_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) ->
 
 def test_a_folder_is_made_only_where_the_tool_makes_it_and_only_for_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a/b/x.json"
-    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b is not there. Make it, or"):
+    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b does not exist. Create it, or"):
         outputs.check(path, flag="--json")
     outputs.check(path, flag="--json", makes_folder=True)
     assert not list(tmp_path.iterdir())

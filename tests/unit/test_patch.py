@@ -128,7 +128,7 @@ def _half(tree: Path) -> None:
             "or later: AMPipe runs on none before it, patched or launched.",
         ),
         (_newer_version, "alone. Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no"),
-        (_no_version, "does not say which Megatron this is"),
+        (_no_version, "does not contain the version of Megatron"),
         (_changed, "not as in the releases of 0.18 that were tested: megatron/training/training.py."),
         (_missing, "not as in the releases of 0.18 that were tested: megatron/training/arguments.py."),
         (_half, "only a part of the patch is in it, and not in megatron/training/training.py"),

@@ -104,7 +104,7 @@ def event(**changes: object) -> dict[str, object]:
 def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank0.trace.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(BadInput, match="is not a trace of ours"):
+    with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
         Timeline.read_chrome(path)
 
 
@@ -112,5 +112,5 @@ def test_an_absent_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
         Timeline.read_chrome(tmp_path / "none.json")
     Timeline(0, ()).write_chrome(tmp_path / "empty.json")
-    with pytest.raises(BadInput, match="holds no stage"):
+    with pytest.raises(BadInput, match="contains no stage"):
         Timeline.read_chrome(tmp_path / "empty.json")
