@@ -93,9 +93,9 @@ def test_a_job_that_gets_further_is_requeued_up_to_the_bound(run: Run) -> None:
     assert cluster.wait() == "FAILED"
     assert [attempt.requeued for attempt in cluster.attempts] == [True, True, True, False]
     said = cluster.said("job")
-    assert "goes on from checkpoint 12" in said
+    assert "resumes from checkpoint 12" in said
     assert (
-        f"restart 3 of at most 3: not requeued. To go on, submit with --folder runs/job/{cluster.job_id}"
+        f"restart 3 of at most 3: not requeued. To resume, submit with --folder runs/job/{cluster.job_id}"
         in said
     )
 
@@ -109,9 +109,9 @@ def test_a_signal_reaches_the_ranks_and_their_end_is_waited_for(run: Run, times:
     cluster.until(lambda: all(both_listen in cluster.log("job", attempt=0, node=node) for node in (1, 2)))
     for asked in range(times):
         os.kill(cluster.script_pid, signal.SIGUSR1)
-        cluster.until(lambda asked=asked: cluster.said("job").count("asked to stop") > asked)
+        cluster.until(lambda asked=asked: cluster.said("job").count("received USR1") > asked)
     cluster.wait()
-    assert cluster.said("job").count("asked to stop") == times
+    assert cluster.said("job").count("received USR1") == times
     (attempt,) = cluster.attempts
     assert (attempt.code, attempt.left) == (0, 0)
     saved = cluster.run_dir("job") / "checkpoints/latest_checkpointed_iteration.txt"

@@ -38,7 +38,7 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(tmp_path: Path) -> Non
     done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--run", "run.yaml", without_torch=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("ampipe: run.yaml:2: lr: abc: takes a number. ")
-    assert done.stderr.endswith("To submit it all the same, add --no-check.\n")
+    assert done.stderr.endswith("To submit it anyway, add --no-check.\n")
 
 
 def test_without_megatron_it_says_what_is_not_checked(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--", "--foo"], "flag --foo: is none of Megatron that is known here. "),
+        (["--", "--foo"], "flag --foo: is not a known Megatron flag. "),
         (["--", "--hidden_size", "64"], "Did you mean hidden-size"),
         (["--", "--ampipe-degree", "x"], "--ampipe-degree 'x': is neither a whole number nor auto"),
         (
@@ -70,11 +70,11 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ),
         (
             ["--model", "odd.yaml"],
-            "odd.yaml:2: hidden-sze: is no flag of Megatron that is known here. Did you",
+            "odd.yaml:2: hidden-sze: is not a known Megatron flag. Did you",
         ),
         (
             ["--model", "own.yaml"],
-            "own.yaml:2: ampipe.degre: is no setting of AMPipe that is known here. Did",
+            "own.yaml:2: ampipe.degre: is not a known AMPipe setting. Did",
         ),
         (
             ["--model", "model.yaml"],
@@ -89,11 +89,11 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
                 "8",
                 "--pipeline-model-parallel-size=3",
             ],
-            "--nodes times --gpus-per-node 8: is no multiple of 3, which is what the tensor, pipeline and",
+            "--nodes times --gpus-per-node 8: is not a multiple of 3, the product of the tensor, pipeline and",
         ),
         (
             ["--model", "model.yaml", "--", "--num-experts", "16", "--expert-model-parallel-size", "16"],
-            "is no multiple of 16, which is what the tensor parallel size of the experts, expert and",
+            "is not a multiple of 16, the product of the tensor parallel size of the experts, expert and",
         ),
     ],
 )

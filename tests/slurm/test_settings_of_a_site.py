@@ -160,7 +160,7 @@ def test_without_a_site_the_defaults_hold(capsys: pytest.CaptureFixture[str]) ->
         ("partition: true", "site.yaml:1: partition: True: is not text or a number"),
         ("setup: {a: 1}", "site.yaml:1: setup: "),
         ("setup: ['']", "site.yaml:1: setup: (empty): is not text"),
-        ("time: 99-99", "--time 99-99: has 99 hours, and 24 make the next larger unit"),
+        ("time: 99-99", "--time 99-99: has 99 hours, which must be less than 24"),
         ("mount: foo\ncontainer: x", "--mount foo: is not FROM:TO"),
         ("- a", "does not hold keys with values"),
         ("!!python/name:os.system", "site.yaml:1:"),
@@ -266,4 +266,4 @@ def test_a_folder_that_pyxis_cannot_mount_is_refused(
 ) -> None:
     words = ["--gpus-per-node", "8", "--container", "team#image", "--folder", "/runs/a,b"]
     assert main([*NODES, *words, *FLAGS]) == 2
-    assert "--folder /runs/a,b: holds a colon, a comma or a line break" in capsys.readouterr().err
+    assert "--folder /runs/a,b: contains a colon, a comma or a line break" in capsys.readouterr().err

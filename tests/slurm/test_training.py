@@ -130,7 +130,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_requeues(interrupted: Cluster) ->
     assert (attempt.code, attempt.requeued, attempt.left) == (0, True, 0)
     stopped_after = _logged(interrupted, attempt=1).iterations[-1]
     assert ASKED_TO_STOP_AFTER <= stopped_after < NUM_ITERATIONS
-    assert f"goes on from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
+    assert f"resumes from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
 
 
 def test_the_job_comes_to_its_end_in_the_third_attempt(interrupted: Cluster) -> None:
@@ -141,7 +141,7 @@ def test_the_job_comes_to_its_end_in_the_third_attempt(interrupted: Cluster) -> 
 def test_the_loss_curve_is_that_of_the_unbroken_run(unbroken: Cluster, interrupted: Cluster) -> None:
     expected = _logged(unbroken, attempt=0)
     attempts = [_logged(interrupted, attempt=number) for number in range(3)]
-    resumed = re.findall(r"goes on from checkpoint (\d+)", interrupted.said(NAME))
+    resumed = re.findall(r"resumes from checkpoint (\d+)", interrupted.said(NAME))
     checkpoints = [int(iteration) for iteration in resumed]
     assert [run.iterations[0] - 1 for run in attempts] == [0, *checkpoints]
     assert KILLED_AFTER // SAVE_INTERVAL * SAVE_INTERVAL <= checkpoints[0] <= attempts[0].iterations[-1]

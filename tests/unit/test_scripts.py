@@ -159,12 +159,12 @@ def test_an_older_megatron_that_cannot_be_installed_ends_the_run(checkout: Check
 def test_the_well_tried_python_is_preferred_to_the_newest(checkout: Checkout) -> None:
     for version in ("3.14.1", "3.13.2", "3.12.4"):
         checkout.add_python(f"python{version[:4]}", version)
-    assert "making .venv with Python 3.12.4" in checkout.run().stdout
+    assert "creating .venv with Python 3.12.4" in checkout.run().stdout
 
 
 def test_a_newer_python_is_used_where_it_is_the_only_one(checkout: Checkout) -> None:
     checkout.add_python("python3", "3.15.0")
-    assert "making .venv with Python 3.15.0" in checkout.run().stdout
+    assert "creating .venv with Python 3.15.0" in checkout.run().stdout
 
 
 @pytest.mark.parametrize("variable", ["PYENV_ROOT", "HOME"])
