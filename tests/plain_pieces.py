@@ -1,6 +1,6 @@
-"""A kernel of pieces by its definition, in fp32 or fp64: what flash kernels have to compute.
+"""A reference piece kernel in fp32 or fp64, which flash kernels are compared with.
 
-Serves as a kernel itself and behind stand-ins of packages that are not installed.
+Used as a kernel itself, and in fakes of packages that are not installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]`` and ``[B, H, R]``.
 
-    Causal is aligned to the bottom right.
+    The causal mask is aligned to the bottom right.
     """
     heads, dtype = query.shape[2], sum_dtype(query)
     scores = _scores(query, key, causal=causal, scale=scale)
@@ -51,7 +51,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, of the part of the weights that falls on these keys."""
+    """Gradients of query, key and value from the attention weights of these keys."""
     heads, groups, dtype = query.shape[2], key.shape[2], sum_dtype(query)
     weights = (_scores(query, key, causal=causal, scale=scale) - lse.unsqueeze(-1)).exp()
     gradient, output = gradient.to(dtype), output.to(dtype)
@@ -76,7 +76,7 @@ def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor
 
 
 class PlainPieces:
-    """The kernel.
+    """The reference kernel as a ``PieceKernel``.
 
     Args:
         bottom_right: Take all keys of a span as one piece.
@@ -115,4 +115,4 @@ PLAIN_KERNELS = {
     "plain-pieces": MergedAttention(PlainPieces(bottom_right=False)),
     "plain-bottom-right": MergedAttention(PlainPieces(bottom_right=True)),
 }
-"""Kernels of attention for tests, by name."""
+"""Attention kernels for tests, by name."""

@@ -1,8 +1,8 @@
-"""Blocks under stress: pretended ranks, slow stages, poisoned memory; on any device, of any size.
+"""Stress test of blocks: emulated ranks, slow stages, poisoned memory; on any device and of any size.
 
-What :class:`~tests.poison.PoisoningExecutor` runs is compared with the same block run one stage after
-another. Called by ``tests/gpu/test_stress.py``, and on a CPU by ``tests/dist/stress_worker.py``. Ranks are
-pretended, so :func:`start_ranks` comes first.
+Compares a block run by :class:`~tests.poison.PoisoningExecutor` with the same block run stage by stage.
+Called by ``tests/gpu/test_stress.py``, and on a CPU by ``tests/dist/stress_worker.py``. The ranks are
+emulated, so :func:`start_ranks` must be called first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Stress:
-    """One block, and how it is cut."""
+    """One block, and how it is split into chunks."""
 
     degree: int
     backward_degree: int | None = None
@@ -53,16 +53,16 @@ STRESSES = [
 
 @dataclass(frozen=True)
 class Scene:
-    """Where and how large.
+    """The device and the sizes of a stress test.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        sequence_length: Rows.
-        hidden: Width of the residual stream.
-        ffn: Width inside an expert.
-        executor: Makes the executor under test.
+        sequence_length: Sequence length.
+        hidden: Hidden size.
+        ffn: FFN hidden size of an expert.
+        executor: Creates the executor under test.
         delay: Keeps a lane busy before and after the kernels of a computation.
-        travel: Keeps a lane busy while a transfer travels.
+        travel: Keeps a lane busy during a transfer.
     """
 
     device: str
@@ -76,7 +76,7 @@ class Scene:
 
 @contextmanager
 def start_ranks() -> Iterator[None]:
-    """A process group of :data:`RANKS` ranks, all but this one pretended."""
+    """A process group of :data:`RANKS` ranks, all emulated except this one."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -115,17 +115,17 @@ def differences_under(
     stock: bool = False,
     plant: Callable[[torch.nn.Module], object] | None = None,
 ) -> tuple[dict[str, float], int]:
-    """How the block under stress differs from the same one run in sequence.
+    """The differences between the block under stress and the same block run sequentially.
 
     Args:
         stress: The block.
-        scene: Where.
-        stock: Compare with Megatron's own layer instead.
-        plant: Puts a fault into the layer under stress.
+        scene: Device and sizes.
+        stock: Compare with Megatron's layer instead.
+        plant: Inserts a fault into the layer under stress.
 
     Returns:
-        The largest difference of output and every gradient, relative to its largest value; and how often
-        memory that was released has been poisoned.
+        The largest difference of the output and of every gradient, relative to its largest value; and how
+        often released memory was filled.
     """
     from tests.dist.blocks import build_layers, differences, run
 
@@ -140,7 +140,7 @@ def differences_under(
     if plant is not None:
         plant(stressed)
     stressed.to(scene.device)
-    # What the second pass is given was released by the first.
+    # Two passes, so that the second one allocates memory that the first has released.
     run(stressed, case, rank=0, device=scene.device)
     found = run(stressed, case, rank=0, device=scene.device)
     return differences(expected, found), poisoning.filled
@@ -172,14 +172,14 @@ def _case(stress: Stress, scene: Scene, *, schedule: str | None = None) -> Case:
 
 
 def plant_unheld_reader(layer: torch.nn.Module) -> None:
-    """The experts read what they received without holding it, as a stream reads that no event waits for."""
+    """Make the experts read the received tensors without a reference, like a stream without a wait."""
     experts = layer.mlp.experts
     forward = experts.forward
     experts.forward = lambda tokens, *rest: forward(_Unheld.apply(tokens), *rest)
 
 
 class _Unheld(torch.autograd.Function):
-    """The same memory, by its address."""
+    """A tensor of the same memory, made from its address."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

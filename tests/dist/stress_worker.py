@@ -1,4 +1,4 @@
-"""Runs the blocks of ``tests/stress.py`` on a CPU, with and without planted faults, in one process."""
+"""Runs the blocks of ``tests/stress.py`` on a CPU, with and without inserted faults, in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
     with stress.start_ranks():
         for one in stress.STRESSES:
             found[str(one)] = _try(partial(stress.differences_under, one, scene))
-        # On the host platform's streams: what it lets go, and when.
+        # On the host platform's streams: tests what it releases, and when.
         on_streams = dataclasses.replace(scene, executor=CudaExecutor)
         found["cuda executor"] = _try(partial(stress.differences_under, stress.Stress(4), on_streams))
         found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), scene, stock=True))
@@ -55,7 +55,7 @@ def _try(compare: Any) -> Any:
 
 
 class _Impatient:
-    """A planted fault: no collective but counts, without which nothing runs, is waited for in time."""
+    """A fault: does not wait for collectives, except for counts, which are needed to run at all."""
 
     host_waits = False
     crosses_streams = False

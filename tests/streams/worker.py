@@ -1,4 +1,4 @@
-"""Runs the modelled device over many blocks in one process, rank 0 of two; reports by name of the run."""
+"""Runs many blocks on the modelled device in one process, rank 0 of two; reports results by run name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.dist.worker import report
 
 
 def start(world_size: int) -> None:
-    """Rank 0 of so many; the others are pretended."""
+    """Start as rank 0 of ``world_size``; the other ranks are emulated."""
     from megatron_ampipe.launch import host
 
     host.install()
@@ -28,7 +28,7 @@ def start(world_size: int) -> None:
 
 
 def main() -> None:
-    """This process's share of the runs; on the first the planted faults, on the second the census."""
+    """Run this process's share; the first process also runs the faults, the second counts the calls."""
     from tests.streams.cases import RANKS, runs
     from tests.streams.census import census
     from tests.streams.peaks import PEAKS, peaks
