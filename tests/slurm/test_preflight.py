@@ -1,4 +1,4 @@
-"""Whether the training flags are ones that a launch takes: with Megatron, and on a login node without it."""
+"""The check of training flags before submission: with Megatron, and on a login node without it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sbatch(folder: Path, *words: str, without_torch: bool) -> subprocess.Complet
 
 
 def test_megatron_refuses_a_value_of_a_file_with_its_line(tmp_path: Path) -> None:
-    """The one test here that really asks; what it answers is tested in tests/megatron/test_settings.py."""
+    """The only test here that runs Megatron; its answers are tested in tests/megatron/test_settings.py."""
     (tmp_path / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
     done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--run", "run.yaml", without_torch=False)
     assert done.returncode == 2 and done.stdout == ""
@@ -97,15 +97,15 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_what_can_be_seen_without_megatron_is_refused(
+def test_errors_that_are_found_without_megatron_are_refused(
     words: list[str], message: str, no_megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SBATCH, *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_check_that_ends_otherwise_leaves_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A login node may end a process that takes much memory."""
+def test_a_check_that_crashes_or_hangs_gives_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node may kill a process that uses much memory."""
 
     def ended(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], -9, stdout="a greeting\n", stderr="x\nMemoryError\n")

@@ -14,7 +14,7 @@ PEAKS: dict[str, dict[str, Any]] = {"forward": {"gradients": False}, "forward an
 
 
 def peaks(name: str) -> tuple[int, int, int]:
-    """Peak bytes with the rule of ``stream_order``, if nothing is kept, and if everything is kept to the end."""
+    """Peak bytes with the rule of ``stream_order``, if nothing is kept, and if all is kept to the end."""
     from tests.streams.run import run_case
 
     case = block(degree=8, sequence_length=256, kernel="cpu-flash", model=SIZES)
