@@ -1,6 +1,6 @@
-"""Inputs that no user should give, as a table: what is run, how it must end, and what it must say.
+"""Bad inputs as a table: what is run, its exit code, and a part of its message.
 
-Read by :mod:`.test_bad_inputs`. None of them stands in another test.
+Read by :mod:`.test_bad_inputs`. No other test contains them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Row:
     """One command.
 
     Attributes:
-        name: Of the row.
-        words: The command line; the first word is a tool, or ``train`` for a launch of :data:`ACCEPTED`
-            with the other words behind. ``{here}`` is the folder with the files.
-        says: What the message holds.
-        code: How the command ends.
-        environment: Variables of its own.
+        name: Name of the row.
+        words: The command line; the first word is a tool, or ``train`` for a launch with :data:`ACCEPTED` and
+            the other words. ``{here}`` is the folder with the files.
+        says: A part of the message.
+        code: The exit code.
+        environment: Additional environment variables.
     """
 
     name: str
@@ -43,7 +43,7 @@ def _schedule(degree: int = 2) -> str:
 
 
 def _plan(**changes: Any) -> str:
-    """A plan of degree 2, as somebody could write it by hand."""
+    """A plan of degree 2, as a user could write it."""
     values: dict[str, Any] = {
         "format": "ampipe-plan-1", "forward_degree": 2, "backward_degree": 2, "shares": [0.5, 0.5],
         "reason": "by hand", "schedule": _schedule(),
@@ -72,9 +72,9 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
-"""A few lines that stand for a list of 10**9 words."""
+"""A few lines that YAML expands to a list of 10**9 words."""
 _NINES = "9" * 5000
-"""More digits than Python turns into a number."""
+"""More digits than Python converts to a number."""
 
 FILES: dict[str, str | bytes] = {
     "good.yaml": "num-layers: 2\n",
@@ -147,11 +147,11 @@ FILES: dict[str, str | bytes] = {
     "deep.json": "[" * 100_000,
     "axes.grid": "axes: [" + ", ".join(["[{name: a}, {name: b}]"] * 40) + "]\n",
 }
-"""By name. In addition: ``folder`` (empty), ``pipe`` (nobody writes to it), and others below."""
+"""Contents of files by name. Also ``folder`` (empty), ``pipe`` (without a writer), and those below."""
 
 
 def write_files(folder: Path) -> None:
-    """Make everything that the rows name."""
+    """Create all files that the rows name."""
     for name, content in FILES.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     for name in ("folder", "pipes", "traces", "tree/megatron/core/package_info.py", "tree-2/megatron/core"):
@@ -197,7 +197,7 @@ CONTROLS = (
     Row("draw", _DRAW + "good.trace", "wrote ", 0),
     Row("config", _CONFIG + "good.yaml", "num-layers: 2", 0),
 )
-"""Good ones: what is wrong in each row below is that row's alone."""
+"""Valid arguments, so that only the argument in the row is wrong."""
 
 _YAML = (
     Row("yaml-tab", _CONFIG + "tab.yaml", "tab.yaml:2: YAML: found character '\\t' that cannot start"),
