@@ -55,14 +55,14 @@ def backward(
     heads, groups, dtype = query.shape[2], key.shape[2], sum_dtype(query)
     weights = (_scores(query, key, causal=causal, scale=scale) - lse.unsqueeze(-1)).exp()
     gradient, output = gradient.to(dtype), output.to(dtype)
-    of_weights = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads).to(dtype))
+    dweights = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads).to(dtype))
     common = (gradient * output).sum(-1).permute(1, 2, 0).unsqueeze(-1)
-    of_scores = weights * (of_weights - common) * scale
-    of_query = torch.einsum("bhrs,sbhc->rbhc", of_scores, repeat_heads(key, heads).to(dtype))
-    of_key = torch.einsum("bhrs,rbhc->sbhc", of_scores, query.to(dtype))
-    of_value = torch.einsum("bhrs,rbhv->sbhv", weights, gradient)
-    of_key, of_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (of_key, of_value))
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+    dscores = weights * (dweights - common) * scale
+    dq = torch.einsum("bhrs,sbhc->rbhc", dscores, repeat_heads(key, heads).to(dtype))
+    dk = torch.einsum("bhrs,rbhc->sbhc", dscores, query.to(dtype))
+    dv = torch.einsum("bhrs,rbhv->sbhv", weights, gradient)
+    dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
 def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:

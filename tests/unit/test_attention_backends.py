@@ -1,5 +1,5 @@
-"""The kernels for GPUs, without one: torch's own on the meta device and behind a stand-in that computes, the
-packages behind stand-ins of their documented form. What they compute on a GPU shows tests/gpu.
+"""The kernels for GPUs, tested without one: torch's operators on the meta device and as fakes that compute,
+the packages as fakes with their documented signatures. Their results on a GPU are tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tensors(
 
 
 class Called(TorchDispatchMode):
-    """Notes the calls of torch's attention operators: name, queries, keys, causal."""
+    """Records the calls of torch's attention operators: name, queries, keys, causal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Last arguments that have their default values are not handed on.
+        # Trailing arguments with their default values are not passed on.
         arguments = function._schema.arguments
         named = {a.name: a.default_value for a in arguments}
         named |= {a.name: value for a, value in zip(arguments, args, strict=False)}
@@ -63,10 +63,10 @@ class Called(TorchDispatchMode):
 
 
 class Computing(Called):
-    """Computes torch's attention operators by their definition.
+    """Computes torch's attention operators with the reference implementation.
 
-    ``lse_dimensions``: 3 or 4, how the forward operator of cuDNN gives its log-sum-exp; that differs between
-    versions of torch, and the backward one takes what the forward one gives.
+    ``lse_dimensions``: 3 or 4, the number of dimensions of cuDNN's log-sum-exp, which depends on torch's
+    version; the backward operator expects what the forward operator returns.
     """
 
     def __init__(self, lse_dimensions: int) -> None:
@@ -83,7 +83,7 @@ class Computing(Called):
         rows_first = [named[name].permute(2, 0, 1, 3) for name in ("query", "key", "value")]
         causal, scale = named["is_causal"], kwargs["scale"]
         assert named["dropout_p"] == 0.0
-        # torch lets cuDNN be causal from the top left only.
+        # Through torch, cuDNN's causal mask is aligned to the top left only.
         assert not (cudnn and causal) or len(rows_first[0]) == len(rows_first[1])
         if "backward" not in str(function):
             output, lse = plain_pieces.forward(*rows_first, causal=causal, scale=scale)
@@ -111,7 +111,7 @@ FLASH_2, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cud
         ("torch-flash-2", WHOLE, [(FLASH_2, 64, 64, True)]),
     ],
 )
-def test_torch_takes_the_calls_and_every_chunk_has_the_kernel_of_the_whole(
+def test_torch_accepts_the_calls_and_all_chunks_use_the_same_kernel(
     kernel: str, spans: tuple[Span, ...], pieces: list[tuple[str, int, int, bool]]
 ) -> None:
     """On the meta device, where torch's operators check their arguments and compute shapes."""
@@ -127,7 +127,7 @@ def test_torch_takes_the_calls_and_every_chunk_has_the_kernel_of_the_whole(
 
 @pytest.fixture
 def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner functions of flash-attn from 2.7 on; those before gave more results."""
+    """The internal functions of flash-attn from 2.7 on; older ones returned more values."""
     random_state = torch.tensor([3, 5])
 
     def _flash_attn_forward(
@@ -207,7 +207,7 @@ FA3_BACKWARD = (
     " int window_size_left=-1, int window_size_right=-1, bool deterministic=False, int sm_margin=0)"
     " -> (Tensor)"
 )
-"""The arguments that we give, in their places, and some of those with defaults; one has another name."""
+"""The arguments that AMPipe passes, in their positions, and some with defaults; one has a different name."""
 
 
 def _register_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: str) -> torch.library.Library:
@@ -278,10 +278,10 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("lse_dimensions", [3, 4])
 @pytest.mark.parametrize("spans", [LATER, WHOLE, SEVERAL], ids=["later", "whole", "several"])
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
-def test_what_is_made_of_the_kernels_is_the_definition(
+def test_merged_attention_with_each_kernel_equals_the_reference(
     kernel: str, spans: tuple[Span, ...], lse_dimensions: int
 ) -> None:
-    """Layouts, arguments and merging: the kernels themselves are computed by their definition."""
+    """Tests layouts, arguments and merging; the kernels themselves are fakes of the reference."""
     torch.manual_seed(3)
     inputs = tensors(spans)
     expected = exact(*inputs, spans=spans, scale=0.3)
@@ -305,13 +305,13 @@ def test_cudnn_refuses_a_single_key() -> None:
 
 
 @pytest.mark.usefixtures("flash_attn_3")
-def test_flash_attention_3_is_used_where_its_operators_take_what_we_give(
+def test_flash_attention_3_is_used_if_its_operators_take_our_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert compat.has_flash_attn_3()
 
 
-def test_one_with_other_arguments_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_with_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", "causal"))
     try:
         assert not compat.has_flash_attn_3()
@@ -321,7 +321,7 @@ def test_one_with_other_arguments_is_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("spans", [LATER, WHOLE], ids=["later", "whole"])
-def test_the_pinned_kernel_of_comparisons_leaves_torch_no_choice(
+def test_the_pinned_kernel_always_uses_the_same_backend(
     spans: tuple[Span, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled = []

@@ -1,4 +1,4 @@
-"""Which attention kernel a layer gets on which device, and why not a better one."""
+"""The attention kernel that is chosen for a layer and device, and the reasons against faster ones."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         ),
     ],
 )
-def test_the_first_that_can_be_used(
+def test_the_fastest_usable_kernel_is_chosen(
     gpu: Gpu, installed: set[str], name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in installed:
@@ -121,7 +121,7 @@ def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("has_flash_attn", [False, True])
 @pytest.mark.parametrize("asked", ["latent", "dropout", "window"])
-def test_what_pieces_cannot_do_keeps_its_kernel_and_is_named(
+def test_features_that_merged_kernels_do_not_support_are_named(
     asked: str, has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
@@ -136,12 +136,12 @@ def test_what_pieces_cannot_do_keeps_its_kernel_and_is_named(
         )
 
 
-def test_fp32_on_a_gpu_is_left_to_torch() -> None:
+def test_fp32_on_a_gpu_uses_sdpa() -> None:
     choice = choose_kernel(local=True, on_gpu=True, dtype=torch.float32, head_size=128)
     assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
 
 
-def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(
+def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
@@ -154,7 +154,7 @@ def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(
     assert found == ["te", "cudnn"]
 
 
-def test_comparisons_never_leave_the_choice_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
     names = [
         pinned_kernel(on_gpu=True, dtype=dtype, head_size=head_size)
@@ -164,7 +164,7 @@ def test_comparisons_never_leave_the_choice_to_torch(monkeypatch: pytest.MonkeyP
     assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"
 
 
-def test_on_a_cpu() -> None:
+def test_a_cpu_uses_cpu_flash() -> None:
     assert choose_kernel(local=True, on_gpu=False, dtype=torch.float32) == KernelChoice("cpu-flash")
 
 
@@ -180,5 +180,5 @@ def test_on_a_cpu() -> None:
         ("sdpa-efficient", "own and earlier keys at once"),
     ],
 )
-def test_a_kernel_is_described_by_what_runs_for_which_keys(name: str, words: str) -> None:
+def test_a_kernel_is_described_by_its_pieces(name: str, words: str) -> None:
     assert describe_kernel(name) == f"{name} ({words})"

@@ -1,4 +1,4 @@
-"""The start-up table names what takes the place of each optional package that is not used."""
+"""The start-up table names the replacement of each optional package that is not used."""
 
 from __future__ import annotations
 
