@@ -52,7 +52,7 @@ STRESSES = [
 
 
 @dataclass(frozen=True)
-class Scene:
+class StressSetup:
     """The device and the sizes of a stress test.
 
     Attributes:
@@ -110,18 +110,18 @@ _num_experts = 0
 
 def differences_under(
     stress: Stress,
-    scene: Scene,
+    setup: StressSetup,
     *,
     stock: bool = False,
-    plant: Callable[[torch.nn.Module], object] | None = None,
+    insert_fault: Callable[[torch.nn.Module], object] | None = None,
 ) -> tuple[dict[str, float], int]:
     """The differences between the block under stress and the same block run sequentially.
 
     Args:
         stress: The block.
-        scene: Device and sizes.
+        setup: Device and sizes.
         stock: Compare with Megatron's layer instead.
-        plant: Inserts a fault into the layer under stress.
+        insert_fault: Inserts a fault into the layer under stress.
 
     Returns:
         The largest difference of the output and of every gradient, relative to its largest value; and how
@@ -130,28 +130,28 @@ def differences_under(
     from tests.dist.blocks import build_layers, differences, run
 
     global _num_experts
-    case = _case(stress, scene)
+    case = _case(stress, setup)
     _num_experts = case.model["num_moe_experts"]
-    plain = build_layers(_case(stress, scene, schedule="sequential"), executor=SequentialExecutor())
+    plain = build_layers(_case(stress, setup, schedule="sequential"), executor=SequentialExecutor())
     with mirrored():
-        expected = run(plain[0 if stock else 1].to(scene.device), case, rank=0, device=scene.device)
-    poisoning = PoisoningExecutor(scene.executor(), delay=scene.delay, travel=scene.travel)
+        expected = run(plain[0 if stock else 1].to(setup.device), case, rank=0, device=setup.device)
+    poisoning = PoisoningExecutor(setup.executor(), delay=setup.delay, travel=setup.travel)
     _, stressed = build_layers(case, executor=poisoning)
-    if plant is not None:
-        plant(stressed)
-    stressed.to(scene.device)
+    if insert_fault is not None:
+        insert_fault(stressed)
+    stressed.to(setup.device)
     # Two passes, so that the second one allocates memory that the first has released.
-    run(stressed, case, rank=0, device=scene.device)
-    found = run(stressed, case, rank=0, device=scene.device)
+    run(stressed, case, rank=0, device=setup.device)
+    found = run(stressed, case, rank=0, device=setup.device)
     return differences(expected, found), poisoning.filled
 
 
-def _case(stress: Stress, scene: Scene, *, schedule: str | None = None) -> Case:
+def _case(stress: Stress, setup: StressSetup, *, schedule: str | None = None) -> Case:
     model = {
         **AUX,
         **Z,
-        "hidden_size": scene.hidden,
-        "ffn_hidden_size": scene.ffn,
+        "hidden_size": setup.hidden,
+        "ffn_hidden_size": setup.ffn,
         "num_moe_experts": stress.local_experts * RANKS,
         "moe_router_topk": 2,
         "gated_linear_unit": True,
@@ -165,13 +165,13 @@ def _case(stress: Stress, scene: Scene, *, schedule: str | None = None) -> Case:
         degree=stress.degree,
         backward_degree=stress.backward_degree,
         schedule=schedule or stress.schedule,
-        sequence_length=scene.sequence_length,
+        sequence_length=setup.sequence_length,
         kernel="sdpa",
         model=model,
     )
 
 
-def plant_unheld_reader(layer: torch.nn.Module) -> None:
+def insert_unheld_reader(layer: torch.nn.Module) -> None:
     """Make the experts read the received tensors without a reference, like a stream without a wait."""
     experts = layer.mlp.experts
     forward = experts.forward

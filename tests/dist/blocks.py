@@ -22,9 +22,9 @@ from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, Thre
 from megatron_ampipe.runtime.recorder import Recorder
 from tests.dist import logged_losses
 from tests.dist.cases import Case
-from tests.plain_pieces import PLAIN_KERNELS
+from tests.reference_pieces import REFERENCE_KERNELS
 
-KERNELS.update(PLAIN_KERNELS)
+KERNELS.update(REFERENCE_KERNELS)
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
 HIDDEN = 32

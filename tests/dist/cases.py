@@ -61,11 +61,11 @@ PARITY = [
     # Reference kernels with the pieces that GPUs use: own and earlier keys separately, or together.
     *(
         Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, rope=True, model={"num_query_groups": 2})
-        for kernel in ("plain-pieces", "plain-bottom-right")
+        for kernel in ("reference-pieces", "reference-bottom-right")
     ),
     Case(
-        "kernel-plain-pieces-odd-recompute",
-        kernel="plain-pieces",
+        "kernel-reference-pieces-odd-recompute",
+        kernel="reference-pieces",
         degree=3,
         sequence_length=31,
         model={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -202,8 +202,8 @@ PARALLEL = [
     ),
     Case("tp-cpu-flash", parallel=TP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
     Case("cp-cpu-flash", parallel=CP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
-    Case("tp-plain-pieces", parallel=TP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
-    Case("cp-plain-pieces", parallel=CP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
+    Case("tp-reference-pieces", parallel=TP, kernel="reference-pieces", rope=True, batch=3, model=LARGE),
+    Case("cp-reference-pieces", parallel=CP, kernel="reference-pieces", rope=True, batch=3, model=LARGE),
     Case("tp-odd", parallel=TP, degree=3, sequence_length=26, batch=3, model=LARGE),
     Case("cp-odd", parallel=CP, degree=3, sequence_length=28, batch=3, model=LARGE),
     Case("tp-capacity", parallel=TP, model=TIGHT | AUX, batch=3),

@@ -169,7 +169,7 @@ def ddp(
                 use_first_writes(layer)
         if routing is not None:
             for layer in pair:
-                obey(layer)
+                route_by_direction(layer)
         found = []
         for layer in pair:
             make = make_hidden if routing is None else lambda _: routed_hidden(routing)
@@ -273,7 +273,7 @@ RECORDED = (
 )  # fmt: skip
 
 
-def obey(layer: Any) -> None:
+def route_by_direction(layer: Any) -> None:
     """Make the router select an expert by the direction of the token's vector."""
     import torch
 
@@ -284,7 +284,7 @@ def obey(layer: Any) -> None:
 
 
 def routed_hidden(routing: str) -> Any:
-    """Hidden states whose tokens are routed as in ``ROUTINGS`` (see :func:`obey`)."""
+    """Hidden states whose tokens are routed as in ``ROUTINGS`` (see :func:`route_by_direction`)."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -361,7 +361,7 @@ def collectives(routing: str, **model: Any) -> dict[str, Any]:
     """Run one pass with both layers; returns the collectives of AMPipe's layer in order of issue."""
     found = []
     for layer in layers(moe_router_topk=1, moe_router_pre_softmax=True, **model):
-        obey(layer)
+        route_by_direction(layer)
         hidden = routed_hidden(routing)
         with stage_of_thread() as stage, recorded_collectives(stage) as issued:
             output = forward(layer, hidden)

@@ -25,7 +25,7 @@ def main() -> None:
             use_groups(**case.parallel)
             groups = case.parallel
         stock, ours = build_layers(case)
-        tell_ranks_apart(stock, ours)
+        make_ranks_differ(stock, ours)
         router = stock.mlp.router
         if router.expert_bias is not None:
             # It is initially zero and would have no effect.
@@ -44,7 +44,7 @@ def main() -> None:
             "class": type(ours).__name__,
         }
 
-    def tell_ranks_apart(stock: torch.nn.Module, ours: torch.nn.Module) -> None:
+    def make_ranks_differ(stock: torch.nn.Module, ours: torch.nn.Module) -> None:
         """Give each rank a different part of what is split over ranks, so that mixed-up parts are visible."""
         generator = torch.Generator().manual_seed(1000 + rank)
         with torch.no_grad():

@@ -20,7 +20,7 @@ def main() -> None:
     from megatron_ampipe.runtime.executors import ThreadExecutor
     from tests import stress
 
-    scene = stress.Scene(
+    setup = stress.StressSetup(
         device="cpu",
         sequence_length=32,
         hidden=32,
@@ -29,20 +29,22 @@ def main() -> None:
         delay=lambda: time.sleep(2e-4),
         travel=lambda: time.sleep(5e-4),
     )
-    planted = {
-        "early release": (scene, stress.plant_unheld_reader),
-        "missing wait": (dataclasses.replace(scene, executor=_Impatient), None),
+    faults = {
+        "early release": (setup, stress.insert_unheld_reader),
+        "missing wait": (dataclasses.replace(setup, executor=_Impatient), None),
     }
     found: dict[str, Any] = {}
     with stress.start_ranks():
         for one in stress.STRESSES:
-            found[str(one)] = _try(partial(stress.differences_under, one, scene))
+            found[str(one)] = _try(partial(stress.differences_under, one, setup))
         # On the host platform's streams: tests what it releases, and when.
-        on_streams = dataclasses.replace(scene, executor=CudaExecutor)
+        on_streams = dataclasses.replace(setup, executor=CudaExecutor)
         found["cuda executor"] = _try(partial(stress.differences_under, stress.Stress(4), on_streams))
-        found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), scene, stock=True))
-        for name, (where, plant) in planted.items():
-            found[name] = _try(partial(stress.differences_under, stress.Stress(4), where, plant=plant))
+        found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), setup, stock=True))
+        for name, (where, insert_fault) in faults.items():
+            found[name] = _try(
+                partial(stress.differences_under, stress.Stress(4), where, insert_fault=insert_fault)
+            )
     report(found)
 
 

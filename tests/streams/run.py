@@ -24,7 +24,7 @@ from tests.streams.tracker import HostCalls, Tracker, pinned
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunResult:
     """The result of one run.
 
     Attributes:
@@ -78,7 +78,7 @@ def run_case(
     stock: bool = False,
     warm: bool = False,
     issue: IssueOrder | None = None,
-) -> Found:
+) -> RunResult:
     """Run forward and backward of a block.
 
     Args:
@@ -106,7 +106,7 @@ def run_case(
             DEVICE.issued.clear()
             tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
-    return Found(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
 
 
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:

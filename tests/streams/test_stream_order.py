@@ -17,8 +17,8 @@ from tests.dist.launch import run_workers
 from tests.plan_cases import workload
 from tests.streams import census
 from tests.streams.cases import runs
+from tests.streams.faults import FAULTS
 from tests.streams.peaks import PEAKS
-from tests.streams.plants import PLANTS
 
 PROCESSES = 2
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
@@ -41,10 +41,10 @@ def test_there_are_no_races(reports: list[dict[str, Any]]) -> None:
     assert min(run["operations"] for run in found.values()) > 50
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", FAULTS)
 def test_an_inserted_fault_is_reported(name: str, reports: list[dict[str, Any]]) -> None:
-    planted, sound = reports[0]["planted"][name]
-    assert any(re.search(PLANTS[name].race, race) for race in planted), planted
+    faulty, sound = reports[0]["faults"][name]
+    assert any(re.search(FAULTS[name].race, race) for race in faulty), faulty
     assert sound == []
 
 

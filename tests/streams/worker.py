@@ -31,8 +31,8 @@ def main() -> None:
     """Run this process's share; the first process also runs the faults, the second counts the calls."""
     from tests.streams.cases import RANKS, runs
     from tests.streams.census import census
+    from tests.streams.faults import FAULTS, races
     from tests.streams.peaks import PEAKS, peaks
-    from tests.streams.plants import PLANTS, races
 
     start(RANKS)
     from tests.streams.run import run_case
@@ -52,8 +52,8 @@ def main() -> None:
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}
     if process == 0:
-        planted = {name: races(name) for name in PLANTS}
-        report({"runs": found, "planted": planted, "peaks": {name: peaks(name) for name in PEAKS}})
+        faulty = {name: races(name) for name in FAULTS}
+        report({"runs": found, "faults": faulty, "peaks": {name: peaks(name) for name in PEAKS}})
     else:
         report({"runs": found, "census": census()})
 

@@ -13,9 +13,9 @@ from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.merged import AttentionPiece, MergedAttention, PieceKernel, PieceOutput, _merge
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from tests.plain_pieces import PLAIN_KERNELS, PlainPieces
+from tests.reference_pieces import REFERENCE_KERNELS, ReferencePieces
 
-MERGED = {"cpu-flash": KERNELS["cpu-flash"], **PLAIN_KERNELS}
+MERGED = {"cpu-flash": KERNELS["cpu-flash"], **REFERENCE_KERNELS}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -134,7 +134,7 @@ def test_attention_of_16_bit_tensors_is_within_their_precision(kernel: str) -> N
         assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
 
 
-class ManyPieces(PlainPieces):
+class ManyPieces(ReferencePieces):
     """A piece for every key before the span; each gives the query a gradient of one."""
 
     def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:

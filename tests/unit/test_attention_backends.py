@@ -20,7 +20,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
-from tests import plain_pieces
+from tests import reference_pieces
 
 LATER = (Span(0, 24, 40),)
 WHOLE = (Span(0, 64, 0),)
@@ -86,7 +86,7 @@ class Computing(Called):
         # Through torch, cuDNN's causal mask is aligned to the top left only.
         assert not (cudnn and causal) or len(rows_first[0]) == len(rows_first[1])
         if "backward" not in str(function):
-            output, lse = plain_pieces.forward(*rows_first, causal=causal, scale=scale)
+            output, lse = reference_pieces.forward(*rows_first, causal=causal, scale=scale)
             lse = lse.unsqueeze(-1) if cudnn and self._lse_dimensions == 4 else lse
             return output.permute(1, 2, 0, 3), lse, None, None, 1, 1, *self._random, None
         assert (named["max_q"], named["max_k"]) == (len(rows_first[0]), len(rows_first[1]))
@@ -95,7 +95,7 @@ class Computing(Called):
         assert lse.is_contiguous() and lse.dim() == (self._lse_dimensions if cudnn else 3)
         gradient, output = (named[name].permute(2, 0, 1, 3) for name in ("grad_out", "out"))
         lse = lse.reshape(lse.shape[:3])
-        found = plain_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
+        found = reference_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
         return tuple(x.permute(1, 2, 0, 3) for x in found)
 
 
@@ -145,7 +145,7 @@ def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
         assert window_size_left == window_size_right == -1
-        output, lse = plain_pieces.forward(
+        output, lse = reference_pieces.forward(
             *(x.transpose(0, 1) for x in (q, k, v)), causal=causal, scale=softmax_scale
         )
         return output.transpose(0, 1), lse, torch.empty(0), random_state
@@ -189,7 +189,7 @@ def _write_gradients(
 ) -> None:
     assert lse.is_contiguous() and lse.dtype == torch.float32
     gradient, query, key, value, output = (x.transpose(0, 1) for x in given)
-    found = plain_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
+    found = reference_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
     for target, part in zip(into, found, strict=True):
         assert target is not None and target.is_contiguous()
         target.copy_(part.transpose(0, 1))
@@ -239,7 +239,7 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sm_margin: int = 0,
     ) -> tuple[Tensor, ...]:
         assert softmax_scale is not None and num_splits == 1
-        output, lse = plain_pieces.forward(
+        output, lse = reference_pieces.forward(
             *(x.transpose(0, 1) for x in (q, k, v)), causal=is_causal, scale=softmax_scale
         )
         return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)

@@ -75,7 +75,7 @@ def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor
     return scores
 
 
-class PlainPieces:
+class ReferencePieces:
     """The reference kernel as a ``PieceKernel``.
 
     Args:
@@ -111,8 +111,8 @@ class PlainPieces:
         return backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
 
 
-PLAIN_KERNELS = {
-    "plain-pieces": MergedAttention(PlainPieces(bottom_right=False)),
-    "plain-bottom-right": MergedAttention(PlainPieces(bottom_right=True)),
+REFERENCE_KERNELS = {
+    "reference-pieces": MergedAttention(ReferencePieces(bottom_right=False)),
+    "reference-bottom-right": MergedAttention(ReferencePieces(bottom_right=True)),
 }
 """Attention kernels for tests, by name."""

@@ -21,16 +21,16 @@ BLOCK = block(degree=4)
 
 
 @dataclass(frozen=True, slots=True)
-class Plant:
+class Fault:
     """A fault and the race that it causes.
 
     Attributes:
-        plant: Context manager that inserts the fault.
+        insert: Context manager that inserts the fault.
         race: Regular expression for the report.
         issue: Order in which the host issues the stages; None for the usual one.
     """
 
-    plant: Callable[[], contextlib.AbstractContextManager[object]]
+    insert: Callable[[], contextlib.AbstractContextManager[object]]
     race: str
     issue: IssueOrder | None = None
 
@@ -99,20 +99,20 @@ def _event_before_work() -> Iterator[None]:
         yield
 
 
-PLANTS = {
-    "a missing event": Plant(
+FAULTS = {
+    "a missing event": Fault(
         _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
     ),
-    "an early free": Plant(
+    "an early free": Fault(
         _replaced(_ReleasesEarly), r"allocated by forward route\.\d: .* was released and may be reused by"
     ),
-    "a wrong stream": Plant(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
-    "a dropped hold": Plant(
+    "a wrong stream": Fault(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
+    "a dropped hold": Fault(
         _replaced(_DropsComputation),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         issue=lazy_issue,
     ),
-    "a reordered pair": Plant(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
+    "a reordered pair": Fault(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
 }
 
 
@@ -120,7 +120,7 @@ def races(name: str) -> tuple[list[str], list[str]]:
     """The races reported with the fault, and without it, in the same run."""
     from tests.streams.run import run_case
 
-    plant = PLANTS[name]
-    with plant.plant():
-        planted = run_case(BLOCK, issue=plant.issue).races
-    return list(planted), list(run_case(BLOCK, issue=plant.issue).races)
+    fault = FAULTS[name]
+    with fault.insert():
+        faulty = run_case(BLOCK, issue=fault.issue).races
+    return list(faulty), list(run_case(BLOCK, issue=fault.issue).races)
