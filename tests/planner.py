@@ -1,6 +1,7 @@
-"""Writes the tables of ``docs/planner.md``: the simulator beside the strategies of the papers.
+"""Writes the tables of ``docs/planner.md``: the simulator compared with the formulas of the papers.
 
-``python -m tests.planner`` writes the page anew between its marks; a test holds the page against it.
+``python -m tests.planner`` rewrites the part of the page between its markers; a test checks that it is up to
+date.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ REAL = (
 def appendix_c_problem(
     attention: float, communication: float, experts: float, degree: int
 ) -> tuple[OrderProblem, Lanes]:
-    """A forward pass as appendix C has it: three kinds of stages, equal chunks, cutting costs nothing."""
+    """A forward pass as in appendix C: three kinds of stages, equal chunks, no cost for splitting."""
     schedule = build("ampipe", degree=degree, features=PLAIN)
     needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
     whole = {
@@ -98,7 +99,7 @@ def fsmoe_workload(rows: int, *, expert_tensor: int = 4) -> Workload:
 
 
 def render() -> Iterator[str]:
-    """The lines between the marks."""
+    """The lines between the markers."""
     yield from _ideal()
     yield ""
     yield from _real()
@@ -125,7 +126,7 @@ def _real() -> Iterator[str]:
         workload = gpt_moe(heads, hidden, rows)
         predictor = Predictor(workload, cluster)
         whole = predictor.costs((rows,), 1, False)
-        # What the formula calls attention is all that runs before the dispatch; O is left out, as there.
+        # In the formula, attention is everything before the dispatch; O is left out, as in the paper.
         attention = sum(whole[Stage(kind, 0)].forward for kind in (kinds.QKV, kinds.ATTENTION))
         travel, experts = (
             whole[Stage(kinds.DISPATCH, 0)].forward,
@@ -156,7 +157,7 @@ def _fsmoe() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page with its tables made anew."""
+    """The page with new tables."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n" + "\n".join(render()) + f"\n\n{END}{tail}"

@@ -16,8 +16,8 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusals import PUT_ASIDE, put_aside
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares
+from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -112,11 +112,11 @@ def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
     @functools.wraps(parse)
     def parsing(*args: Any, **kwargs: Any) -> Any:
         found, rest = parse(*args, **kwargs)
-        asked = any(getattr(found, one.name, False) for one in PUT_ASIDE)
+        asked = any(getattr(found, one.name, False) for one in SWITCHED_OFF)
         found.ampipe_put_aside = ()
         if asked and getattr(found, "yaml_cfg", None) is None and config_from_args(found).pipelined:
             # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
-            found.ampipe_put_aside = tuple(one.setting for one in put_aside(found))
+            found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))
         return found, rest
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What all pipelined layers of a process share. Made by ``launch``, carried by layer specifications."""
+"""State shared by all pipelined layers of a process; ``launch`` creates it, layer specifications carry it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_ampipe.schedule import Pipeline
 
 @dataclass(slots=True)
 class AMPipeContext:
-    """Settings and machinery.
+    """Settings, executor and recorder of a process.
 
     Attributes:
         config: The user's settings.
-        recorder: Told of every stage.
-        executor: What runs the stages; chosen by the first layer that runs if None.
-        kernel: Name of the attention kernel; chosen by each layer if None.
-        added: Stages beyond those of the table, in every block that is built from here on.
-        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says.
-        predicted_ms: What a plan predicts of a pass through a block by ``pipeline``, forward and backward,
-            from its first stage to its last; None without a plan. For the log alone.
+        recorder: Called around every stage.
+        executor: Runs the stages; if None, chosen by the first layer that runs.
+        kernel: Name of the attention kernel; if None, chosen by each layer.
+        added: Stages beyond those of the table, in every block that is built from then on.
+        pipeline: How blocks run from the next forward pass on; initially as in ``config``.
+        predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
+            ``pipeline``, from its first stage to its last; None without a plan. Only logged.
     """
 
     config: AMPipeConfig
@@ -39,11 +39,11 @@ class AMPipeContext:
         self.pipeline = self.config.pipeline
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
-        """The one executor of the process."""
+        """The executor of the process; created at the first call."""
         if self.executor is None:
             self.executor = CudaExecutor() if on_gpu else ThreadExecutor()
         return self.executor
 
     def __deepcopy__(self, memo: dict[int, object]) -> AMPipeContext:
-        """Megatron copies layer specifications; the context in them stays the one of the process."""
+        """Return the same object: Megatron deep-copies layer specifications, but the context is shared."""
         return self

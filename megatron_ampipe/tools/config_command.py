@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="check everything that a launch on N ranks checks"
     )
-    parser.set_defaults(passed_on=[])
+    parser.set_defaults(training_flags=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput(
             "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
         )
-    resolved = check(arguments.passed_on, num_ranks=arguments.ranks)
+    resolved = check(arguments.training_flags, num_ranks=arguments.ranks)
     print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
     return 0
 

@@ -371,7 +371,7 @@ def _write(figure: Figure, target: Path) -> None:
     kind = target.suffix.removeprefix(".")
     dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
     metadata = {"Date": None} if kind == "svg" else None
-    with outputs.whole(target) as partial:
+    with outputs.atomic_file(target) as partial:
         figure.savefig(partial, format=kind, dpi=dpi, metadata=metadata)
 
 

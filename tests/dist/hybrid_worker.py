@@ -60,7 +60,7 @@ def main() -> None:
         )
 
     class AsLayer(torch.nn.Module):
-        """A stack called as ``tests.dist.blocks.run`` calls a layer."""
+        """A stack that can be called like a layer in ``tests.dist.blocks.run``."""
 
         def __init__(self, stack: torch.nn.Module) -> None:
             super().__init__()

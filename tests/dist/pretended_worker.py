@@ -1,6 +1,6 @@
-"""Runs one block with pretended ranks: Megatron's layer, AMPipe's, and the layer that they are to equal.
+"""Runs a block with emulated ranks: Megatron's layer, AMPipe's, and a reference layer.
 
-One process for all cases, which stand on the command line as JSON. See ``tools.benchmark.emulation``.
+One process for all cases, which are passed on the command line as JSON. See ``tools.benchmark.emulation``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _start() -> Any:
         ),
         rank=0,
     )
-    # Megatron was imported before the process began, with a reference to torch's own.
+    # Megatron was imported before the process was forked, and holds a reference to torch's function.
     mappings.dist_all_gather_func = torch.distributed.all_gather_into_tensor
     return emulation
 
@@ -117,7 +117,7 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
 
 
 def _sequential(case: Any, factory: Any) -> torch.nn.Module:
-    """The same layer and weights, with one expert after another."""
+    """The same layer and weights, with sequential experts."""
     from megatron_ampipe.tools.benchmark.blocks import BlockFactory
 
     alone = dataclasses.replace(case, expert_kind="sequential")
@@ -132,7 +132,7 @@ def _sequential(case: Any, factory: Any) -> torch.nn.Module:
 
 
 def _stacked(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of single experts as those of grouped ones."""
+    """The gradients of single experts, stacked like those of grouped experts."""
     stacked: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if not name.startswith("mlp.experts.local_experts."):
@@ -154,7 +154,7 @@ def _use_groups(expert_ranks: int) -> None:
 
 
 def _watch_received() -> list[Tensor]:
-    """Fills with what every later exchange receives."""
+    """A list to which every later exchange appends its output."""
     received: list[Tensor] = []
     exchange = torch.distributed.all_to_all_single
 
@@ -189,7 +189,7 @@ def _results(layer: torch.nn.Module, case: Any) -> dict[str, Tensor]:
 
 
 def _results_of_whole(whole: Any, factory: Any, case: Any) -> dict[str, Tensor]:
-    """Of one rank with all experts: those of other ranks have this rank's weights, negated."""
+    """The results of one rank with all experts; those of other ranks have this rank's weights, negated."""
     local = case.experts // RANKS
     weights = factory.stock.state_dict()
     own = [name for name in weights if name.startswith("mlp.experts.local_experts.") and "_extra" not in name]
@@ -204,7 +204,7 @@ def _results_of_whole(whole: Any, factory: Any, case: Any) -> dict[str, Tensor]:
 
 
 def _folded(found: dict[str, Tensor], case: Any) -> dict[str, Tensor]:
-    """The gradients of all experts as those of the weights that they are made of."""
+    """The gradients of all experts, converted to gradients of the weights that they are made of."""
     local = case.experts // RANKS
     folded: dict[str, Tensor] = {}
     for name, tensor in found.items():

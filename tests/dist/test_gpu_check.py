@@ -1,4 +1,4 @@
-"""``scripts/gpu_check.sh`` as it is run, as far as it goes without a GPU, and its profiling step on a CPU."""
+"""``scripts/gpu_check.sh`` as far as it runs without a GPU, and its profiling step on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:
 
 
 def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
-    """On a CPU there are no kernels to see; that it builds, runs, exports and reads is what counts."""
+    """A CPU has no GPU kernels; checks that it builds, runs, exports and reads a profile."""
     (tmp_path / "grid.yaml").write_text(GRID)
     words = [
         *(sys.executable, "-m", "megatron_ampipe.tools.gpucheck.profiled", "--device", "cpu"),

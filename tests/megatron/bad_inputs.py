@@ -1,6 +1,6 @@
-"""Inputs that no user should give, as a table: what is run, how it must end, and what it must say.
+"""Bad inputs as a table: what is run, its exit code, and a part of its message.
 
-Read by :mod:`.test_bad_inputs`. None of them stands in another test.
+Read by :mod:`.test_bad_inputs`. No other test contains them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Row:
     """One command.
 
     Attributes:
-        name: Of the row.
-        words: The command line; the first word is a tool, or ``train`` for a launch of :data:`ACCEPTED`
-            with the other words behind. ``{here}`` is the folder with the files.
-        says: What the message holds.
-        code: How the command ends.
-        environment: Variables of its own.
+        name: Name of the row.
+        words: The command line; the first word is a tool, or ``train`` for a launch with :data:`ACCEPTED` and
+            the other words. ``{here}`` is the folder with the files.
+        says: A part of the message.
+        code: The exit code.
+        environment: Additional environment variables.
     """
 
     name: str
@@ -43,7 +43,7 @@ def _schedule(degree: int = 2) -> str:
 
 
 def _plan(**changes: Any) -> str:
-    """A plan of degree 2, as somebody could write it by hand."""
+    """A plan of degree 2, as a user could write it."""
     values: dict[str, Any] = {
         "format": "ampipe-plan-1", "forward_degree": 2, "backward_degree": 2, "shares": [0.5, 0.5],
         "reason": "by hand", "schedule": _schedule(),
@@ -72,9 +72,9 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
-"""A few lines that stand for a list of 10**9 words."""
+"""A few lines that YAML expands to a list of 10**9 words."""
 _NINES = "9" * 5000
-"""More digits than Python turns into a number."""
+"""More digits than Python converts to a number."""
 
 FILES: dict[str, str | bytes] = {
     "good.yaml": "num-layers: 2\n",
@@ -147,11 +147,11 @@ FILES: dict[str, str | bytes] = {
     "deep.json": "[" * 100_000,
     "axes.grid": "axes: [" + ", ".join(["[{name: a}, {name: b}]"] * 40) + "]\n",
 }
-"""By name. In addition: ``folder`` (empty), ``pipe`` (nobody writes to it), and others below."""
+"""Contents of files by name. Also ``folder`` (empty), ``pipe`` (without a writer), and those below."""
 
 
 def write_files(folder: Path) -> None:
-    """Make everything that the rows name."""
+    """Create all files that the rows name."""
     for name, content in FILES.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     for name in ("folder", "pipes", "traces", "tree/megatron/core/package_info.py", "tree-2/megatron/core"):
@@ -186,8 +186,8 @@ _DRAW = "draw --output {here}/out/p {here}/"
 _DATA = "train --ampipe-degree 2 --split 100,0,0 --data-path "
 _LOAD = "train --ampipe-degree 2 --load {here}/"
 _FROM_PLAN = "train --ampipe-plan {here}/"
-_NO_PIPE = "cannot be read (it is no plain file)"
-_NO_TRACE = "is not a trace of ours. Give a file that a run with --ampipe-trace-dir wrote"
+_NO_PIPE = "cannot be read (not a regular file)"
+_NO_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
 _TORCHRUN = "Start the run with torchrun, which sets it, or unset it."
 
 CONTROLS = (
@@ -197,7 +197,7 @@ CONTROLS = (
     Row("draw", _DRAW + "good.trace", "wrote ", 0),
     Row("config", _CONFIG + "good.yaml", "num-layers: 2", 0),
 )
-"""Good ones: what is wrong in each row below is that row's alone."""
+"""Valid arguments, so that only the argument in the row is wrong."""
 
 _YAML = (
     Row("yaml-tab", _CONFIG + "tab.yaml", "tab.yaml:2: YAML: found character '\\t' that cannot start"),
@@ -218,7 +218,7 @@ _YAML = (
     Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
     Row("yaml-empty", _CONFIG + "empty", "empty:1: top: does not hold keys with values. Write"),
     Row("yaml-binary", _CONFIG + "binary", "binary: is not YAML of ours. Write"),
-    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a configuration of ours."),
+    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a built-in configuration."),
     Row("yaml-trace", _CONFIG + "good.trace", "good.trace:1: traceEvents: there is no such flag."),
 )
 _PLANNER = (
@@ -301,12 +301,16 @@ _TOOLS = (
     Row(
         "profile-seed", "profile --output {here}/out.yaml --seed 99999999999999999999", "is more than 429496"
     ),
-    Row("patch-binary", "patch check {here}/tree-2", "does not say which Megatron this is. Name a release"),
+    Row(
+        "patch-binary",
+        "patch check {here}/tree-2",
+        "does not contain the version of Megatron. Name a release",
+    ),
     Row("data-in-a-file", "data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
     Row(
         "sbatch-site-pipe",
         "sbatch --site {here}/pipe --nodes 1 --gpus-per-node 8 --no-check",
-        "it is no plain file",
+        "not a regular file",
     ),
     Row(
         "sbatch-model-bomb",
@@ -464,7 +468,7 @@ _FLAGS = (
     Row(
         "config-pipe",
         "train --ampipe-config {here}/pipe",
-        "pipe: is neither a file nor a configuration of ours.",
+        "pipe: is neither a file nor a built-in configuration.",
     ),
 )
 _DATASETS = (

@@ -1,4 +1,4 @@
-"""Wrong settings, each with what the message has to say: read by the test and by its worker process."""
+"""Wrong settings, each with a part of its message: read by the test and by its worker process."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ WRONG = {
         "{line}1: YAML: could not determine a constructor", "lr: !!python/object/apply:os.getcwd []"
     ),
     "file-misspelt": Wrong(
-        "mixtral-8x7: is neither a file nor a configuration of ours. Did you mean mixtral-8x7b?",
+        "mixtral-8x7: is neither a file nor a built-in configuration. Did you mean mixtral-8x7b?",
         words=("--ampipe-config", "mixtral-8x7"),
     ),
     "no-file": Wrong(
@@ -189,7 +189,7 @@ WRONG_LAUNCHES = {
         "--num-attention-heads 4 with --hidden-size 130: does not divide it",
     ),
 }
-"""Words after ``--ampipe-config tiny quickstart --mock-data`` on 2 ranks, and what the message holds."""
+"""Words after ``--ampipe-config tiny quickstart --mock-data`` on 2 ranks, and a part of the message."""
 
 LAUNCHES = {
     "tiny": ("quickstart", 2, ["--train-iters", "30"]),
@@ -203,7 +203,7 @@ LAUNCHES = {
     "deepseek-v3-like": ("one-node", 64, []),
     "qwen3-30b-a3b-like": ("many-nodes", 64, []),
 }
-"""Every model: a run that suits it, on how many ranks, and further words."""
+"""For every model: a run for it, the number of ranks, and further words."""
 
 _JOB = ["--ampipe-config", "deepseek-v2-lite", "one-node", "--tokenizer-type", "NullTokenizer", "--mock-data"]
 _SAVING = ["--save", "runs/x", "--load", "runs/x", "--exit-signal-handler", "--exit-signal", "SIGUSR1"]
@@ -213,4 +213,4 @@ PREFLIGHTS = {
     "value": [*_JOB, "--lr", "abc"],
     "megatrons-own-check": [*_JOB, "--global-batch-size", "3"],
 }
-"""Words of a training run that ``ampipe sbatch`` has checked for 8 ranks."""
+"""Arguments of a training run that ``ampipe sbatch`` checks for 8 ranks."""

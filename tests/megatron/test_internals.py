@@ -205,10 +205,10 @@ def _rounds_capacity_up(get_capacity: Any) -> bool:
 
 
 def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
-    """Position dropping keeps the tokens that a CapacityLedger keeps over two chunks."""
+    """Position dropping keeps the tokens that a CapacityCounter keeps over two chunks."""
     import torch
 
-    from megatron_ampipe.layers.router import CapacityLedger
+    from megatron_ampipe.layers.router import CapacityCounter
 
     scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
     routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
@@ -216,7 +216,7 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     _, expected = drop(
         probs, routing_map, router_topk=2, capacity_factor=0.5, drop_policy="position", pad_to_capacity=False
     )
-    ledger = CapacityLedger(16)
+    ledger = CapacityCounter(16)
     found = [ledger.keep(probs[part], routing_map[part]) for part in (slice(0, 20), slice(20, 64))]
     return torch.equal(expected, torch.cat(found))
 

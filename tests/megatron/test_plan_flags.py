@@ -1,4 +1,4 @@
-"""The list of Megatron's flags that the planner reads is the installed parser's."""
+"""The list of Megatron's flags that the planner uses is that of the installed parser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from megatron_ampipe.plan.flags import known_flags
 
 
-def test_flags_are_those_of_the_installed_megatron() -> None:
+def test_the_flags_are_those_of_the_installed_megatron() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

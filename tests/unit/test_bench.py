@@ -1,4 +1,4 @@
-"""``ampipe bench`` without its processes: links, grids, bounds, figures, documents, refusals."""
+"""``ampipe bench`` without its processes: links, grids, bounds, results, documents, refused input."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_papers_grid_has_56_of_72_cases() -> None:
     cases = read_grid(find_grid("paper")).cases
     assert len(cases) == 56
     assert {case.hidden for case in cases} == {768, 1024, 1280, 1600}
-    # Who fits with more tokens or experts fits with fewer.
+    # A case that fits with more tokens or experts also fits with fewer.
     names = {case.name for case in cases}
     assert "base-16k-b1-c1" in names
     assert "xl-32k-b2-c4" not in names
@@ -317,7 +317,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
     assert bound == DirectionBound(
         compute=17.0,
-        # The first expert has to wait for qkv, attention, route and its tokens: 13, then experts and merges.
+        # The first expert waits for qkv, attention, route and its tokens: 13, then experts and merges.
         compute_with_waits=21.0,
         communication=44.0,
         head=3.0,
@@ -334,7 +334,7 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
 
 
 def test_the_compute_lane_waits_for_the_first_collective() -> None:
-    """Backward there are only merges to compute before the first combine has arrived."""
+    """In backward, only merges can run before the first combine has arrived."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # A merge and its combine, then four each of expert, route, attention, and qkv.
@@ -342,7 +342,7 @@ def test_the_compute_lane_waits_for_the_first_collective() -> None:
 
 
 def test_something_follows_the_last_collective() -> None:
-    """Forward every chunk's combine and merge come behind its expert."""
+    """In forward, combine and merge of every chunk come after its expert."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
@@ -375,7 +375,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
 @pytest.mark.parametrize("communication", [0.0, 0.5, 2.0, 9.0])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_no_schedule_beats_the_bound(name: str, communication: float, direction: Direction) -> None:
-    """The lanes run as executors run them: in order, each stage when its lane and its needs are ready."""
+    """The lanes run like executors: in order, each stage when its lane and its dependencies are ready."""
     features = BlockFeatures(shared=True)
     schedule = build(name, degree=3, features=features)
     needs = dependencies(features, degree=3, whole_attention=schedule.whole_attention, direction=direction)
@@ -442,7 +442,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
     difference = [0.0] * len(variants)
     return {
         "samples_s": seconds,
-        # The second repeat has half of it idle.
+        # In the second repeat half of the time is idle.
         "processor_s": [[one, two / 2, three] for one, two, three in seconds],
         "stages": stages,
         "needs": needs,
@@ -500,7 +500,7 @@ def test_a_case_holds_what_scripts_read() -> None:
         "head_ms": 3.0,
         "tail_ms": 1.0,
     }
-    # 60 ms over the least bound, which is that of two chunks in either order.
+    # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
@@ -513,7 +513,7 @@ def test_busy_cores_are_those_of_the_slowest_rank() -> None:
 
 
 def shown(found: dict[str, Any], path: Path) -> list[str]:
-    """What is shown of a document that was read back, in words."""
+    """The printed words for a document that was read back."""
     result.write(found, path)
     console = Console(width=200, record=True)
     show(result.read(path), console)
@@ -636,7 +636,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
 
 
 class _Device:
-    """A GPU whose time is the host's: keeps busy for as long as it was told, and says what it was given."""
+    """A GPU with the host's clock: stays busy for the given time, and records its work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron_ampipe.tools.benchmark import stage_times

@@ -35,7 +35,7 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 
 def test_figures_of_trainings() -> None:
     variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
-    # The first iteration of each training does not count.
+    # The first iteration of each training run does not count.
     curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
     case = training.case_result(CASE, variants, curves, warmup=1, flags=["--bf16"])
     assert (case["name"], case["flags"]) == ("one", ["--bf16"])

@@ -1,4 +1,4 @@
-"""Where sequences are cut."""
+"""How sequences are split into chunks."""
 
 import itertools
 from typing import Any
@@ -62,7 +62,7 @@ def test_long_chunks_end_on_whole_tiles_and_differ_by_a_quarter_at_most(rows: in
         (4096, 3, [1408, 1408, 1280]),
         (4100, 3, [1408, 1408, 1284]),
         (2048, 4, [512] * 4),
-        # Less than four tiles each: as even as can be.
+        # Less than four tiles each: split as evenly as possible.
         (2047, 4, [512, 512, 512, 511]),
         (4096, 12, [342] * 4 + [341] * 8),
     ],

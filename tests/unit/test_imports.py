@@ -1,4 +1,4 @@
-"""The walls between the packages, and that what needs no torch does not import it."""
+"""The import rules between the packages, and modules that must not import torch."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 
 def heavy_modules_after(code: str) -> tuple[set[str], str]:
-    """Run ``code`` in a new interpreter; which of torch and Megatron it imported, and all that it wrote."""
+    """Run ``code`` in a new interpreter; returns which of torch and Megatron it imported, and its output."""
     report = "import sys; print('imported', *({'torch', 'megatron'} & sys.modules.keys()))"
     result = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -31,7 +31,7 @@ def test_import_contracts_hold() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_plan_stands_behind_the_walls() -> None:
+def test_plan_is_in_the_import_rules() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     _, only_cli, laptop, *_ = settings["importlinter"]["contracts"]
     assert "megatron_ampipe.plan" in only_cli["source_modules"]
@@ -81,7 +81,7 @@ with contextlib.suppress(SystemExit):
 
 
 def test_metadata_is_read_without_torch() -> None:
-    # With setup() replaced, so that this only reads the file.
+    # setup() is replaced, so that this only reads the file.
     code = "import setuptools, runpy; setuptools.setup = lambda **_: None; runpy.run_path('setup.py')"
     imported, _ = heavy_modules_after(code)
     assert imported == set()

@@ -1,4 +1,4 @@
-"""Cluster files: what is shipped reads, what is written reads back, what is wrong is refused by line."""
+"""Cluster files: built-in files can be read, written files read back, errors are refused with their line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], 
         read_cluster(path)
     message = str(refused.value)
     assert all(part in message for part in parts), message
-    # A key that comes twice is named where it comes again.
+    # A duplicate key is reported at its second line.
     assert f"{path}:{line}:" in message or "comes twice" in message, message
 
 

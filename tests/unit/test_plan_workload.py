@@ -135,7 +135,7 @@ def test_what_is_set_on_the_command_line_is_held_to_the_same(
 
 
 def test_models_that_are_not_there() -> None:
-    with pytest.raises(BadInput, match="is neither a file nor a model of ours"):
+    with pytest.raises(BadInput, match="is neither a file nor a built-in model"):
         find_model("gpt-5")
 
 

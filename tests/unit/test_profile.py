@@ -253,7 +253,7 @@ def test_a_result_learns_how_good_its_predictions_are() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--output", "nowhere/x.yaml"], "/nowhere is not there. Make it, or choose"),
+        (["--output", "nowhere/x.yaml"], "/nowhere does not exist. Create it, or choose"),
         (["--output", "x.yaml", "--case", "top9"], "--case top9: is not in"),
         (["--output", "x.yaml", "--ranks", "3"], "--ranks 3: does not divide the 4 experts"),
         (["--output", "x.yaml", "--link", "fast"], "--link fast: "),

@@ -116,7 +116,7 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
 
     dist.all_to_all_single = all_to_all_single
     # AMPipe's exchange for gloo is made of sends; here it has to take the way whose time is emulated.
-    collectives.exchange_pairwise = collectives.exchange_at_once
+    collectives.exchange_send_recv = collectives.exchange_all_to_all
     if pretended:
         dist.all_gather_into_tensor = emulation.gather_counts
     return emulation

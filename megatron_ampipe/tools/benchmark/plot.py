@@ -212,7 +212,7 @@ def _colour(document: Mapping[str, Any], schedule: str) -> str:
 
 
 def _write(figure: Any, target: Path) -> None:
-    with outputs.whole(target) as partial:
+    with outputs.atomic_file(target) as partial:
         figure.savefig(partial, format=target.suffix[1:], dpi=160)
 
 

@@ -93,7 +93,7 @@ class Pieces:
 
 def examine() -> Pieces:
     """Look at everything that a training run may need."""
-    optional = [piece for piece in compat.OPTIONAL_PIECES if compat.has_piece(piece)]
+    optional = [piece for piece in compat.OPTIONAL_PACKAGES if compat.has_optional_package(piece)]
     modules = [TORCH, MEGATRON, *(piece.module for piece in optional)]
     answers = probe([name for name in modules if importlib.util.find_spec(_root_of(name)) is not None])
     torch = answers.get(TORCH, {"error": None})
@@ -104,7 +104,7 @@ def examine() -> Pieces:
         _nccl(torch),
         _megatron(answers.get(MEGATRON)),
         _dataset_helper(),
-        *(_optional(piece, answers) for piece in compat.OPTIONAL_PIECES),
+        *(_optional(piece, answers) for piece in compat.OPTIONAL_PACKAGES),
     )
     return Pieces(table, torch)
 
@@ -230,11 +230,11 @@ def _state(distribution: str, answer: Mapping[str, Any] | None) -> tuple[Status,
     return Status.OK, found, version
 
 
-def _optional(piece: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Piece:
+def _optional(piece: compat.OptionalPackage, answers: Mapping[str, Mapping[str, Any]]) -> Piece:
     version = compat.installed_version(piece.distribution)
     found = str(version) if version is not None else "-"
     answer = answers.get(piece.module)
-    if not compat.has_piece(piece):
+    if not compat.has_optional_package(piece):
         status = Status.MISSING if version is None or piece.minimum is None else Status.TOO_OLD
     elif answer is None or answer.get("error") is not None:
         status = Status.BROKEN

@@ -69,7 +69,7 @@ def facts(device: str) -> dict[str, Any]:
         "NCCL": nccl_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
-    for name in ("megatron-core", *(piece.distribution for piece in compat.OPTIONAL_PIECES)):
+    for name in ("megatron-core", *(piece.distribution for piece in compat.OPTIONAL_PACKAGES)):
         found = compat.found_version(name)
         versions[name] = str(found) if found is not None else None
     return {"host": socket.gethostname(), "versions": versions, "environment": compared(os.environ)}

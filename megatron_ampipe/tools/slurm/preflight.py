@@ -1,12 +1,12 @@
-"""Are these flags ones that a launch would take? Asked before a job waits in the queue for nothing.
+"""Checks the flags of a training run before its job is submitted, so that it does not fail after the queue.
 
-What Megatron's parser and checks say is found out as ``ampipe config`` does, in a process of its own: the
-import takes seconds and much memory, and a login node may end it. Where Megatron cannot be imported, names
-are compared with a list of Megatron's flags, AMPipe's own flags are parsed, and a sentence says that values
-were not checked.
+Runs Megatron's parser and validation as ``ampipe config`` does, in a separate process: the import takes
+seconds and much memory, and a login node may kill it. If Megatron cannot be imported, flag names are compared
+with a list of Megatron's flags, AMPipe's flags are parsed, and a note says that values were not checked.
 Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 
-Run as a module, it is that process: reads words and a number of ranks as JSON, answers with a line of JSON.
+Run as a module, it is that process: reads the arguments and the number of ranks as JSON, and prints one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from megatron_ampipe.plan.flags import ampipe_keys, known_flags
 
 TIMEOUT_S = 180
 _ANSWER = "ampipe-preflight "
-_ESCAPE = "To submit it all the same, add --no-check."
+_ESCAPE = "To submit it anyway, add --no-check."
 
 
 def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str | None:
     """Refuse a training run that could not start.
 
     Args:
-        words: Its whole command line.
-        num_ranks: On how many ranks it would run.
-        files: The files of settings that ``words`` name, in order.
+        words: Its complete command line.
+        num_ranks: Number of ranks of the run.
+        files: The settings files in ``words``, in order.
 
     Returns:
-        What could not be checked here, as a sentence; None if Megatron has checked everything.
+        A sentence about what could not be checked; None if Megatron has checked everything.
 
     Raises:
         BadInput: a flag or a file is refused.
@@ -57,8 +57,8 @@ def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str
 
 
 def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
-    """Nothing if Megatron takes the words, and why it could not be asked if it could not."""
-    # As a rank of nobody: a job inside which this runs must not be met.
+    """Check the arguments with Megatron. Returns None, or the reason why Megatron could not be run."""
+    # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     try:
         done = subprocess.run(
@@ -73,7 +73,7 @@ def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
         return f"Megatron's check took more than {TIMEOUT_S} s here"
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return f"Megatron's check ended with {done.returncode} here ({last})"
     answer = json.loads(answers[-1].removeprefix(_ANSWER))
     if "refused" in answer:
@@ -89,7 +89,7 @@ def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
 
 
 def _check_layout(settings: _Settings, num_ranks: int) -> None:
-    """What the sizes of the groups of ranks must be, in the words of the flags."""
+    """Check the parallel sizes; messages name the flags."""
     experts, expert_parallel = settings.number("num-experts"), settings.number("expert-model-parallel-size")
     if experts and expert_parallel and experts % expert_parallel:
         raise BadInput(
@@ -113,13 +113,13 @@ def _check_layout(settings: _Settings, num_ranks: int) -> None:
             raise BadInput(
                 "--nodes times --gpus-per-node",
                 num_ranks,
-                rule=f"is no multiple of {product}, which is what the {of} multiply to",
-                remedy="Take more nodes, or make one of these sizes smaller.",
+                rule=f"is not a multiple of {product}, the product of the {of}",
+                remedy="Use more nodes, or reduce one of these sizes.",
             )
 
 
 class _Settings:
-    """What files and command line set, as text."""
+    """The settings in files and on the command line, as text."""
 
     def __init__(self, words: Sequence[str], files: Sequence[Path]) -> None:
         self._entries = [
@@ -132,7 +132,7 @@ class _Settings:
             self._groups[-1].append(word)
 
     def number(self, flag: str) -> int | None:
-        """A whole number that is set, by the last who sets it; None for none, and for what is no number."""
+        """The integer value of a flag, the last one if set several times; None if unset or not an integer."""
         found: object = None
         for entry in self._entries:
             if entry.key == flag and not entry.section:
@@ -144,14 +144,14 @@ class _Settings:
         return int(found) if isinstance(found, str) and found.isdecimal() else None
 
     def check_names(self) -> None:
-        """Refuse what is no flag of the Megatron that the list is of, and what AMPipe's parser refuses."""
+        """Refuse names that are not in the list of Megatron's flags, and what AMPipe's parser refuses."""
         for entry in self._entries:
             known = ampipe_keys() if entry.section else known_flags()
             if entry.key not in known:
-                what = "setting of AMPipe" if entry.section else "flag of Megatron"
-                raise entry.refuse(f"is no {what} that is known here", _near(entry.key, known))
+                what = "AMPipe setting" if entry.section else "Megatron flag"
+                raise entry.refuse(f"is not a known {what}", _near(entry.key, known))
         own = [word for group in self._groups if group[0].startswith(f"--{OWN_SECTION}-") for word in group]
-        # Not at the top: with it comes the planner, which nothing else here needs.
+        # Imported here because it imports the planner, which nothing else in this module needs.
         from megatron_ampipe.launch.flags import add_arguments
         from megatron_ampipe.launch.refuse import report_parser_errors
 
@@ -162,24 +162,24 @@ class _Settings:
             plain = name.partition("=")[0]
             if not plain.startswith("--"):
                 remedy = "Write each as --flag value."
-                raise BadInput("argument", name, rule="belongs to no flag", remedy=remedy)
+                raise BadInput("argument", name, rule="does not belong to a flag", remedy=remedy)
             flag = plain.removeprefix("--")
             if not flag.startswith(f"{OWN_SECTION}-") and flag not in known_flags():
                 remedy = _near(flag, known_flags())
-                raise BadInput("flag", plain, rule="is none of Megatron that is known here", remedy=remedy)
+                raise BadInput("flag", plain, rule="is not a known Megatron flag", remedy=remedy)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.replace("_", "-"), known, n=2)
-    guess = f"Did you mean {' or '.join(near)}? " if near else "Look at its spelling. "
+    guess = f"Did you mean {' or '.join(near)}? " if near else "Check its spelling. "
     return guess + _ESCAPE
 
 
 def main() -> None:
-    """Ask Megatron, and answer."""
+    """Check the arguments on standard input with Megatron, and print the result."""
     asked = json.load(sys.stdin)
     answer: dict[str, object] = {}
-    # Some libraries greet on standard output when they are imported.
+    # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         from megatron_ampipe.tools import config_command
 
