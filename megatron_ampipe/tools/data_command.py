@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.launch.dataset_manifest import VOCABULARY, DatasetPaths, Manifest, read_manifest
 from megatron_ampipe.tools import dataset_writer
-from megatron_ampipe.tools.dataset_writer import DatasetPaths, Manifest
 from megatron_ampipe.tools.text_source import (
     BadFile,
     CheckedFile,
@@ -228,7 +228,7 @@ def _finished(paths: DatasetPaths) -> Manifest | None:
     """The manifest of the dataset that stands there, None where there is none."""
     if not any(path.exists() for path in (paths.manifest, paths.data, paths.index)):
         return None
-    manifest = dataset_writer.read_manifest(paths)
+    manifest = read_manifest(paths)
     if manifest is not None and not paths.index.exists():
         # Interrupted while the files took their names: the index comes last.
         return None
@@ -285,7 +285,7 @@ def _manifest(
         document_bytes=document_bytes,
         size_bytes=size_bytes,
         tokens=size_bytes + documents,
-        vocabulary=dataset_writer.VOCABULARY,
+        vocabulary=VOCABULARY,
         skipped=skipped,
         content=content_fingerprint(files, settings=settings),
         metadata=metadata,
@@ -325,7 +325,7 @@ def _described(manifest: Manifest) -> str:
 
 
 def _how_to_train(paths: DatasetPaths) -> str:
-    vocabulary = dataset_writer.VOCABULARY
+    vocabulary = VOCABULARY
     return f"train with: --data-path {paths.prefix} --tokenizer-type NullTokenizer --vocab-size {vocabulary}"
 
 

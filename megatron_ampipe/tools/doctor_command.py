@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
+from megatron_ampipe.tools.checkup import compare_ranks, components, environment, report
 from megatron_ampipe.tools.checkup.overlap_figures import PARTLY
 
 _CPU_RANKS = 2
@@ -58,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     met = _meet(quick=arguments.quick) if started else None
     if started and int(os.environ["RANK"]) != 0:
         return 0
-    found = pieces.examine()
-    findings = report.Findings(pieces=found.table, notes=environment.notes(has_gpu=bool(found.gpus)))
-    findings.problems += [_problem(piece) for piece in found.table if piece.is_problem]
+    found = components.examine()
+    findings = report.DoctorFindings(
+        components=found.table, notes=environment.notes(has_gpu=bool(found.gpus))
+    )
+    findings.problems += [_problem(component) for component in found.table if component.is_problem]
     if "version" not in found.torch:
         findings.not_measured = "because torch cannot be imported"
     elif arguments.quick and not started:
@@ -87,22 +89,22 @@ def _meet(*, quick: bool) -> dict[str, Any] | str:
         return f"the ranks that torchrun has started cannot meet ({type(error).__name__}: {error})"
 
 
-def _start(found: pieces.Pieces) -> dict[str, Any] | str:
+def _start(found: components.Components) -> dict[str, Any] | str:
     """Start ranks on this machine: what they found, or why they found nothing."""
     try:
-        return ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
+        return compare_ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
     except RunFailed as error:
         return str(error)
 
 
-def _judge(findings: report.Findings, answers: dict[str, Any] | str, *, quick: bool) -> None:
+def _judge(findings: report.DoctorFindings, answers: dict[str, Any] | str, *, quick: bool) -> None:
     """Fill in what only ranks can tell."""
     if isinstance(answers, str):
         findings.not_measured = "because the ranks failed"
         findings.problems.append(answers)
         return
     findings.ranks, findings.overlap = answers["ranks"], answers["overlap"]
-    findings.differences = ranks.differences(findings.ranks)
+    findings.differences = compare_ranks.differences(findings.ranks)
     for difference in findings.differences:
         findings.problems.append(f"ranks do not agree on {difference.name}. Start all of them alike.")
     if findings.overlap is None:
@@ -114,9 +116,10 @@ def _judge(findings: report.Findings, answers: dict[str, Any] | str, *, quick: b
         )
 
 
-def _problem(piece: pieces.Piece) -> str:
+def _problem(component: components.Component) -> str:
     return (
-        f"{piece.name} is {piece.status}: found {piece.found}, needed {piece.needed}. Get it: {piece.remedy}."
+        f"{component.name} is {component.status}: found {component.found}, needed {component.needed}. "
+        f"Get it: {component.remedy}."
     )
 
 

@@ -17,13 +17,12 @@ from pathlib import Path
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import write_cluster
-from megatron_ampipe.tools.benchmark import machine, network, ranks
-from megatron_ampipe.tools.benchmark.arguments import cores_of
-from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Cut, Job
+from megatron_ampipe.tools.measuring import machine, network, rank_processes
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
+from megatron_ampipe.tools.profiling.profile_job import ProfileJob
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_PARTS = 3
@@ -82,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
         else:
             job = _job(arguments, case)
-            findings = ranks.measure(job, timeout_s=arguments.timeout, on_event=advance)
-            reports, ranks_per_node = findings.cases[0], job.num_ranks
+            found = rank_processes.measure(job, timeout_s=arguments.timeout, on_event=advance)
+            reports, ranks_per_node = found.cases[0], job.num_ranks
     command = shlex.join(["ampipe", *sys.argv[1:]])
     profile = assemble(
         case,
@@ -101,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(arguments: argparse.Namespace, case: Case) -> Job:
+def _job(arguments: argparse.Namespace, case: Case) -> ProfileJob:
     link = parse_link(arguments.link or "none")
     num_ranks = arguments.ranks or 2
     if link.kind is LinkKind.NETWORK:
@@ -119,21 +118,16 @@ def _job(arguments: argparse.Namespace, case: Case) -> Job:
             rule=f"does not divide the {case.experts} experts of case {case.name}",
             remedy="Use --ranks 2, or another grid.",
         )
-    return Job(
-        cases=(case,),
-        schedules=(),
-        cuts=(Cut(1),),
+    return ProfileJob(
+        case=case,
         link=link.text,
         num_ranks=num_ranks,
-        pretended=False,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
-        warmup=0,
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else cores_of(num_ranks),
-        profiles=True,
+        cores=() if num_gpus else machine.cores_of(num_ranks),
     )
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     from megatron_ampipe.layers.layer import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-    from megatron_ampipe.tools.benchmark.blocks import KernelAttention
+    from megatron_ampipe.tools.measuring.blocks import KernelAttention
     from tests.dist.blocks import transformer_config
 
     class Meter:

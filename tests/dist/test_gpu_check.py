@@ -38,7 +38,7 @@ def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     """On a CPU there are no kernels to see; that it builds, runs, exports and reads is what counts."""
     (tmp_path / "grid.yaml").write_text(GRID)
     words = [
-        *(sys.executable, "-m", "megatron_ampipe.tools.gpucheck.profiled", "--device", "cpu"),
+        *(sys.executable, "-m", "gpu_check.profiled", "--device", "cpu"),
         *("--grid", tmp_path / "grid.yaml", "--case", "tiny", "--link", "emulated:1gbit"),
         *("--trace", tmp_path / "trace.json.gz", "--json", tmp_path / "profile.json"),
     ]

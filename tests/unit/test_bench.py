@@ -14,12 +14,14 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import BlockFeatures, Direction, Stage, StageKind, build, dependencies
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import network, plot, ranks, result
+from megatron_ampipe.tools.benchmark import plot, result
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
-from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.table import show
+from megatron_ampipe.tools.measuring import network, rank_processes
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 CASE = Case(
     name="one",
@@ -141,7 +143,7 @@ def test_bad_arguments_end_with_2_before_anything_starts(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("started")
 
-    monkeypatch.setattr("megatron_ampipe.tools.benchmark.ranks.measure", start)
+    monkeypatch.setattr("megatron_ampipe.tools.measuring.rank_processes.measure", start)
     assert main(["bench", *words]) == 2
     assert shown in capsys.readouterr().err
 
@@ -261,7 +263,7 @@ def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_the_way_to_the_ranks() -> None:
-    job = Job(
+    job = BenchJob(
         cases=(CASE,),
         schedules=("ampipe", "moe-only"),
         cuts=(Cut(1), Cut(4), Cut(4, 2), Cut(2, shares=(0.75, 0.25))),
@@ -277,7 +279,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         cores=(0, 1),
         planned=(Variant("planned", Cut(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
     )
-    assert Job.from_json(job.to_json()) == job
+    assert BenchJob.from_json(job.to_json()) == job
     assert job.variants_of(0) == (*job.variants, *job.planned)
     assert [str(variant) for variant in job.variants] == [
         "stock",
@@ -392,10 +394,10 @@ def test_no_schedule_beats_the_bound(name: str, communication: float, direction:
 def test_what_a_killed_run_put_aside_goes_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(rank_processes.tempfile, "gettempdir", lambda: str(tmp_path))
     for name in ("ampipe-bench-999999999-x", f"ampipe-bench-{os.getpid()}-x", "ampipe-bench-notes", "other"):
         (tmp_path / name).mkdir()
-    ranks._remove_stale_folders()
+    rank_processes._remove_stale_folders()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"ampipe-bench-{os.getpid()}-x",
         "ampipe-bench-notes",
@@ -607,7 +609,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     saved_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
-    from megatron_ampipe.tools.benchmark import stage_times
+    from megatron_ampipe.tools.measuring import stage_times
 
     happened: list[str] = []
     monkeypatch.setattr(stage_times.dist, "barrier", lambda: happened.append("barrier"))
@@ -634,7 +636,7 @@ class _Device:
     """A GPU whose time is the host's: keeps busy for as long as it was told, and says what it was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_ampipe.tools.benchmark import stage_times
+        from megatron_ampipe.tools.measuring import stage_times
 
         self.now_s, self.busy_until_s = 0.0, 0.0
         self.happened: list[str] = []
@@ -664,7 +666,7 @@ class _Device:
 
 def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
-    from megatron_ampipe.tools.benchmark import stage_times
+    from megatron_ampipe.tools.measuring import stage_times
 
     device = _Device(monkeypatch)
     timer, recorder = stage_times.StageTimer(), Recorder(num_iterations=9)

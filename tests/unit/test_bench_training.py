@@ -9,11 +9,11 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark import training
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
 from megatron_ampipe.tools.benchmark.training import Curve
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags, variant_flags
 from megatron_ampipe.tools.benchmark.training_worker import ITERATION
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 CASE = Case(
     name="one",

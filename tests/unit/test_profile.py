@@ -14,12 +14,12 @@ from megatron_ampipe.plan.cluster import read_cluster, write_cluster
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks
-from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.prediction import predict
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.assemble import assemble
 from megatron_ampipe.tools.profiling.fit import factor_and_rest, fit
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
-from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 CASE = Case(
     name="one",

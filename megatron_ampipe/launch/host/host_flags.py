@@ -27,7 +27,7 @@ class Adjustment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class GpuOnlyFlag:
     """One flag that cannot take effect without a GPU."""
 
     flag: str
@@ -60,51 +60,51 @@ _KERNEL = "it is a GPU kernel"
 _NO_CUDA_GRAPHS = "CUDA graphs need a GPU"
 
 REFUSED = (
-    Refusal(
+    GpuOnlyFlag(
         flag="--distributed-backend",
         rule="this machine has no GPU, and NCCL needs one",
         remedy="Use --distributed-backend gloo, or leave the flag out.",
         refuses=_unless("gloo"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--transformer-impl",
         rule="this machine has no GPU, and only the local layers run without one",
         remedy="Use --transformer-impl local, or leave the flag out.",
         refuses=_unless("local"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--moe-token-dispatcher-type",
         rule="its kernels need a GPU",
         remedy="Use --moe-token-dispatcher-type alltoall.",
         refuses=_unless("alltoall", "allgather"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--cross-entropy-fusion-impl",
         rule=_TRANSFORMER_ENGINE,
         remedy="Use --cross-entropy-fusion-impl native.",
         refuses=_unless("native"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--cuda-graph-impl",
         rule=_NO_CUDA_GRAPHS,
         remedy="Use --cuda-graph-impl none.",
         refuses=_unless("none"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--dsa-kernel-backend",
         rule=_KERNEL,
         remedy="Use --dsa-kernel-backend none.",
         refuses=_unless("none"),
     ),
-    Refusal(
+    GpuOnlyFlag(
         flag="--yaml-cfg",
         rule="a YAML file replaces the command line, so the flags a CPU needs would not be read",
         remedy="Give the settings as flags.",
     ),
-    Refusal(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
-    Refusal(flag="--fp4-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
+    GpuOnlyFlag(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
+    GpuOnlyFlag(flag="--fp4-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
     *(
-        Refusal(flag=flag, rule=rule, remedy="Leave it out.")
+        GpuOnlyFlag(flag=flag, rule=rule, remedy="Leave it out.")
         for flag, rule in (
             ("--moe-permute-fusion", _TRANSFORMER_ENGINE),
             ("--moe-router-fusion", _TRANSFORMER_ENGINE),

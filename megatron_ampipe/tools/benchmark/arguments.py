@@ -6,14 +6,13 @@ Some are shared with ``ampipe profile``.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.tools.benchmark.link import Link
-from megatron_ampipe.tools.benchmark.protocol import Cut
+from megatron_ampipe.tools.measuring.link import Link
+from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 LAYERS, ROUNDS = 2, 3
@@ -137,14 +136,6 @@ def schedules(text: str) -> tuple[str, ...]:
             remedy="Use --schedules moe-only,ampipe.",
         )
     return tuple(dict.fromkeys(words))
-
-
-def cores_of(num_ranks: int) -> tuple[int, ...]:
-    """A core for each rank where there are enough, else none is pinned."""
-    if not hasattr(os, "sched_getaffinity"):
-        return ()
-    usable = sorted(os.sched_getaffinity(0))
-    return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
 
 
 def check_training(arguments: argparse.Namespace, link: Link) -> None:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.layers.kernel_choice import describe_kernel
-from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.network import burst_bytes
-from megatron_ampipe.tools.benchmark.protocol import Job, Variant
-from megatron_ampipe.tools.benchmark.stage_times import stage_times
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.network import burst_bytes
+from megatron_ampipe.tools.measuring.stage_times import stage_times
+from megatron_ampipe.tools.measuring.variant import Variant
 
 TOLERANCE = 1e-4
 """Largest difference from stock, relative to the largest value of the tensor, in fp32."""
@@ -33,7 +34,7 @@ TOLERANCE_16_BIT = 3e-2
 
 
 def measure(
-    case: Case, variants: tuple[Variant, ...], job: Job, *, rank: int, progress: Callable[[], None]
+    case: Case, variants: tuple[Variant, ...], job: BenchJob, *, rank: int, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Measure one case.
 

@@ -17,9 +17,9 @@ from megatron_ampipe.plan.plan_file import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Pipeline, from_text, to_text
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import PLANNED, Cut, Variant
-from megatron_ampipe.tools.profiling.workload import workload_of_case
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
 
 CLOSE = 0.03
 """A choice that is slower than the best by no more than this is as good."""

@@ -20,9 +20,9 @@ from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Stage, StageKind
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.link import Link
-from megatron_ampipe.tools.benchmark.protocol import Variant
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.link import Link
+from megatron_ampipe.tools.measuring.variant import Variant
 
 FORMAT = "ampipe-bench-1"
 

@@ -17,9 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.tools.benchmark import ranks
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Job, Variant
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
@@ -27,6 +25,9 @@ from megatron_ampipe.tools.benchmark.training_job import (
     training_flags,
     variant_flags,
 )
+from megatron_ampipe.tools.measuring import rank_processes
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Variant
 
 FORMAT = "ampipe-training-1"
 TOLERANCE = 1e-5
@@ -53,7 +54,7 @@ class Curve:
 
 
 def measure(
-    job: Job, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
+    job: BenchJob, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Train every case with every variant, as often as there are rounds.
 
@@ -73,7 +74,7 @@ def measure(
     """
     cases = []
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
-    with ranks.signals_as_interrupts():
+    with rank_processes.signals_as_interrupts():
         for case in job.cases:
             curves: list[list[Curve]] = [[] for _ in job.variants]
             for round_ in range(rounds):
@@ -88,13 +89,13 @@ def measure(
     return cases
 
 
-def _flags(case: Case, job: Job, *, layers: int) -> tuple[str, ...]:
+def _flags(case: Case, job: BenchJob, *, layers: int) -> tuple[str, ...]:
     iterations = job.warmup + job.repeats
     return training_flags(case, layers=layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed)
 
 
 def _train(
-    case: Case, variant: Variant, job: Job, *, layers: int, on_iteration: Callable[[str], None]
+    case: Case, variant: Variant, job: BenchJob, *, layers: int, on_iteration: Callable[[str], None]
 ) -> Curve:
     """One training, on ranks of its own."""
     training = TrainingJob(
@@ -106,7 +107,7 @@ def _train(
         cores=job.cores,
     )
     found = []
-    with ranks.started(training, timeout_s=job.timeout_s) as running:
+    with rank_processes.started(training, timeout_s=job.timeout_s) as running:
         for _, answer in running.events(timeout_s=job.timeout_s):
             if answer["event"] == "iteration":
                 found.append((answer["number"], answer["ms"], answer["lm_loss"]))

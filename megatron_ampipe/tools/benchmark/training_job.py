@@ -10,8 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Variant
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Variant
 
 MICRO_BATCHES = 2
 """Of each rank in an iteration: few, which is where the package is meant to help."""

@@ -15,9 +15,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.tools.benchmark.link import parse_link
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.benchmark.worker import Answer, serve, use_interface
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.rank_worker import Answer, serve, use_interface
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,21 +63,21 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
 
     from megatron_ampipe.layers.kernel_choice import choose_kernel
     from megatron_ampipe.runtime.executors import demote_gloo_threads
-    from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
+    from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
 
-    class Attention(KernelAttention):
+    class StockAttention(KernelAttention):
         """By the first pass, as in a pipeline, all process groups are there."""
 
         calm = False
 
         def forward(self, *inputs: Any, **more: Any) -> Tensor:
-            if not Attention.calm:
+            if not StockAttention.calm:
                 demote_gloo_threads()
-                Attention.calm = True
+                StockAttention.calm = True
             return super().forward(*inputs, **more)
 
     kernel = choose_kernel(local=True, on_gpu=False, dtype=DTYPES[dtype]).name
-    spec = ModuleSpec(module=Attention, params={"kernel": kernel})
+    spec = ModuleSpec(module=StockAttention, params={"kernel": kernel})
     LocalSpecProvider.core_attention = lambda self: spec
 
 

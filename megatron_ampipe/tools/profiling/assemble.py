@@ -24,14 +24,14 @@ from megatron_ampipe.plan.cluster import (
     Overlap,
     Point,
     StageOverhead,
-    Transfer,
+    TransferCost,
 )
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.schedule import Direction, even_chunks
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, nearest_line
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
-from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 STOCK_EXCHANGE = ".stock_all_to_all"
 """With gloo it has two speeds and lies on no line (docs/log.md): the file says what every size took. In a
@@ -141,7 +141,7 @@ def assemble(
     return Profile(dataclasses.replace(cluster, host=host), lines)
 
 
-def _slower(cluster: Cluster, family: str, factor: float) -> dict[Operation, Transfer]:
+def _slower(cluster: Cluster, family: str, factor: float) -> dict[Operation, TransferCost]:
     """Megatron's exchange, every time of it so much longer."""
     operation = cast(Operation, family.partition(".")[2])
     figure = cluster.collective(operation, across_nodes=False)
@@ -169,8 +169,8 @@ class _Figures:
     ) -> None:
         self._lines, self._tables, self._source = lines, tables, source
 
-    def transfer(self, family: str) -> Transfer:
-        return Transfer(**self._fields(family), table=self._tables.get(family))
+    def transfer(self, family: str) -> TransferCost:
+        return TransferCost(**self._fields(family), table=self._tables.get(family))
 
     def gemm(self) -> Gemm:
         return Gemm(**self._fields("gemm"))
@@ -178,7 +178,7 @@ class _Figures:
     def attend(self, direction: str) -> AttentionLine:
         return AttentionLine(**self._fields(f"attention.{direction}"))
 
-    def collectives(self, group: str) -> dict[Operation, Transfer] | None:
+    def collectives(self, group: str) -> dict[Operation, TransferCost] | None:
         names = [family.partition(".")[2] for family in self._lines if family.startswith(f"{group}.")]
         return {cast(Operation, name): self.transfer(f"{group}.{name}") for name in names} or None
 

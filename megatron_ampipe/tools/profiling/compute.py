@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.tools.benchmark.blocks import DTYPES
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.blocks import DTYPES
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.timing import Probe
 
 CUTS = (1, 2, 4, 8, 16)

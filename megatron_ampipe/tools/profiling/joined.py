@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ampipe.tools.benchmark import machine
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.grid import Case
 
 
 def under_torchrun() -> bool:

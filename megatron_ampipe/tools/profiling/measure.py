@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ampipe.runtime.executors import demote_gloo_threads
-from megatron_ampipe.tools.benchmark.blocks import BlockFactory
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.blocks import BlockFactory
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.profiling.block_times import block_times
 from megatron_ampipe.tools.profiling.compute import Computation
-from megatron_ampipe.tools.profiling.stages import block_times
 from megatron_ampipe.tools.profiling.timing import Stopwatch
 from megatron_ampipe.tools.profiling.traffic import Traffic, node_groups
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime.collectives import all_gather_rows, exchange_rows
-from megatron_ampipe.tools.benchmark.blocks import DTYPES
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.blocks import DTYPES
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.compute import CUTS
 from megatron_ampipe.tools.profiling.timing import Probe, Stopwatch
 

@@ -40,7 +40,7 @@ NOT_NEEDED = ("yaml/_yaml", "megatron/core/datasets/helpers_cpp")
 _PYTHON_VERSION = "3.12"
 _COMPILED = re.compile(r"(.*?)(\.[\w-]+)?\.(so|pyd|dylib)")
 _IN_SITE = re.compile(r"[^/]+\.data/(purelib|platlib)/")
-_CONSTRAINTS = Path(__file__).resolve().parents[3] / "constraints.txt"
+_CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 _PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_24_x86_64",

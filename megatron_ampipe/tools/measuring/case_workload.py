@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.grid import Case
 
 
 def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Workload:

@@ -1,6 +1,6 @@
 """The step that profiles one block on the GPU: overlap, host synchronisation, peak memory.
 
-A process of its own: ``python -m megatron_ampipe.tools.gpucheck.profiled``. The block, its weights and the
+A process of its own: ``python -m gpu_check.profiled``. The block, its weights and the
 emulated link are those of ``ampipe bench``; ranks are pretended. Started by :mod:`.steps`.
 """
 
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from gpu_check.torch_trace import MARK, read_profile
 from megatron_ampipe.tools.benchmark import result
-from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.protocol import STOCK, Cut, Job, Variant
-from megatron_ampipe.tools.benchmark.worker import start_torch
-from megatron_ampipe.tools.gpucheck.profile import MARK, read_profile
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.rank_worker import start_torch
+from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
 
 DEGREE = 4
 """Of the profiled pass."""
@@ -45,8 +46,8 @@ def main() -> int:
     return 0
 
 
-def _job(case: Case, link: str, device: Any) -> Job:
-    return Job(
+def _job(case: Case, link: str, device: Any) -> BenchJob:
+    return BenchJob(
         cases=(case,),
         schedules=("ampipe",),
         cuts=(Cut(2), Cut(DEGREE), Cut(8)),
@@ -63,7 +64,7 @@ def _job(case: Case, link: str, device: Any) -> Job:
     )
 
 
-def examine(job: Job, *, trace: Path) -> dict[str, Any]:
+def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     """Run the block of a job as Megatron's and as AMPipe's.
 
     Args:
@@ -78,7 +79,7 @@ def examine(job: Job, *, trace: Path) -> dict[str, Any]:
     (case,) = job.cases
     emulation.num_experts = case.experts
     # Megatron may be imported only now.
-    from megatron_ampipe.tools.benchmark.blocks import BlockFactory
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     on_cuda = job.device == "cuda"
     factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
@@ -111,7 +112,7 @@ class _Block:
     """Passes through layers, always of the same input and output gradient."""
 
     def __init__(self, case: Case, *, on_cuda: bool, seed: int) -> None:
-        from megatron_ampipe.tools.benchmark.blocks import DTYPES
+        from megatron_ampipe.tools.measuring.blocks import DTYPES
 
         self._on_cuda = on_cuda
         generator = torch.Generator().manual_seed(seed)

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.runtime import collectives
-from megatron_ampipe.tools.benchmark.device_clock import Clock, device_spin
-from megatron_ampipe.tools.benchmark.link import Link
+from megatron_ampipe.tools.measuring.device_clock import Clock, device_spin
+from megatron_ampipe.tools.measuring.link import Link
 
 
 class Emulation:

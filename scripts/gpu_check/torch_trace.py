@@ -1,6 +1,6 @@
 """Reads a trace of torch's profiler: what overlapped on the device, and where the host waited for it. Pure.
 
-The emulated link is a kernel that spins (:mod:`megatron_ampipe.tools.benchmark.emulation`), so the streams on
+The emulated link is a kernel that spins (:mod:`megatron_ampipe.tools.measuring.emulation`), so the streams on
 which one ran are the communication lane, and all other kernels are computation. Called by :mod:`.profiled`.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, StageSpan, Timeline
-from megatron_ampipe.tools.benchmark.link import SPIN_KERNELS
+from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 MARK = "ampipe:{direction}"
 """What the host's part of a pass is marked with in the trace."""

@@ -31,7 +31,7 @@ _LOG_LINES = 5
 
 
 class Status(StrEnum):
-    """What there is to say of a piece, in a word."""
+    """What there is to say of a component, in a word."""
 
     OK = "ok"
     MISSING = "missing"
@@ -41,7 +41,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Component:
     """One line of the doctor's first table.
 
     Attributes:
@@ -74,15 +74,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """All pieces, and what the probe found out about torch.
+class Components:
+    """All components, and what the probe found out about torch.
 
     Attributes:
         table: In the order of the table.
         torch: The probe's answer, ``error`` in it where torch cannot be imported.
     """
 
-    table: tuple[Piece, ...]
+    table: tuple[Component, ...]
     torch: Mapping[str, Any]
 
     @property
@@ -91,10 +91,10 @@ class Pieces:
         return list(self.torch.get("gpus", []))
 
 
-def examine() -> Pieces:
+def examine() -> Components:
     """Look at everything that a training run may need."""
-    optional = [piece for piece in compat.OPTIONAL_PIECES if compat.has_piece(piece)]
-    modules = [TORCH, MEGATRON, *(piece.module for piece in optional)]
+    optional = [component for component in compat.OPTIONAL_PIECES if compat.has_piece(component)]
+    modules = [TORCH, MEGATRON, *(component.module for component in optional)]
     answers = probe([name for name in modules if importlib.util.find_spec(_root_of(name)) is not None])
     torch = answers.get(TORCH, {"error": None})
     table = (
@@ -104,9 +104,9 @@ def examine() -> Pieces:
         _nccl(torch),
         _megatron(answers.get(MEGATRON)),
         _dataset_helper(),
-        *(_optional(piece, answers) for piece in compat.OPTIONAL_PIECES),
+        *(_optional(component, answers) for component in compat.OPTIONAL_PIECES),
     )
-    return Pieces(table, torch)
+    return Components(table, torch)
 
 
 def probe(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -132,8 +132,8 @@ def probe(names: list[str]) -> dict[str, dict[str, Any]]:
         for line in lines.splitlines():
             found = json.loads(line)
             begun = found.get("begin", begun)
-            if "piece" in found:
-                answers[found.pop("piece")] = found
+            if "component" in found:
+                answers[found.pop("component")] = found
         if begun not in answers:
             tail = " ".join(errors.splitlines()[-_LOG_LINES:])
             answers[begun] = {"error": " ".join(filter(None, [end, tail]))}
@@ -141,10 +141,10 @@ def probe(names: list[str]) -> dict[str, dict[str, Any]]:
     return answers
 
 
-def _python() -> Piece:
+def _python() -> Component:
     found = platform.python_version()
     well = sys.version_info[:2] >= tuple(map(int, compat.MINIMUM_PYTHON.split(".")))
-    return Piece(
+    return Component(
         name="Python",
         status=Status.OK if well else Status.TOO_OLD,
         found=found,
@@ -155,10 +155,10 @@ def _python() -> Piece:
     )
 
 
-def _torch(answer: Mapping[str, Any] | None) -> Piece:
+def _torch(answer: Mapping[str, Any] | None) -> Component:
     minimum = compat.MINIMUM_VERSIONS["torch"]
     status, found, _ = _state("torch", answer)
-    return Piece(
+    return Component(
         name=TORCH,
         status=status,
         found=found,
@@ -169,7 +169,7 @@ def _torch(answer: Mapping[str, Any] | None) -> Piece:
     )
 
 
-def _megatron(answer: Mapping[str, Any] | None) -> Piece:
+def _megatron(answer: Mapping[str, Any] | None) -> Component:
     """The Megatron that a launch from here imports, a checkout's where that comes first."""
     minimum, newest = compat.MINIMUM_VERSIONS["megatron-core"], compat.SUPPORTED_MEGATRON[-1]
     status, found, version = _state("megatron-core", answer)
@@ -179,7 +179,7 @@ def _megatron(answer: Mapping[str, Any] | None) -> Piece:
         status = Status.UNTESTED
         lost = "certainty: AMPipe's tests have not run with it"
         remedy = f"pip install 'megatron-core[training]=={newest}.*'"
-    return Piece(
+    return Component(
         name=MEGATRON,
         status=status,
         found=found,
@@ -191,14 +191,14 @@ def _megatron(answer: Mapping[str, Any] | None) -> Piece:
     )
 
 
-def _dataset_helper() -> Piece:
+def _dataset_helper() -> Component:
     """What Megatron's datasets are indexed with: in a wheel, or built, or to be built when a run starts."""
     is_needed = dataset_helpers.must_be_compiled()
     missing = dataset_helpers.missing_tools()
     found = "can be compiled" if not missing else "; ".join(missing)
     if not is_needed and importlib.util.find_spec("megatron") is not None:
         found = "built" if not missing else f"built; for another checkout: {found}"
-    return Piece(
+    return Component(
         name="dataset helper",
         status=Status.MISSING if missing else Status.OK,
         found=found,
@@ -230,34 +230,34 @@ def _state(distribution: str, answer: Mapping[str, Any] | None) -> tuple[Status,
     return Status.OK, found, version
 
 
-def _optional(piece: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Piece:
-    version = compat.installed_version(piece.distribution)
+def _optional(component: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Component:
+    version = compat.installed_version(component.distribution)
     found = str(version) if version is not None else "-"
-    answer = answers.get(piece.module)
-    if not compat.has_piece(piece):
-        status = Status.MISSING if version is None or piece.minimum is None else Status.TOO_OLD
+    answer = answers.get(component.module)
+    if not compat.has_piece(component):
+        status = Status.MISSING if version is None or component.minimum is None else Status.TOO_OLD
     elif answer is None or answer.get("error") is not None:
         status = Status.BROKEN
         found = f"{found}: {answer['error'] if answer else 'cannot be found'}"
     else:
         status = Status.OK
-    return Piece(
-        name=piece.name,
+    return Component(
+        name=component.name,
         status=status,
         found=found,
-        needed=f"optional, >= {piece.minimum}" if piece.minimum else "optional",
+        needed=f"optional, >= {component.minimum}" if component.minimum else "optional",
         required=False,
-        lost=piece.lost,
-        remedy=piece.remedy,
+        lost=component.lost,
+        remedy=component.remedy,
     )
 
 
-def _cuda(torch: Mapping[str, Any]) -> Piece:
+def _cuda(torch: Mapping[str, Any]) -> Component:
     gpus = torch.get("gpus") or []
     found = f"{torch['cuda']}, {len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     if not gpus and torch.get("cuda"):
         found = f"{torch['cuda']}, no GPU"
-    return Piece(
+    return Component(
         name="CUDA",
         status=Status.OK if gpus else Status.MISSING,
         found=found,
@@ -268,10 +268,10 @@ def _cuda(torch: Mapping[str, Any]) -> Piece:
     )
 
 
-def _nccl(torch: Mapping[str, Any]) -> Piece:
+def _nccl(torch: Mapping[str, Any]) -> Component:
     needed_here = bool(torch.get("gpus"))
     version = torch.get("nccl")
-    return Piece(
+    return Component(
         name="NCCL",
         status=Status.OK if version else Status.MISSING,
         found=version or "-",

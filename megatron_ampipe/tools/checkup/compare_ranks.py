@@ -21,7 +21,7 @@ _LOG_LINES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RankDifference:
     """Something that is not the same on every rank.
 
     Attributes:
@@ -74,7 +74,7 @@ def start(num_ranks: int, *, on_gpu: bool, time_limit_s: float = TIME_LIMIT_S) -
         return found
 
 
-def differences(ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
+def differences(ranks: Sequence[Mapping[str, Any]]) -> list[RankDifference]:
     """What of the versions and of the environment is not the same on every rank."""
     found = []
     for part in ("versions", "environment"):
@@ -84,7 +84,7 @@ def differences(ranks: Sequence[Mapping[str, Any]]) -> list[Difference]:
                 value = rank[part].get(name)
                 values.setdefault("(not there)" if value is None else str(value), []).append(number)
             if len(values) > 1:
-                found.append(Difference(name=name, values=values))
+                found.append(RankDifference(name=name, values=values))
     return found
 
 

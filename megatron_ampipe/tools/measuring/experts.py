@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.grid import Case
 
 _ALIGNED_BYTES = 16
 """Of a row, for torch's grouped product."""

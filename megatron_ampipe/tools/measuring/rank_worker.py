@@ -1,8 +1,9 @@
-"""What each rank of ``ampipe bench`` and ``ampipe profile`` runs.
+"""What every rank of ``ampipe bench`` and ``ampipe profile`` does, whatever it measures.
 
-``python -m megatron_ampipe.tools.benchmark.worker`` reads its orders from standard input, answers on standard
-output (see :mod:`.protocol`), and writes everything else to standard error. It dies with the process that
-started it. Started by :mod:`.ranks`.
+A rank reads its job from standard input, answers on standard output (see :mod:`.rank_job`), and writes
+everything else to standard error. It ends with the process that started it. Called by
+``benchmark.block_worker``, ``benchmark.training_worker`` and ``profiling.profile_worker``, which
+:mod:`.rank_processes` starts.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_ampipe.errors import AMPipeError, EnvironmentMissing
-from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.network import INTERFACE
-from megatron_ampipe.tools.benchmark.protocol import Job
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.network import INTERFACE
+from megatron_ampipe.tools.measuring.rank_job import BlockJob, RankJob
 
 if TYPE_CHECKING:
-    from megatron_ampipe.tools.benchmark.emulation import Emulation
+    from megatron_ampipe.tools.measuring.emulation import Emulation
 
 _PR_SET_PDEATHSIG = 1
 _PAUSE_S = 0.05
@@ -34,22 +35,7 @@ Answer = Callable[..., None]
 """Sends one answer to the command, its fields as keywords."""
 
 
-class Orders(Protocol):
-    """What every job says, whatever it is about."""
-
-    @property
-    def link(self) -> str: ...
-
-    @property
-    def cores(self) -> tuple[int, ...]: ...
-
-
-def main() -> None:
-    """Measure one job."""
-    serve(Job.from_json, _measure)
-
-
-def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], None]) -> None:
+def serve[J: RankJob](read: Callable[[str], J], work: Callable[[J, int, Answer], None]) -> None:
     """Do one job, then leave without tearing anything down: the peers may be gone already.
 
     Args:
@@ -88,11 +74,22 @@ def serve[J: Orders](read: Callable[[str], J], work: Callable[[J, int, Answer], 
     os._exit(code)
 
 
-def _measure(job: Job, rank: int, answer: Answer) -> None:
+def measure_cases(
+    job: BlockJob,
+    rank: int,
+    answer: Answer,
+    measure_case: Callable[[int, Callable[[], None]], dict[str, Any]],
+) -> None:
+    """Prepare torch and Megatron, then measure every case of a job and answer with what was found.
+
+    Args:
+        job: What to measure.
+        rank: Of this process.
+        answer: Sends one answer to the command.
+        measure_case: Measures the case of an index; gets also what is to be called after each step.
+    """
     emulation = start_torch(job, rank=rank)
-    from megatron_ampipe.tools.benchmark import experts
-    from megatron_ampipe.tools.benchmark.passes import measure
-    from megatron_ampipe.tools.profiling.measure import measure as profile
+    from megatron_ampipe.tools.measuring import experts
 
     # All of them before the first is measured.
     for case in job.cases:
@@ -107,24 +104,12 @@ def _measure(job: Job, rank: int, answer: Answer) -> None:
     for index, case in enumerate(job.cases):
         if emulation is not None:
             emulation.num_experts = case.experts
-        if job.profiles:
-            found = profile(
-                case,
-                rank=rank,
-                num_ranks=job.num_ranks,
-                ranks_per_node=job.num_ranks,
-                repeats=job.repeats,
-                on_cuda=job.device == "cuda",
-                seed=job.seed,
-                progress=progress,
-            )
-        else:
-            found = measure(case, job.variants_of(index), job, rank=rank, progress=progress)
-            found["clock"] = None if emulation is None else emulation.clock
+        found = measure_case(index, progress)
+        found["clock"] = None if emulation is None else emulation.clock
         answer(event="case", index=index, **found)
 
 
-def start_torch(job: Job, *, rank: int) -> Emulation | None:
+def start_torch(job: BlockJob, *, rank: int) -> Emulation | None:
     """Process group and Megatron's parallel state, all ranks expert-parallel; what emulates the link."""
     import torch
     import torch.distributed as dist
@@ -135,7 +120,7 @@ def start_torch(job: Job, *, rank: int) -> Emulation | None:
         torch.cuda.set_device(rank)
     emulation = None
     if link.emulated:
-        from megatron_ampipe.tools.benchmark.emulation import install
+        from megatron_ampipe.tools.measuring.emulation import install
 
         # Before Megatron is imported, which keeps references to collectives.
         emulation = install(link, on_cuda=on_cuda, pretended=job.pretended)
@@ -175,11 +160,11 @@ def start_torch(job: Job, *, rank: int) -> Emulation | None:
 
 
 def use_interface(link: Link) -> None:
-    """Have gloo take the way that the link is about."""
+    """Have gloo use the network interface of this link."""
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE if link.kind is LinkKind.NETWORK else "lo"
 
 
-def _hardware(job: Job) -> dict[str, str]:
+def _hardware(job: BlockJob) -> dict[str, str]:
     if job.device != "cuda":
         return {}
     import torch
@@ -198,7 +183,7 @@ def _enter_own_network() -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent is gone, however that happens."""
+    """Have the kernel kill this process when its parent ends for any reason."""
     parent = int(os.environ["AMPIPE_BENCH_PARENT"])
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -212,7 +197,3 @@ def _claim_stdout() -> TextIO:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
-
-
-if __name__ == "__main__":
-    main()

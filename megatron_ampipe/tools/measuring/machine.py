@@ -1,4 +1,4 @@
-"""What a result was measured on: processor, memory, versions. Called by ``ampipe bench``."""
+"""The machine that measures: processor, cores, GPUs, memory, versions. Called by the commands."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ def num_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def cores_of(num_ranks: int) -> tuple[int, ...]:
+    """A core for each rank where there are enough, else none is pinned."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    usable = sorted(os.sched_getaffinity(0))
+    return tuple(usable[:num_ranks]) if len(usable) >= num_ranks else ()
 
 
 def _commit() -> str | None:

@@ -15,10 +15,10 @@ import torch
 from megatron_ampipe.runtime.executors import SequentialExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Direction
-from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
-from megatron_ampipe.tools.benchmark.stage_times import stage_times
+from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.stage_times import stage_times
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 from megatron_ampipe.tools.profiling.timing import WARMUP, Stopwatch
 
 DEGREES = (2, 4, 8)

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gpu_check.steps import Outcome
 from megatron_ampipe.timeline import DIRECTIONS
-from megatron_ampipe.tools.gpucheck.steps import Outcome
 
 FORMAT = "ampipe-gpu-check-1"
 _PARITY = {

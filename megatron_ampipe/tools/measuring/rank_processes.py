@@ -1,8 +1,8 @@
-"""Starts the ranks of a measurement, joins them, listens to them, and ends them whatever happens.
+"""Starts the processes of a measurement, connects them, reads their answers, and ends them whatever happens.
 
-Every rank is a process in a session of its own, so that Ctrl-C reaches only the command, which then kills
-them; the kernel kills them if the command dies itself (:mod:`.worker`). Imports no torch. Called by
-``ampipe bench`` and :mod:`.training`.
+Every rank is a process in a separate session, so that Ctrl-C reaches only the command, which then kills them;
+the kernel kills them if the command dies itself (:mod:`.rank_worker`). Imports no torch. Called by
+``ampipe bench``, ``ampipe profile`` and ``benchmark.training``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from megatron_ampipe.errors import AMPipeError, DifferenceFound, EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.benchmark import network
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Job
+from megatron_ampipe.tools.measuring import network
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.rank_job import BlockJob, RankJob
 
 _PREFIX = "ampipe-bench-"
 _SOURCES = str(Path(__file__).resolve().parents[3])
@@ -38,33 +38,12 @@ _POLL_S = 1.0
 _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
 
 
-class RanksJob(Protocol):
-    """What ranks can be started for: a dataclass with a field ``rendezvous``, which is filled in here."""
-
-    worker: ClassVar[str]
-    """The module that each rank runs."""
-
-    @property
-    def link(self) -> str: ...
-
-    @property
-    def num_ranks(self) -> int: ...
-
-    @property
-    def num_processes(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def to_json(self) -> str: ...
-
-
 @dataclass(slots=True)
-class Findings:
-    """What the ranks found.
+class RankReports:
+    """What the ranks reported.
 
     Attributes:
-        cases: By case, what each rank reported (:func:`.passes.measure`).
+        cases: By case, the report of each rank.
         hardware: What the first rank knows about its device.
     """
 
@@ -72,7 +51,7 @@ class Findings:
     hardware: dict[str, str] = field(default_factory=dict)
 
 
-def measure(job: Job, *, timeout_s: float, on_event: Callable[[str], None]) -> Findings:
+def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None]) -> RankReports:
     """Run a job to its end.
 
     Args:
@@ -86,21 +65,21 @@ def measure(job: Job, *, timeout_s: float, on_event: Callable[[str], None]) -> F
         EnvironmentMissing: the network cannot be made.
     """
     num_ranks = job.num_processes
-    findings = Findings([[{}] * num_ranks for _ in job.cases])
+    reports = RankReports([[{}] * num_ranks for _ in job.cases])
     with started(job, timeout_s=timeout_s) as ranks:
         for rank, found in ranks.events(timeout_s=timeout_s):
             event = found.pop("event")
             if event == "case":
-                findings.cases[found.pop("index")][rank] = found
+                reports.cases[found.pop("index")][rank] = found
             elif event == "ready" and rank == 0:
-                findings.hardware = found["hardware"]
+                reports.hardware = found["hardware"]
             if rank == 0:
                 on_event(event)
-    return findings
+    return reports
 
 
 @contextlib.contextmanager
-def started(job: RanksJob, *, timeout_s: float) -> Iterator[Ranks]:
+def started(job: RankJob, *, timeout_s: float) -> Iterator[Ranks]:
     """The ranks of a job, joined and told to go; they are gone when this ends, however it ends.
 
     Args:
@@ -128,7 +107,7 @@ def started(job: RanksJob, *, timeout_s: float) -> Iterator[Ranks]:
 class Ranks:
     """The processes of a job. Made by :func:`started`."""
 
-    def __init__(self, job: RanksJob, folder: Path) -> None:
+    def __init__(self, job: RankJob, folder: Path) -> None:
         self._job, self._folder = job, folder
         self._processes: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()

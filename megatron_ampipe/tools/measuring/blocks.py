@@ -1,9 +1,9 @@
 """Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
 
-All of them attend with one kernel of :mod:`megatron_ampipe.runtime.attention_kernels`: Megatron's layer
-gets a core attention module that calls it on the whole sequence, so that no variant gains by a better
-kernel. It is one that runs the same backend for every shape (:func:`~megatron_ampipe.layers.kernel_choice.pinned_kernel`). And
-all hold the very same ``Parameter`` objects. Called by :mod:`.passes`.
+All of them use one kernel of :mod:`megatron_ampipe.runtime.attention_kernels`, one that runs the same backend
+for every shape (``layers.kernel_choice.pinned_kernel``): Megatron's layer gets a core attention module that
+calls it on the whole sequence, so that no variant gains by a better kernel. All hold the same ``Parameter``
+objects. Called in the ranks of ``ampipe bench`` and ``ampipe profile``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Pipeline, Span, from_text
-from megatron_ampipe.tools.benchmark.experts import use_experts
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Variant
-from megatron_ampipe.tools.benchmark.stage_times import StageTimer
+from megatron_ampipe.tools.measuring.experts import use_experts
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.stage_times import StageTimer
+from megatron_ampipe.tools.measuring.variant import Variant
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_check import wheels
+from gpu_check.steps import BUDGET_S, REPOSITORY, Device, Done, Outcome, plan, run
 from megatron_ampipe.errors import AMPipeError, BadInput, DifferenceFound, EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.gpucheck import wheels
-from megatron_ampipe.tools.gpucheck.steps import BUDGET_S, REPOSITORY, Device, Done, Outcome, plan, run
 
 _INTERRUPTED = 130
 
@@ -108,7 +108,7 @@ def _check(chosen: argparse.Namespace) -> int:
 def _unpacked(folder: Path | None) -> Iterator[dict[str, str]]:
     """The environment of the steps; on leaving, what was unpacked is gone."""
     with tempfile.TemporaryDirectory(prefix="ampipe-gpu-check-") as site:
-        paths = [str(REPOSITORY)]
+        paths = [str(REPOSITORY), str(REPOSITORY / "scripts")]
         if folder is not None:
             wheels.unpack(folder, Path(site))
             paths.append(site)
@@ -136,8 +136,9 @@ def _require_packages(folder: Path | None) -> None:
 
 def _report(device: Device, done: Sequence[Done], *, output: Path, seconds: float) -> int:
     """Write the summary, print the table; the exit code."""
-    from megatron_ampipe.tools.benchmark import machine, result
-    from megatron_ampipe.tools.gpucheck import findings
+    from gpu_check import findings
+    from megatron_ampipe.tools.benchmark import result
+    from megatron_ampipe.tools.measuring import machine
 
     document: dict[str, Any] = {
         "format": findings.FORMAT,
