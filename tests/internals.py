@@ -1,8 +1,7 @@
-"""Guards every Megatron name that AMPipe builds on: docs/design.md has the same list, with the reasons.
+"""Every name of Megatron that AMPipe builds on: where it is used, what for, and what we rely on.
 
-What another Megatron changes is then said here, by name and with the file of ours that depends on it,
-before it shows as a wrong gradient. The checks run in one process of their own, because the host platform
-has to be in place before Megatron is imported: ``python -m tests.megatron.test_internals`` prints them.
+``python -m tests.internals > docs/internals.md`` writes the page; ``tests/megatron/test_megatron_names.py``
+checks the facts against the installed Megatron, and that every import of the package is listed.
 """
 
 from __future__ import annotations
@@ -11,25 +10,13 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import pytest
-
-from tests.megatron.launcher import REPOSITORY, environment
-
-PACKAGE = REPOSITORY / "megatron_ampipe"
-DESIGN = REPOSITORY / "docs" / "design.md"
-ALL_OF_A_FOLDER = ("tools/benchmark", "tools/profiling")
-"""Folders that stand in the table as one, in place of their files."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 Fact = Callable[["Subject"], Iterator[str]]
@@ -43,11 +30,15 @@ class Internal:
     Attributes:
         name: Dotted, without ``megatron.``.
         used_in: Files and folders of ``megatron_ampipe`` that depend on it, separated by spaces.
-        facts: What we rely on, besides its being there.
+        used_for: What it is used for.
+        if_changed: What goes wrong if it changes.
+        facts: What we rely on, in addition to its being there.
     """
 
     name: str
     used_in: str
+    used_for: str
+    if_changed: str
     facts: tuple[Fact, ...] = ()
 
 
@@ -265,6 +256,11 @@ INTERNALS = [
         "core.transformer.transformer_layer.TransformerLayer",
         "layers/layer.py layers/pipelined_block.py layers/hybrid.py layers/spec.py layers/megatron_stages.py",
         (
+            "subclassed; its modules are called stage by stage, as `_forward_attention` and "
+            "`_forward_mlp` call them"
+        ),
+        "stages compute something else than the stock layer, or a module is left out",
+        (
             sets("input_layernorm", "self_attention", "self_attn_bda", "pre_mlp_layernorm", "mlp", "mlp_bda"),
             sets("hidden_dropout", "is_moe_layer", "layer_number", "pg_collection"),
             takes("hidden_states", "attention_mask", "context", "context_mask", method="_forward_attention"),
@@ -287,6 +283,8 @@ INTERNALS = [
     Internal(
         "core.transformer.attention.Attention",
         "layers/chunk_attention.py",
+        "`forward` is mirrored around core attention",
+        "rotary embedding, scale or projection differ from stock",
         (
             sets("core_attention", "linear_proj", "layer_number", "pg_collection"),
             sets("hidden_size_per_attention_head", "checkpoint_core_attention"),
@@ -299,11 +297,15 @@ INTERNALS = [
     Internal(
         "core.models.common.embeddings.yarn_rotary_pos_embedding._yarn_get_concentration_factor_from_config",
         "compat.py",
+        "the scale of rotated queries and keys, which only 0.19 keeps on the layer",
+        "YaRN models differ from stock",
         (begins_with("config"),),
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
         "layers/chunk_attention.py layers/pipelined_block.py layers/hybrid.py layers/spec.py",
+        "`get_query_key_value_tensors` is the `qkv` stage; only this class is pipelined",
+        "queries, keys or values are something else",
         (
             begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
             says("return (query, key, value)", method="get_query_key_value_tensors"),
@@ -312,11 +314,15 @@ INTERNALS = [
     Internal(
         "core.transformer.multi_latent_attention.MultiLatentAttention",
         "layers/chunk_attention.py layers/pipelined_block.py",
+        "recognised; its scale is read, its recompute of the up-projection taken over",
+        "wrong scale, or a checkpoint that refuses `autograd.grad`",
         (sets("softmax_scale", "recompute_up_proj", "linear_proj", "core_attention"),),
     ),
     Internal(
         "core.transformer.multi_latent_attention.MLASelfAttention",
         "layers/hybrid.py layers/spec.py",
+        "as `SelfAttention`, for latent attention",
+        "queries, keys or values are something else",
         (
             begins_with("hidden_states", method="get_query_key_value_tensors"),
             says(
@@ -329,6 +335,11 @@ INTERNALS = [
         "core.transformer.dot_product_attention.DotProductAttention",
         "layers/chunk_attention.py launch/host/core_attention.py",
         (
+            "tells a local layer from one of Transformer Engine; scale and dropout are read; the "
+            "host platform subclasses it"
+        ),
+        "wrong kernel or scale; dropout drawn from another random state",
+        (
             sets("softmax_scale", "attention_dropout", "layer_number", "config", "pg_collection"),
             begins_with("query", "key", "value", "attention_mask", method="forward"),
             says("if not self.config.sequence_parallel:", "get_cuda_rng_tracker().fork()", method="forward"),
@@ -337,11 +348,17 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "core.transformer.enums.AttnMaskType", "layers/chunk_attention.py", (has("causal_bottom_right"),)
+        "core.transformer.enums.AttnMaskType",
+        "layers/chunk_attention.py",
+        "`causal_bottom_right` for Transformer Engine",
+        "chunks after the first see the wrong keys",
+        (has("causal_bottom_right"),),
     ),
     Internal(
         "core.transformer.utils.is_layer_window_attention",
         "layers/chunk_attention.py launch/host/core_attention.py",
+        "which layers have a sliding window",
+        "a window in the wrong layers",
         (
             begins_with("window_size", "window_attn_skip_freq", "layer_number"),
             behaves(_gives_a_window_only_where_one_is_set),
@@ -350,26 +367,39 @@ INTERNALS = [
     Internal(
         "core.models.common.embeddings.rope_utils.apply_rotary_pos_emb",
         "layers/chunk_attention.py",
+        "rotary embedding of queries and keys",
+        "positions differ from stock",
         (begins_with("t", "freqs"), takes("config", "mscale", "cp_group")),
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
         "layers/chunk_attention.py",
+        "gathers keys and values over context-parallel ranks, gradients summed back",
+        "context parallelism loses gradients",
         (begins_with("input_", "tensor_parallel_output_grad"), takes("group")),
     ),
     Internal(
         "core.tensor_parallel.get_cuda_rng_tracker",
         "layers/chunk_attention.py layers/recompute.py",
+        "dropout of attention in the named random state; states kept for recompute",
+        "dropout masks shared between ranks, or another mask in recompute",
         (behaves(_forks_a_named_state),),
     ),
     Internal(
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
         "runtime/segment.py",
+        "marks a weight whose gradient it has added to `main_grad`",
+        "weight gradients counted twice or not at all under gradient accumulation fusion",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
         "layers/megatron_stages.py layers/router.py layers/pipelined_block.py",
+        (
+            "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
+            "`main_grad` before every iteration"
+        ),
+        "stale weights under `--overlap-param-gather`; first gradients added to old ones",
         (
             says(
                 "for param in module.parameters(recurse=False):",
@@ -383,6 +413,8 @@ INTERNALS = [
     Internal(
         "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
         "layers/megatron_stages.py",
+        "gathers a bucket of parameters once per iteration, however often it is asked to",
+        "every chunk gathers the parameters again",
         (
             says(
                 "if not self.param_gather_dispatched: self.start_param_sync()",
@@ -396,6 +428,8 @@ INTERNALS = [
     Internal(
         "core.transformer.module.MegatronModule",
         "layers/pipelined_block.py refusals.py",
+        ("marks the first micro-batch of every iteration for quantized layers alone, which are refused"),
+        "weights of quantized layers are not updated",
         (
             says(
                 "if self.config.fp8 is not None or self.config.fp4 is not None "
@@ -409,11 +443,18 @@ INTERNALS = [
     Internal(
         "core.extensions.transformer_engine",
         "layers/pipelined_block.py",
+        "its linear layers mark their first forward ever as the first micro-batch",
+        (
+            "with gradient accumulation fusion, the first iteration loses the gradients of all "
+            "chunks but the first"
+        ),
         (behaves(_marks_the_first_forward_ever),),
     ),
     Internal(
         "core.tensor_parallel.layers",
         "launch/host/megatron.py",
+        "given a CPU kernel for gradient accumulation fusion, and told that there is one",
+        "the benchmark cannot fuse on a CPU, and its chunks sum weight gradients",
         (
             has("_grad_accum_fusion_available", "fused_weight_gradient_mlp_cuda"),
             behaves(_adds_weight_gradients_by_the_kernel),
@@ -422,6 +463,8 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
         "layers/spec.py layers/pipelined_block.py layers/megatron_stages.py",
+        "router, experts and shared experts are taken from it; `forward` is mirrored",
+        "stages miss a step of the MoE layer",
         (
             sets("router", "experts", "shared_experts", "num_local_experts", "local_expert_indices"),
             takes("submodules", method="__init__"),
@@ -434,15 +477,30 @@ INTERNALS = [
             says("output = output + shared_expert_output", method="postprocess"),
         ),
     ),
-    Internal("core.transformer.moe.moe_layer.BaseMoELayer", "compat.py"),
+    Internal(
+        "core.transformer.moe.moe_layer.BaseMoELayer",
+        "compat.py",
+        "tells an MoE layer, of whatever class, from a dense one",
+        "MoE layers are not recognised and stay stock",
+    ),
     Internal(
         "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
-        "compat.py layers/spec.py tools/benchmark",
+        "compat.py layers/spec.py tools/measuring",
+        (
+            "an MoE layer is recognised as `partial(MoELayer, submodules=...)`, or a `ModuleSpec` of "
+            "it (0.17); gives Transformer Engine's grouped experts"
+        ),
+        "MoE layers are not recognised and stay stock",
         (says("return partial(MoELayer, submodules=MoESubmodules("),),
     ),
     Internal(
         "core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
         "layers/dispatcher.py",
+        (
+            "subclassed: permutations are its own, `preprocess` is cut where it would wait for "
+            "counts, the collectives are ours"
+        ),
+        "wrong split sizes or order of rows: a crash or mixed-up tokens",
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
             takes("config", "pg_collection", method="__init__"),
@@ -478,6 +536,8 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.token_dispatcher.MoEAllGatherTokenDispatcher",
         "layers/dispatcher.py",
+        "subclassed likewise",
+        "mixed-up tokens",
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
             has(*STEPS),
@@ -489,6 +549,8 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.router.TopKRouter",
         "layers/router.py layers/spec.py layers/pipelined_block.py",
+        "subclassed; `forward` and `routing` are mirrored with losses and dropping taken out",
+        "routing, losses or expert bias differ from stock",
         (
             has("gating", "is_aux_loss_enabled", "_maintain_float32_expert_bias", "apply_input_jitter"),
             sets("topk", "score_function", "expert_bias"),
@@ -515,6 +577,8 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.topk_routing_with_score_function",
         "layers/router.py",
+        "chooses the experts of a chunk",
+        "another choice, or an option that is not passed on",
         (
             begins_with("logits", "topk"),
             takes("use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function"),
@@ -524,11 +588,15 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.apply_random_logits",
         "layers/router.py",
+        "random routing for benchmarks (`--moe-router-force-load-balancing`)",
+        "start-up fails, or such a run routes by its weights",
         (begins_with("logits"), says("return RandomSTE.apply(logits)")),
     ),
     Internal(
         "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss",
         "layers/router.py",
+        "scores for the auxiliary losses, once per block",
+        "another auxiliary loss",
         (
             begins_with("logits", "topk", "score_function"),
             takes("fused"),
@@ -538,11 +606,18 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.get_capacity",
         "layers/router.py",
+        "capacity of the whole block",
+        "other tokens dropped",
         (begins_with("num_tokens", "num_experts", "capacity_factor"), behaves(_rounds_capacity_up)),
     ),
     Internal(
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
         "layers/router.py launch/host/megatron.py launch/host/dropping.py",
+        (
+            "what `CapacityLedger` reproduces; called for a capacity per chunk; its ties are mended "
+            "on the host platform"
+        ),
+        "other tokens dropped",
         (
             begins_with("routing_probs", "routing_map", "router_topk", "capacity_factor"),
             takes("drop_policy", "pad_to_capacity"),
@@ -552,6 +627,8 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.permute",
         "layers/dispatcher.py",
+        "sorts gathered tokens by expert, with their number known to the host",
+        "tokens in another order, or a wait of the host in every chunk",
         (
             takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
             says("permuted_input, permuted_probs, sorted_indices, None, tokens_per_expert"),
@@ -560,31 +637,43 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
         "layers/router.py runtime/block_call.py",
+        "adds the gradient of a loss whatever gradient comes in",
+        "no gradient of the router's losses",
         (behaves(_adds_its_gradient_whatever_comes_in),),
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py layers/hybrid.py tools/benchmark",
+        "layers/spec.py layers/hybrid.py tools/benchmark tools/measuring",
+        "a layer's specification is rewritten",
+        "start-up fails",
         (fields("module", "params", "submodules"),),
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
         "layers/spec.py",
+        "holds the specifications of all layers",
+        "start-up fails",
         (fields("layer_specs", "layer_norm"),),
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",
         "layers/spec.py layers/hybrid.py",
+        "the router in an MoE layer's specification is replaced",
+        "start-up fails",
         (fields("mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm"),),
     ),
     Internal(
         "core.transformer.transformer_layer.MoETransformerLayer",
         "layers/hybrid.py",
+        "subclassed for the MoE layers of hybrid models",
+        "hybrid models are not pipelined",
         (has("forward", "_forward_mlp"),),
     ),
     Internal(
         "core.models.hybrid.hybrid_block.HybridStack",
         "layers/hybrid.py",
+        ("subclassed; calls its layers one after another, which is why an attention layer can run the next"),
+        "a layer runs twice or not at all",
         (
             sets("layers"),
             says("for layer in self.layers:", method="forward"),
@@ -594,17 +683,23 @@ INTERNALS = [
     Internal(
         "core.models.hybrid.hybrid_block.HybridStackSubmodules",
         "layers/hybrid.py",
+        "two of its layer specifications are replaced",
+        "start-up fails",
         (fields("attention_layer", "mla_layer", "moe_layer"),),
     ),
     # The launch.
     Internal(
         "training.models.gpt.GPTModelConfig",
         "launch/attach.py",
+        "`transformer_layer_spec` receives our specification",
+        "layers stay stock",
         (fields("transformer", "transformer_layer_spec"),),
     ),
     Internal(
         "training.models.gpt.GPTModelBuilder",
         "launch/attach.py",
+        "calls `transformer_layer_spec` where it is callable",
+        "start-up fails, or layers stay stock",
         (
             says(
                 "callable(transformer_layer_spec)",
@@ -614,45 +709,81 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "training.models.gpt.default_layer_spec", "launch/attach.py", (begins_with("config", "vp_stage"),)
+        "training.models.gpt.default_layer_spec",
+        "launch/attach.py",
+        "the specification that is rewritten: Megatron's own choice",
+        "another model than the stock run's",
+        (begins_with("config", "vp_stage"),),
     ),
-    Internal("core.utils.unwrap_model", "launch/trace.py launch/hooks.py", (begins_with("model"),)),
+    Internal(
+        "core.utils.unwrap_model",
+        "launch/trace.py launch/hooks.py",
+        "is the model training or evaluating; which class it is",
+        "evaluation is recorded in traces",
+        (begins_with("model"),),
+    ),
     Internal(
         "core.models.gpt.GPTModel",
         "launch/hooks.py launch/patched.py",
+        ("its constructor is wrapped, or has a line of ours in it: the layer specification passes through"),
+        "layers stay stock; the launcher refuses the run",
         (begins_with("config", "transformer_layer_spec", method="__init__"),),
     ),
-    Internal("training.initialize", "launch/hooks.py"),
+    Internal("training.initialize", "launch/hooks.py", "holds both by name in 0.17", "as above, on 0.17"),
     Internal(
         "training.training.setup_model_and_optimizer",
         "launch/hooks.py",
+        "wrapped: the models it returns must be ours",
+        "a model without AMPipe is noticed after training only",
         (says("return (model, optimizer, opt_param_scheduler)"),),
     ),
     Internal(
         "training.arguments.parse_and_validate_args",
         "launch/pretrain.py launch/hooks.py",
+        "parses and checks all flags; takes ours as extra arguments",
+        "start-up fails",
         (takes("extra_args_provider", "args_defaults"), says("parse_args(", "validate_args(")),
     ),
-    Internal("training.arguments.add_megatron_arguments", "launch/pretrain.py", (begins_with("parser"),)),
+    Internal(
+        "training.arguments.add_megatron_arguments",
+        "launch/pretrain.py",
+        "every flag, with its type and choices: what files are held against",
+        "files of settings cannot be checked",
+        (begins_with("parser"),),
+    ),
     Internal(
         "training.arguments.parse_args",
         "launch/pretrain.py launch/hooks.py",
+        ("`ampipe config` parses as a launch does; wrapped by the launcher, so that it knows our flags"),
+        "`ampipe config --ranks` fails; our flags are unknown",
         (begins_with("extra_args_provider"),),
     ),
     Internal(
         "training.arguments.validate_args",
         "launch/pretrain.py launch/hooks.py",
+        "Megatron's own checks, for `ampipe config`; wrapped by the launcher: our refusals follow",
+        "`ampipe config --ranks` fails; the launcher does nothing, and says so at the end",
         (begins_with("args", "defaults"), says("return args")),
     ),
-    Internal("training.argument_utils.gpt_config_from_args", "launch/pretrain.py", (begins_with("args"),)),
+    Internal(
+        "training.argument_utils.gpt_config_from_args",
+        "launch/pretrain.py",
+        "flags to model configuration",
+        "start-up fails",
+        (begins_with("args"),),
+    ),
     Internal(
         "training.argument_utils.pretrain_cfg_container_from_args",
         "launch/pretrain.py",
+        "flags to run configuration",
+        "start-up fails",
         (begins_with("args", "model_cfg"),),
     ),
     Internal(
         "training.pretrain",
         "launch/pretrain.py launch/hooks.py",
+        "the training loop",
+        "start-up fails",
         (
             says("setup_model_and_optimizer("),
             begins_with(
@@ -662,46 +793,95 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "training.set_startup_timestamps", "launch/pretrain.py", (takes("program_start", "main_entry"),)
+        "training.set_startup_timestamps",
+        "launch/pretrain.py",
+        "start time for Megatron's log",
+        "start-up fails",
+        (takes("program_start", "main_entry"),),
     ),
-    Internal("training.inprocess_restart", "launch/pretrain.py", (has("maybe_wrap_for_inprocess_restart"),)),
-    Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
+    Internal(
+        "training.inprocess_restart",
+        "launch/pretrain.py",
+        "`pretrain` is wrapped as Megatron's script wraps it",
+        "start-up fails",
+        (has("maybe_wrap_for_inprocess_restart"),),
+    ),
+    Internal(
+        "core.enums.ModelType",
+        "launch/pretrain.py",
+        "argument of `pretrain`",
+        "start-up fails",
+        (has("encoder_or_decoder"),),
+    ),
     Internal(
         "training.training",
         "launch/pretrain.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
+        (
+            "imported first, so that the environment is checked early; `initialize_megatron` is "
+            "replaced in it on the host platform, `training_log` while a run lasts; `train_step` is "
+            "wrapped for `--ampipe-degree auto`; sets `args.curr_iteration`"
+        ),
+        "start-up fails; the degree is never chosen; traces name no iteration",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
     ),
     Internal(
         "training.training.training_log",
         "launch/metrics.py tools/benchmark",
+        "wrapped: our figures follow it; `ampipe bench --end-to-end` reads its line",
+        "no figures of ours; no times are found",
         (
             takes("iteration"),
             says("iteration % args.log_interval == 0", "' iteration {:8d}/{:8d} |'"),
             says("' elapsed time per iteration (ms): {:.1f} |'", "' {}: {:.6E} |'"),
         ),
     ),
-    Internal("training.global_vars.get_tensorboard_writer", "launch/metrics.py"),
-    Internal("training.global_vars.get_wandb_writer", "launch/metrics.py"),
-    Internal("training.print_rank_last", "launch/metrics.py", (begins_with("message"),)),
-    Internal("core.datasets.utils.compile_helpers", "launch/dataset_helpers.py", (says("'make'"),)),
+    Internal(
+        "training.global_vars.get_tensorboard_writer",
+        "launch/metrics.py",
+        "receives our scalars",
+        "start-up fails",
+    ),
+    Internal("training.global_vars.get_wandb_writer", "launch/metrics.py", "likewise", "start-up fails"),
+    Internal(
+        "training.print_rank_last",
+        "launch/metrics.py",
+        "prints our line where Megatron prints its own",
+        "start-up fails",
+        (begins_with("message"),),
+    ),
+    Internal(
+        "core.datasets.utils.compile_helpers",
+        "launch/dataset_helpers.py",
+        "replaced where the wheel has the compiled helper and no Makefile",
+        "every run ends in `make`",
+        (says("'make'"),),
+    ),
     Internal(
         "training.utils.get_blend_and_blend_per_split",
         "launch/data_paths.py launch/gpt.py",
+        "which data files a run names",
+        "missing data is found late",
         (begins_with("args"),),
     ),
     Internal(
         "core.datasets.blended_megatron_dataset_config.parse_and_normalize_split",
         "launch/splits.py",
+        "reads `--split` as Megatron does",
+        "a run is refused, or hangs, for a split that is fine, or empty",
         (begins_with("split"),),
     ),
     Internal(
         "core.datasets.blended_megatron_dataset_config.convert_split_vector_to_split_matrix",
         "launch/splits.py",
+        "where training, validation and test begin and end",
+        "likewise",
         (begins_with("vector_a"), says("overlap = None")),
     ),
     Internal(
         "core.datasets.indexed_dataset._IndexWriter",
         "launch/indexed_dataset.py",
+        "the layout of an index, which is checked byte by byte",
+        "sound datasets are refused",
         (
             says("struct.pack('<Q', 1)", "struct.pack('<B', DType", method="__enter__"),
             says("numpy.array(sequence_lengths, dtype=numpy.int32)", method="write"),
@@ -709,34 +889,71 @@ INTERNALS = [
             says("numpy.array(document_indices, dtype=numpy.int64)", method="write"),
         ),
     ),
-    Internal("core.dist_checkpointing", "launch/checkpoints.py", (has("load_common_state_dict"),)),
+    Internal(
+        "core.dist_checkpointing",
+        "launch/checkpoints.py",
+        "reads the arguments that were saved with a checkpoint",
+        "checkpoints of another model are found late",
+        (has("load_common_state_dict"),),
+    ),
     Internal(
         "training.checkpointing.read_metadata",
         "launch/checkpoint_files.py launch/failures.py",
+        "what the note of the newest checkpoint can say; it leaves by `sys.exit()`, as success",
+        "a wrong note ends a run with 0",
         (says("release = metastring == 'release'", "sys.exit()"),),
     ),
-    Internal("training.global_vars", "launch/failures.py", (has("_GLOBAL_ARGS"),)),
+    Internal(
+        "training.global_vars",
+        "launch/failures.py",
+        "the arguments, after a failure",
+        "a message names neither folder nor time-out",
+        (has("_GLOBAL_ARGS"),),
+    ),
     # One training step, as in Megatron's own GPT script.
     Internal(
         "core.mpu",
         "launch/gpt.py",
+        "which ranks load data",
+        "a training step fails",
         (
             has("get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank"),
             has("get_tensor_model_parallel_group", "is_pipeline_first_stage", "is_pipeline_last_stage"),
         ),
     ),
-    Internal("core.parallel_state.get_context_parallel_group", "launch/gpt.py"),
-    Internal("core.parallel_state.get_hybrid_data_context_parallel_groups", "launch/gpt.py"),
+    Internal(
+        "core.parallel_state.get_context_parallel_group",
+        "launch/gpt.py",
+        "splits a batch over context-parallel ranks",
+        "a training step fails",
+    ),
+    Internal(
+        "core.parallel_state.get_hybrid_data_context_parallel_groups",
+        "launch/gpt.py",
+        "likewise, for hybrid context parallelism",
+        "a training step fails",
+    ),
     Internal(
         "core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder",
         "launch/gpt.py",
+        "builds the datasets",
+        "start-up fails",
         (begins_with("cls", "sizes", "is_built_on_rank", "config", method="__init__"), has("build")),
     ),
-    Internal("core.datasets.gpt_dataset.GPTDataset", "launch/gpt.py"),
-    Internal("core.datasets.gpt_dataset.MockGPTDataset", "launch/gpt.py"),
+    Internal(
+        "core.datasets.gpt_dataset.GPTDataset", "launch/gpt.py", "dataset of real text", "start-up fails"
+    ),
+    Internal(
+        "core.datasets.gpt_dataset.MockGPTDataset",
+        "launch/gpt.py",
+        "dataset of `--mock-data`",
+        "start-up fails",
+    ),
     Internal(
         "core.datasets.gpt_dataset.GPTDatasetConfig",
         "launch/gpt.py",
+        "flags of the data become its fields",
+        "start-up fails, or a data flag has no effect",
         (
             fields("tokenizer", "random_seed", "sequence_length", "blend", "blend_per_split", "split"),
             fields("multiple_validation_sets", "full_validation", "sequences_per_dataset", "path_to_cache"),
@@ -749,19 +966,33 @@ INTERNALS = [
             fields("sequence_parallel_size", "hybrid_context_parallel"),
         ),
     ),
-    Internal("training.datasets.fim_dataset.GPTFIMDataset", "launch/gpt.py"),
+    Internal(
+        "training.datasets.fim_dataset.GPTFIMDataset",
+        "launch/gpt.py",
+        "dataset of `--fim-data`",
+        "start-up fails",
+    ),
     Internal(
         "training.datasets.fim_dataset.GPTFIMDatasetConfig",
         "launch/gpt.py",
+        "its configuration",
+        "start-up fails",
         (
             fields("fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix"),
             fields("fim_extra_tokens"),
         ),
     ),
-    Internal("training.datasets.sft_dataset.SFTDataset", "launch/gpt.py"),
+    Internal(
+        "training.datasets.sft_dataset.SFTDataset",
+        "launch/gpt.py",
+        "dataset of `--sft` (degree 1 only)",
+        "start-up fails",
+    ),
     Internal(
         "core.packed_seq_params.PackedSeqParams",
         "launch/gpt.py",
+        "bounds of packed documents (degree 1 only)",
+        "a training step fails",
         (
             fields("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),
             fields("cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "local_cp_size", "cp_group"),
@@ -771,28 +1002,64 @@ INTERNALS = [
     Internal(
         "core.rerun_state_machine.get_rerun_state_machine",
         "launch/gpt.py",
+        "checks the loss for NaN and spikes, as the stock script does",
+        "a training step fails",
         (behaves(lambda get: all(hasattr(get(), n) for n in ("validate_result", "is_unexpectedly_large"))),),
     ),
     Internal(
-        "core.tokenizers.utils.build_tokenizer.build_tokenizer", "launch/gpt.py", (begins_with("args"),)
+        "core.tokenizers.utils.build_tokenizer.build_tokenizer",
+        "launch/gpt.py",
+        "tokenizer of the datasets",
+        "start-up fails",
+        (begins_with("args"),),
     ),
     Internal(
         "core.transformer.multi_token_prediction.get_mtp_ranks",
         "launch/gpt.py",
+        "which ranks hold the embedding",
+        "start-up fails with MTP",
         (begins_with("pp_ranks", "config"),),
     ),
     Internal(
         "core.transformer.multi_token_prediction.mtp_on_this_rank",
         "launch/gpt.py",
+        "which ranks load data",
+        "a training step fails with MTP",
         (takes("layout", "mtp_num_layers", "ignore_virtual", "vp_stage"),),
     ),
-    Internal("core.utils.StragglerDetector", "launch/gpt.py", (has("__call__", "__enter__"),)),
-    Internal("core.utils.flatten_batch_for_packed_sequences", "launch/gpt.py", (begins_with("batch"),)),
-    Internal("core.utils.get_attr_wrapped_model", "launch/gpt.py", (begins_with("model", "attr"),)),
-    Internal("core.utils.get_model_config", "launch/gpt.py", (begins_with("model"),)),
+    Internal(
+        "core.utils.StragglerDetector",
+        "launch/gpt.py",
+        "times the step, as the stock script does",
+        "a training step fails",
+        (has("__call__", "__enter__"),),
+    ),
+    Internal(
+        "core.utils.flatten_batch_for_packed_sequences",
+        "launch/gpt.py",
+        "packed batches",
+        "a training step fails",
+        (begins_with("batch"),),
+    ),
+    Internal(
+        "core.utils.get_attr_wrapped_model",
+        "launch/gpt.py",
+        "virtual pipeline stage of a model",
+        "a training step fails",
+        (begins_with("model", "attr"),),
+    ),
+    Internal(
+        "core.utils.get_model_config",
+        "launch/gpt.py",
+        "configuration of a model",
+        "a training step fails",
+        (begins_with("model"),),
+    ),
     Internal(
         "core.utils.get_batch_on_this_tp_rank",
         "launch/gpt.py",
+        "gives a batch to all tensor-parallel ranks",
+        "a training step fails",
         (
             takes("has_cu_seqlens", "is_hybrid_cp", "create_attention_mask_in_dataloader"),
             takes("broadcast_src_rank", "broadcast_group", "cp_size", "tp_rank", "micro_batch_size"),
@@ -803,19 +1070,50 @@ INTERNALS = [
     Internal(
         "core.utils.get_batch_on_this_cp_rank",
         "launch/gpt.py layers/chunk_attention.py schedule/chunks.py",
+        "splits a batch in zigzag; chunks assume that order",
+        "with context parallelism, queries see the wrong keys",
         (takes("is_hybrid_cp", "cp_group", "hybrid_cp_group_func", "use_per_sequence_balancing"),),
     ),
-    Internal("training.get_args", "launch/gpt.py"),
-    Internal("training.get_timers", "launch/gpt.py"),
-    Internal("training.print_rank_0", "launch/gpt.py", (begins_with("message"),)),
-    Internal("training.arguments.core_transformer_config_from_args", "launch/gpt.py", (begins_with("args"),)),
     Internal(
-        "training.training.update_seqlen_stats_from_cu_seqlens", "launch/gpt.py", (begins_with("cu_seqlens"),)
+        "training.get_args",
+        "launch/gpt.py",
+        "Megatron's arguments in a training step",
+        "a training step fails",
     ),
-    Internal("training.utils.is_first_or_last_pipeline_stage", "launch/gpt.py", (begins_with("vp_stage"),)),
+    Internal("training.get_timers", "launch/gpt.py", "Megatron's timers", "a training step fails"),
+    Internal(
+        "training.print_rank_0",
+        "launch/gpt.py",
+        "messages about datasets",
+        "start-up fails",
+        (begins_with("message"),),
+    ),
+    Internal(
+        "training.arguments.core_transformer_config_from_args",
+        "launch/gpt.py",
+        "which ranks hold the embedding or load data",
+        "start-up fails",
+        (begins_with("args"),),
+    ),
+    Internal(
+        "training.training.update_seqlen_stats_from_cu_seqlens",
+        "launch/gpt.py",
+        "counts the tokens of packed batches",
+        "a training step fails",
+        (begins_with("cu_seqlens"),),
+    ),
+    Internal(
+        "training.utils.is_first_or_last_pipeline_stage",
+        "launch/gpt.py",
+        "which ranks need data",
+        "a training step fails",
+        (begins_with("vp_stage"),),
+    ),
     Internal(
         "training.distillation.LossFuncCallable",
         "launch/gpt.py",
+        "loss against a teacher's stored probabilities",
+        "distillation fails",
         (
             takes("logprobs_dir", "decode_threads", "prefetch_factor", "kd_loss_alpha", method="__init__"),
             takes("ignore_errors", "msc_prefetch_depth", method="__init__"),
@@ -825,30 +1123,42 @@ INTERNALS = [
     Internal(
         "core.tensor_parallel.random._get_cuda_rng_state",
         "launch/host/megatron.py launch/host/random.py",
+        "replaced: the device's random state is the CPU's",
+        "dropout on a CPU host is not reproducible",
     ),
     Internal(
         "core.tensor_parallel.random._set_cuda_rng_state",
         "launch/host/megatron.py launch/host/random.py",
+        "likewise",
+        "dropout on a CPU host is not reproducible",
         (begins_with("new_state"),),
     ),
     Internal(
         "core.tensor_parallel.random.CheckpointFunction",
         "layers/recompute.py launch/host/random.py",
+        "its refusal of `autograd.grad` is why stages recompute by themselves",
+        "recompute could be left to Megatron",
         (says("torch.autograd._is_checkpoint_valid()", "torch.autograd.backward(", method="backward"),),
     ),
     Internal(
         "core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
         "launch/host/megatron.py",
+        "replaced: gloo takes split sizes as integers",
+        "stock layers fail on a CPU host",
         (begins_with("tensor", "as_numpy", "record_stream"),),
     ),
     Internal(
         "core.transformer.moe.token_dispatcher",
         "launch/host/megatron.py",
+        "the same name is replaced here too",
+        "stock layers fail on a CPU host",
         (has("maybe_move_tensor_to_cpu"),),
     ),
     Internal(
         "core.transformer.moe.router",
         "launch/host/megatron.py layers/router.py",
+        "`apply_router_token_dropping` is replaced here: ties go to the lower index",
+        "stock drops other tokens on a CPU host, and AMPipe seems to differ",
         (
             has("apply_router_token_dropping"),
             behaves(lambda module: _drops_by_position_as_the_ledger_does(module.apply_router_token_dropping)),
@@ -857,175 +1167,138 @@ INTERNALS = [
     Internal(
         "core.tensor_parallel.mappings._gather_along_first_dim",
         "launch/host/megatron.py launch/host/uneven_collectives.py",
+        "replaced: gloo gathers equal parts only",
+        "tensor-parallel experts fail on a CPU host",
         (begins_with("input_", "group", "output_split_sizes"),),
     ),
     Internal(
         "core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
         "launch/host/megatron.py launch/host/uneven_collectives.py",
+        "likewise",
+        "tensor-parallel experts fail on a CPU host",
         (begins_with("input_", "group", "input_split_sizes"),),
     ),
     Internal(
         "core.models.backends.LocalSpecProvider",
         "launch/host/megatron.py tools/benchmark",
+        (
+            "`core_attention` is replaced: context parallelism and latent attention in local layers; "
+            "our kernel in the stock runs of `ampipe bench --end-to-end`"
+        ),
+        "both fail on a CPU host; stock and AMPipe are compared with different kernels",
         (has("core_attention"),),
     ),
     Internal(
         "core.transformer.torch_norm.WrappedTorchNorm",
         "launch/host/megatron.py launch/host/norm.py",
+        "replaced: torch's norm, marked for sequence parallelism",
+        "norm weights drift apart under sequence parallelism on a CPU host",
         (takes("config", "hidden_size", "eps", method="__new__"),),
     ),
-    Internal("core.jit.disable_jit_fuser", "launch/host/megatron.py"),
-    Internal("training.initialize.initialize_megatron", "launch/host/megatron.py", (takes("allow_no_cuda"),)),
+    Internal(
+        "core.jit.disable_jit_fuser",
+        "launch/host/megatron.py",
+        "no compilation on a CPU host",
+        "slow start on a CPU host",
+    ),
+    Internal(
+        "training.initialize.initialize_megatron",
+        "launch/host/megatron.py",
+        "`allow_no_cuda` is set",
+        "training does not start on a CPU host",
+        (takes("allow_no_cuda"),),
+    ),
     # Tools.
     Internal(
         "core.datasets.indexed_dataset.IndexedDatasetBuilder",
         "tools/dataset_writer.py",
+        "`ampipe data` writes with it",
+        "datasets cannot be written",
         (
             begins_with("bin_path", "dtype", method="__init__"),
             has("add_document", "add_index", "finalize"),
             sets("data_file"),
         ),
     ),
-    Internal("core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec", "tools/benchmark"),
-    Internal("core.extensions.transformer_engine_spec_provider.TESpecProvider", "tools/benchmark"),
+    Internal(
+        "core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec",
+        "tools/measuring",
+        "builds the stock layer to compare with",
+        "benchmarks fail",
+    ),
+    Internal(
+        "core.extensions.transformer_engine_spec_provider.TESpecProvider",
+        "tools/measuring",
+        "gives Transformer Engine's grouped experts",
+        "benchmarks of them fail",
+    ),
     Internal(
         "core.transformer.moe.experts.TEGroupedMLP",
-        "tools/benchmark",
+        "tools/measuring",
+        "is built on torch's grouped product where Transformer Engine is missing",
+        "benchmarks of grouped experts fail",
         (
             begins_with("num_local_experts", "config", "submodules", method="__init__"),
             says("tokens_per_expert.tolist()", method="forward"),
         ),
     ),
-    Internal("core.transformer.moe.experts.GroupedMLPSubmodules", "tools/benchmark"),
+    Internal(
+        "core.transformer.moe.experts.GroupedMLPSubmodules",
+        "tools/measuring",
+        "likewise",
+        "benchmarks of grouped experts fail",
+    ),
     Internal(
         "core.parallel_state.initialize_model_parallel",
-        "tools/benchmark tools/profiling launch/adjustments.py",
+        "tools/measuring tools/profiling launch/adjustments.py",
+        "process groups of a benchmark; names of the groups whose collectives get a high priority",
+        "benchmarks fail; collectives stand behind computation",
         (
             takes("high_priority_stream_groups"),
             says("get_nccl_options('ep'", "get_nccl_options('tp_ep_mp'"),
         ),
     ),
     Internal(
-        "core.tensor_parallel.random.model_parallel_cuda_manual_seed", "tools/benchmark tools/profiling"
+        "core.tensor_parallel.random.model_parallel_cuda_manual_seed",
+        "tools/measuring tools/profiling",
+        "seeds a benchmark",
+        "benchmarks fail",
     ),
-    Internal("core.transformer.spec_utils.build_module", "tools/benchmark"),
-    Internal("core.transformer.transformer_config.TransformerConfig", "tools/benchmark"),
+    Internal(
+        "core.transformer.spec_utils.build_module",
+        "tools/measuring",
+        "builds the layers of a benchmark",
+        "benchmarks fail",
+    ),
+    Internal(
+        "core.transformer.transformer_config.TransformerConfig",
+        "tools/measuring",
+        "configuration of a benchmark's layers",
+        "benchmarks fail",
+    ),
 ]
-BY_NAME = {internal.name: internal for internal in INTERNALS}
 
 
-def complaints(internal: Internal) -> list[str]:
-    """What is not as we rely on it."""
-    try:
-        subject = Subject.of(internal.name)
-    except (ImportError, AttributeError) as error:
-        return [f"it is not there any more ({error})"]
-    found: list[str] = []
-    for fact in internal.facts:
-        try:
-            found += fact(subject)
-        except Exception as error:
-            found.append(f"it cannot be checked any more ({type(error).__name__}: {error})")
-    return found
+HEAD = """\
+# Megatron internals
+
+Every name of Megatron that the package imports, subclasses, mirrors or replaces. Written by
+`python -m tests.internals > docs/internals.md` from `tests/internals.py`, whose facts
+`tests/megatron/test_megatron_names.py` checks against the installed Megatron. Tested with megatron-core
+0.19.2; `compat.py` handles what differs in 0.18 and 0.17. Names are without `megatron.`, files within
+`megatron_ampipe/`.
+
+| name | used in | what for | if it changes |
+|---|---|---|---|"""
 
 
-def main() -> None:
-    """Check every name in this process; the last line printed is the result as JSON."""
-    from megatron_ampipe.launch import host
-
-    if not host.gpu_available():
-        host.install()
-    print(json.dumps({internal.name: complaints(internal) for internal in INTERNALS}))
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    command = [sys.executable, "-m", "tests.megatron.test_internals"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-class _Sample:
-    """Stands for a class of Megatron in the test of the facts themselves."""
-
-    def method(self, first: int, second: int) -> int:
-        return first + second
-
-
-@pytest.mark.parametrize(
-    ("holds", "changed"),
-    [
-        (takes("second", method="method"), takes("third", method="method")),
-        (begins_with("first", method="method"), begins_with("second", method="method")),
-        (says("return first + second", method="method"), says("return first", "* 2", method="method")),
-        (has("method"), has("other")),
-        (behaves(lambda value: True), behaves(lambda value: False)),
-        (takes("first", method="method"), takes("first", method="gone")),
-    ],
-)
-def test_facts_notice_a_change(holds: Fact, changed: Fact) -> None:
-    (source,) = ast.parse(inspect.getsource(_Sample)).body
-    assert isinstance(source, ast.ClassDef)
-    subject = Subject(_Sample, source)
-    assert list(holds(subject)) == []
-    assert list(changed(subject))
-
-
-def test_no_name_is_listed_twice() -> None:
-    assert len(BY_NAME) == len(INTERNALS)
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_megatron_is_as_we_rely_on_it(name: str, found: dict[str, list[str]]) -> None:
-    files = ", ".join(f"megatron_ampipe/{path}" for path in BY_NAME[name].used_in.split())
-    assert not found[name], (
-        f"megatron.{name} has changed: {'; '.join(found[name])}. {files} depend on it: see its row in "
-        "docs/design.md, adapt them, then the row and this guard."
-    )
-
-
-def test_design_lists_the_same_names_and_files() -> None:
-    rows = re.findall(r"^\| `((?:core|training)\.[\w.]+)` \| ([^|]+) \|", DESIGN.read_text(), re.M)
-    documented = {name: set(re.findall(r"`([\w/.]+)`", files)) for name, files in rows}
-    assert len(documented) == len(rows), "a name has two rows in docs/design.md"
-    guarded = {name: set(internal.used_in.split()) for name, internal in BY_NAME.items()}
-    assert not documented.keys() ^ guarded.keys(), "names in only one of docs/design.md and this guard"
-    assert documented == guarded
-
-
-def test_every_import_of_megatron_is_listed() -> None:
-    missing = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
-        file = next((folder for folder in ALL_OF_A_FOLDER if file.startswith(f"{folder}/")), file)
-        for name in _imports_of_megatron(path):
-            # A module that is imported is there for some name in it.
-            listed = [each for each in INTERNALS if f"{each.name}.".startswith(f"{name}.")]
-            if not any(file in each.used_in.split() for each in listed):
-                missing.append(f"{file} imports megatron.{name}")
-    assert not missing, (
-        f"{'; '.join(missing)}: add a row to the table in docs/design.md and to INTERNALS in this file"
-    )
-
-
-def _imports_of_megatron(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        yield from (name.removeprefix("megatron.") for name in names if name.startswith("megatron."))
-
-
-def test_files_that_are_named_exist() -> None:
-    named = {path for internal in INTERNALS for path in internal.used_in.split()}
-    assert not [path for path in named if not (PACKAGE / path).exists()]
+def render() -> Iterator[str]:
+    """The page, line by line."""
+    yield HEAD
+    for internal in INTERNALS:
+        files = " ".join(f"`{path}`" for path in internal.used_in.split())
+        yield f"| `{internal.name}` | {files} | {internal.used_for} | {internal.if_changed} |"
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(render()))
