@@ -1,6 +1,6 @@
-"""Writes the tables of ``docs/planner.md``: the simulator beside the strategies of the papers.
+"""Writes the tables of ``docs/planner.md``: the simulator compared with the strategies of the papers.
 
-``python -m tests.planner`` writes the page anew between its marks; a test holds the page against it.
+``python -m tests.planner`` writes the page anew between its marks; a test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
-from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -22,6 +21,7 @@ from megatron_ampipe.schedule import (
     dependencies,
     even_chunks,
 )
+from tests.strategies import FsmoeLayer, ampipe_time, stock_time
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"

@@ -68,7 +68,6 @@ def test_every_file_and_every_class_has_a_unique_name() -> None:
         "megatron_ampipe.config",
         "megatron_ampipe.errors",
         "megatron_ampipe.plan.plan_file",
-        "megatron_ampipe.plan.strategies",
         "megatron_ampipe.refusals",
         "megatron_ampipe.schedule",
         "megatron_ampipe.timeline",
