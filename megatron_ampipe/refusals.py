@@ -43,19 +43,20 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     """
     if not config.pipelined:
         return
-    if config.degree != AUTO and config.degree > arguments.seq_length:
+    pipeline = config.pipeline
+    if pipeline.degree > arguments.seq_length:
         raise BadInput(
             "--ampipe-degree",
-            config.degree,
+            pipeline.degree,
             rule=f"is more than the sequence has rows (--seq-length {arguments.seq_length})",
             remedy=f"Use --ampipe-degree {min(4, arguments.seq_length)}.",
         )
-    if (config.backward_degree or 1) > arguments.seq_length:
+    if pipeline.backward_degree > arguments.seq_length:
         raise BadInput(
             "--ampipe-backward-degree",
-            config.backward_degree,
+            pipeline.backward_degree,
             rule=f"is more than the sequence has rows (--seq-length {arguments.seq_length})",
-            remedy=f"Use --ampipe-backward-degree {config.degree}.",
+            remedy=f"Use --ampipe-backward-degree {pipeline.degree}.",
         )
     for refusal in REFUSALS:
         value = refusal.applies(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.config import AUTO, AMPipeConfig
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -20,8 +20,7 @@ class AMPipeContext:
         recorder: Told of every stage.
         executor: What runs the stages; chosen by the first layer that runs if None.
         kernel: Name of the attention kernel; chosen by each layer if None.
-        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says, or
-            one chunk where it leaves the choice to us.
+        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says.
         predicted_ms: What a plan predicts of a pass through a block by ``pipeline``, forward and backward,
             from its first stage to its last; None without a plan. For the log alone.
     """
@@ -34,13 +33,7 @@ class AMPipeContext:
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.pipeline = Pipeline(
-            degree=1 if config.degree == AUTO else config.degree,
-            backward_degree=config.backward_degree,
-            shares=config.chunks,
-            schedule=config.schedule,
-        )
+        self.pipeline = self.config.pipeline
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
         """The one executor of the process."""

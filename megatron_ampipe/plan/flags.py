@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from importlib import resources
 
-from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.config import SETTING_NAMES
 
 
 @functools.cache
@@ -21,4 +20,4 @@ def known_flags() -> frozenset[str]:
 
 def ampipe_keys() -> frozenset[str]:
     """What may stand in the section ``ampipe:`` of a model file: the settings, as their flags are written."""
-    return frozenset(field.name.replace("_", "-") for field in dataclasses.fields(AMPipeConfig))
+    return frozenset(SETTING_NAMES)

@@ -130,7 +130,7 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     shaped = [improve_chunks(predictor, start) for start in _starts(predictor, plain, degrees)]
     best_shaped = min(shaped, key=lambda one: one.total_us)
     schedule = best_shaped.schedule
-    even = _named(predictor, schedule.name, schedule.degree, schedule.of_backward)
+    even = _named(predictor, schedule.name, schedule.degree, schedule.backward_degree)
     # Each gains from the other: a small last chunk is worth more where experts stand before it.
     ordered = [
         reorder(predictor, improve_chunks(predictor, reorder(predictor, start)))

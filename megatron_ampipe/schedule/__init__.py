@@ -1,6 +1,6 @@
 """What runs when inside one transformer block, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.build import build
+from megatron_ampipe.schedule.build import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import (
     Chunk,
@@ -12,11 +12,12 @@ from megatron_ampipe.schedule.chunks import (
 )
 from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
 from megatron_ampipe.schedule.issue import issue_order, stream_of
-from megatron_ampipe.schedule.pipeline import Pipeline
+from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares
 from megatron_ampipe.schedule.text import from_text, to_text
 from megatron_ampipe.schedule.types import Direction, LaneOrder, Program, Schedule, Stage, StageKind
 
 __all__ = [
+    "SCHEDULE_NAMES",
     "BlockFeatures",
     "Chunk",
     "Direction",
@@ -35,6 +36,7 @@ __all__ = [
     "even_chunks",
     "from_text",
     "issue_order",
+    "parse_shares",
     "restrict",
     "row_unit",
     "stream_of",

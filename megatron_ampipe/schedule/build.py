@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.types import COMM, COMPUTE, LaneOrder, Program, Schedule, Stage, StageKind
@@ -21,7 +20,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     """The schedule of that name for that many chunks. Remembered, because a search comes back to few.
 
     Args:
-        name: One of :data:`~megatron_ampipe.config.SCHEDULE_NAMES`.
+        name: One of :data:`SCHEDULE_NAMES`.
         degree: Of the forward pass.
         features: What the block contains.
         backward_degree: Of the backward pass; as ``degree`` if None.
@@ -67,7 +66,7 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
         backward += _of_chunk(chunk, StageKind.ROUTE, StageKind.ATTENTION, *own_qkv)
     if not features.chunked_qkv:
         backward.append(Stage(StageKind.QKV))
-    return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward))
+    return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward), degree)
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
@@ -163,7 +162,7 @@ def _overlapped(
         compute=[*_each(StageKind.MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
         comm=backward_comm,
     )
-    return Schedule(name, degree, forward, backward)
+    return Schedule(name, degree, forward, backward, degree)
 
 
 def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
@@ -186,4 +185,5 @@ _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
     "moe-only": _moe_only,
     "sequential": _sequential,
 }
-assert tuple(_BUILDERS) == SCHEDULE_NAMES
+SCHEDULE_NAMES = tuple(_BUILDERS)
+"""The named orders of stages."""

@@ -17,12 +17,12 @@ def check(schedule: Schedule, features: BlockFeatures) -> None:
     Raises:
         BadInput: naming the direction and the first stage that is wrong.
     """
-    if schedule.num_chunks % min(schedule.degree, schedule.of_backward):
+    if schedule.num_chunks % min(schedule.degree, schedule.backward_degree):
         raise _refuse(
             schedule,
             Direction.BACKWARD,
-            f"has degree {schedule.of_backward}, which neither divides the forward degree {schedule.degree} "
-            "nor is divided by it",
+            f"has degree {schedule.backward_degree}, which neither divides the forward degree "
+            f"{schedule.degree} nor is divided by it",
         )
     for direction in Direction:
         program = schedule.program(direction)

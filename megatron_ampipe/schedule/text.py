@@ -29,8 +29,8 @@ from megatron_ampipe.schedule.types import (
 def to_text(schedule: Schedule) -> str:
     """The text form, ending in a newline."""
     header = f"schedule {schedule.name} degree {schedule.degree}"
-    if schedule.of_backward != schedule.degree:
-        header += f" backward {schedule.of_backward}"
+    if schedule.backward_degree != schedule.degree:
+        header += f" backward {schedule.backward_degree}"
     lines = [header]
     for direction in Direction:
         for order in schedule.program(direction).lanes:
@@ -75,7 +75,7 @@ def from_text(text: str) -> Schedule:
         degree,
         Program(tuple(programs[Direction.FORWARD])),
         Program(tuple(programs[Direction.BACKWARD])),
-        None if degrees[Direction.BACKWARD] == degree else degrees[Direction.BACKWARD],
+        degrees[Direction.BACKWARD],
     )
 
 

@@ -104,30 +104,25 @@ class Schedule:
         degree: Number of parts in which the forward pass goes over the sequence.
         forward: Order of the forward pass.
         backward: Order of the backward pass.
-        backward_degree: Number of parts of the backward pass; as ``degree`` if None. One of the two divides
-            the other. The sequence is cut into as many chunks as the larger one says, and a stage of the
-            other direction is of several adjacent chunks.
+        backward_degree: Number of parts of the backward pass. One of the two degrees divides the other. The
+            sequence is cut into as many chunks as the larger one says, and a stage of the other direction is
+            of several adjacent chunks.
     """
 
     name: str
     degree: int
     forward: Program
     backward: Program
-    backward_degree: int | None = None
-
-    @property
-    def of_backward(self) -> int:
-        """The degree of the backward pass."""
-        return self.backward_degree or self.degree
+    backward_degree: int
 
     @property
     def num_chunks(self) -> int:
         """Into how many chunks the sequence is cut."""
-        return max(self.degree, self.of_backward)
+        return max(self.degree, self.backward_degree)
 
     def degree_of(self, direction: Direction) -> int:
         """In how many parts a direction goes over the sequence."""
-        return self.degree if direction is Direction.FORWARD else self.of_backward
+        return self.degree if direction is Direction.FORWARD else self.backward_degree
 
     def chunks_of(self, stage: Stage, direction: Direction) -> tuple[Stage, ...]:
         """A stage as the same stage of each of its chunks, in the order in which they are computed."""

@@ -223,7 +223,7 @@ def _check_cases(job: BenchJob, grid: Grid) -> None:
                 remedy="Use --ranks 2, or change the grid.",
             )
         for cut in job.cuts:
-            degree = max(cut.degree, cut.backward_degree or 1)
+            degree = cut.num_chunks
             if degree > case.sequence_length:
                 raise BadInput(
                     "--degrees",

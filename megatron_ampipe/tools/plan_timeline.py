@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
 from megatron_ampipe.timeline import PREDICTED, Timeline
 
 _MOST_CHUNKS = 64
@@ -33,8 +32,8 @@ def parse_pipeline(text: str) -> Pipeline:
             f"{text!r} is no degree such as 4, 4:2 or 4,moe-only (orders: {', '.join(SCHEDULE_NAMES)})"
         )
     try:
-        pipeline = Pipeline(
-            degree=int(forward),
+        pipeline = Pipeline.of(
+            int(forward),
             backward_degree=int(backward) if colon else None,
             schedule=schedule or SCHEDULE_NAMES[0],
         )

@@ -50,7 +50,7 @@ def _job(case: Case, link: str, device: Any) -> BenchJob:
     return BenchJob(
         cases=(case,),
         schedules=("ampipe",),
-        cuts=(Cut(2), Cut(DEGREE), Cut(8)),
+        cuts=(Cut.of(2), Cut.of(DEGREE), Cut.of(8)),
         link=link,
         num_ranks=min(_RANKS, case.experts),
         pretended=True,
@@ -90,7 +90,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         for _ in range(job.warmup):
             block.run(layer)
         peaks[str(variant)] = block.peak_bytes(layer)
-    pipelined = factory.build(Variant("ampipe", Cut(DEGREE)))
+    pipelined = factory.build(Variant("ampipe", Cut.of(DEGREE)))
     for _ in range(job.warmup):
         block.run(pipelined)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]

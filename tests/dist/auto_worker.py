@@ -62,7 +62,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     def train_step(rows: int) -> None:
         nonlocal difference
-        ran.append(f"{context.pipeline.degree}:{context.pipeline.of_backward}")
+        ran.append(f"{context.pipeline.degree}:{context.pipeline.backward_degree}")
         time.sleep(noise.random() * 3e-3)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(rows, 1, 32, generator=generator).requires_grad_()
@@ -90,7 +90,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     layer, context = _layer()
 
     def planner(shape: tuple[int, int]) -> Choice:
-        return Choice(Pipeline(degree=4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
+        return Choice(Pipeline.of(4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
 
     auto = AutoDegree(context, planner=planner, say=lambda line: None)
     auto.start((LONG, 1))
@@ -134,7 +134,7 @@ def _layer() -> tuple[torch.nn.Module, object]:
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))
-    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
+    context = AMPipeContext(AMPipeConfig(automatic=True), kernel="exact")
     torch.manual_seed(7)
     spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
     return build_module(spec, config=config, layer_number=1), context
@@ -147,7 +147,7 @@ def _disagree(rank: int) -> str:
     from megatron_ampipe.schedule import Pipeline
 
     try:
-        agreed_upon(Pipeline(degree=4 if rank == 3 else 2), lambda: None)()
+        agreed_upon(Pipeline.of(4 if rank == 3 else 2), lambda: None)()
     except RunFailed as error:
         return str(error)
     return "ran"

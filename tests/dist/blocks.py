@@ -82,12 +82,7 @@ def build_layers(
         # Megatron's own takes no head size of the values. On a CPU host this one replaces it anyway.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     context = AMPipeContext(
-        AMPipeConfig(
-            degree=case.degree,
-            backward_degree=case.backward_degree,
-            chunks=case.shares,
-            schedule=case.schedule,
-        ),
+        AMPipeConfig(pipeline=case.pipeline),
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ampipe.schedule import Pipeline
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,6 +35,13 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; without, all ranks are expert-parallel."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What the AMPipe layer runs."""
+        return Pipeline.of(
+            self.degree, backward_degree=self.backward_degree, shares=self.shares, schedule=self.schedule
+        )
 
 
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}

@@ -34,6 +34,7 @@ def main() -> None:
     from megatron_ampipe.layers.layer import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+    from megatron_ampipe.schedule import Pipeline
     from megatron_ampipe.tools.measuring.blocks import KernelAttention
     from tests.dist.blocks import transformer_config
 
@@ -117,7 +118,7 @@ def main() -> None:
             module=KernelAttention, params={"kernel": case.kernel}
         )
         context = AMPipeContext(
-            AMPipeConfig(degree=case.degree, schedule=case.schedule),
+            AMPipeConfig(pipeline=Pipeline.of(case.degree, schedule=case.schedule)),
             executor=executors[case.executor](),
             kernel=case.kernel,
         )

@@ -70,7 +70,7 @@ def _start() -> Any:
         BenchJob(
             cases=(),
             schedules=("ampipe",),
-            cuts=(Cut(2),),
+            cuts=(Cut.of(2),),
             link="emulated:100GB/s",
             num_ranks=RANKS,
             pretended=True,
@@ -104,8 +104,8 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
     report["cuts"] = {
         f"{schedule} {cut}": differences(stock, _results(factory.build(Variant(schedule, cut)), case))
         for schedule, cut in (
-            *(("ampipe", Cut(*degrees)) for degrees in ((2,), (4,), (4, 2), (2, 4))),
-            ("moe-only", Cut(4)),
+            *(("ampipe", Cut.of(*degrees)) for degrees in ((2,), (4,), (4, 2), (2, 4))),
+            ("moe-only", Cut.of(4)),
         )
     }
     if case.expert_kind != "sequential":

@@ -87,6 +87,7 @@ def chunk_capacity(rank: int) -> dict[str, float]:
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
+    from megatron_ampipe.schedule import Pipeline
     from tests.dist.blocks import HIDDEN, transformer_config
 
     found = {}
@@ -96,7 +97,7 @@ def chunk_capacity(rank: int) -> dict[str, float]:
         })  # fmt: skip
         config = transformer_config(case)
         spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization="RMSNorm")
-        context = AMPipeContext(AMPipeConfig(degree=2, capacity_scope="chunk"), kernel="exact")
+        context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(2), capacity_scope="chunk"), kernel="exact")
         torch.manual_seed(1)
         stock = build_module(spec, config=config, layer_number=1)
         ours = build_module(pipelined(spec, context), config=config, layer_number=1)

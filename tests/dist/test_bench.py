@@ -209,7 +209,7 @@ for dtype in ("fp32", "bf16"):
     case = Case(name="one", activation="gelu", dtype=dtype, **figures)
     for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
         try:
-            variants = (Variant("stock", Cut(1)), Variant("ampipe", Cut(2)))
+            variants = (Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(2)))
             _compare(Passes(), [2.0, value], variants, rank=0, case=case)
             print("same")
         except DifferenceFound as error:

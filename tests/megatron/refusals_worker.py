@@ -18,6 +18,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.flag_values import RANGES
 from megatron_ampipe.launch import ending, host, pretrain
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
+from megatron_ampipe.schedule import Pipeline
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
 PROCESS_GROUP_MADE = 99
@@ -42,7 +43,7 @@ def triggering_flags(setting: str, action: argparse.Action) -> list[list[str]]:
 def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
     """Hold what the parser makes of the arguments against the table."""
     try:
-        refuse_unsupported(AMPipeConfig(degree=4), parser.parse_args(arguments))
+        refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parser.parse_args(arguments))
     except BadInput as error:
         return {"name": error.name, "value": str(error.value), "code": error.exit_code, "message": str(error)}
     return {"name": None}

@@ -138,10 +138,11 @@ from megatron_ampipe.launch.metrics import logged
 from megatron_ampipe.launch.trace import recorded
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, StageKind, Stage
+from megatron_ampipe.schedule import Direction, Pipeline, StageKind, Stage
 
 def sampled(rank, trace_dir, log_interval=3):
-    context = AMPipeContext(AMPipeConfig(degree=2, trace_dir=trace_dir), recorder=Recorder(num_iterations=9))
+    config = AMPipeConfig(pipeline=Pipeline.of(2), trace_dir=trace_dir)
+    context = AMPipeContext(config, recorder=Recorder(num_iterations=9))
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
         context.recorder.enter(1, Direction.FORWARD)
@@ -160,7 +161,7 @@ stock = training.training_log
 with logged(None, None):
     print(training.training_log is stock)
 try:
-    with logged(AMPipeContext(AMPipeConfig(degree=2)), None):
+    with logged(AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(2))), None):
         print(training.training_log is stock)
         raise ZeroDivisionError
 except ZeroDivisionError:

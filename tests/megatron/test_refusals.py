@@ -203,7 +203,7 @@ def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:
 def test_no_row_applies_twice_or_at_degree_1() -> None:
     settings = [row.setting for row in REFUSALS]
     assert len(settings) == len(set(settings))
-    refuse_unsupported(AMPipeConfig(degree=1), argparse.Namespace(seq_length=64, window_size=(8, 0)))
+    refuse_unsupported(AMPipeConfig(), argparse.Namespace(seq_length=64, window_size=(8, 0)))
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))

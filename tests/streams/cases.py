@@ -75,7 +75,7 @@ def runs() -> Iterator[Run]:
         for degree in range(1, 9):
             for local_experts in (1, 2, 4):
                 case = block(local_experts=local_experts, schedule=schedule, degree=max(degree, 2))
-                pipeline = Pipeline(degree=degree, schedule=schedule)
+                pipeline = Pipeline.of(degree, schedule=schedule)
                 yield Run(f"{schedule}-{degree}-{local_experts}-experts", case, pipeline)
     for name, model in VARIANTS.items():
         for local_experts in (1, 2):
@@ -108,7 +108,7 @@ def random_runs() -> Iterator[Run]:
         degree = chooser.choice((2, 3, 4))
         case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
         features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
-        pipeline = Pipeline(degree=degree, order=random_schedule(degree, features, chooser))
+        pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser))
         issue = functools.partial(random_issue, chooser) if number % 2 else None
         yield Run(f"random-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
 
@@ -129,7 +129,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
             )
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
-    return Schedule("random", degree, *programs)
+    return Schedule("random", degree, *programs, degree)
 
 
 def random_issue(

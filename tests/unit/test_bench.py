@@ -266,7 +266,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     job = BenchJob(
         cases=(CASE,),
         schedules=("ampipe", "moe-only"),
-        cuts=(Cut(1), Cut(4), Cut(4, 2), Cut(2, shares=(0.75, 0.25))),
+        cuts=(Cut.of(1), Cut.of(4), Cut.of(4, 2), Cut.of(2, shares=(0.75, 0.25))),
         link="200mbit",
         num_ranks=2,
         pretended=False,
@@ -277,7 +277,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         timeout_s=9.0,
         rendezvous="/tmp/x",
         cores=(0, 1),
-        planned=(Variant("planned", Cut(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
+        planned=(Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
     )
     assert BenchJob.from_json(job.to_json()) == job
     assert job.variants_of(0) == (*job.variants, *job.planned)
@@ -453,10 +453,10 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
 
 
 VARIANTS = [
-    Variant("stock", Cut(1)),
-    Variant("ampipe", Cut(1)),
-    Variant("ampipe", Cut(2)),
-    Variant("sequential", Cut(2)),
+    Variant("stock", Cut.of(1)),
+    Variant("ampipe", Cut.of(1)),
+    Variant("ampipe", Cut.of(2)),
+    Variant("sequential", Cut.of(2)),
 ]
 
 

@@ -34,7 +34,7 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 
 
 def test_figures_of_trainings() -> None:
-    variants = [Variant("stock", Cut(1)), Variant("ampipe", Cut(4))]
+    variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
     # The first iteration of each training does not count.
     curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
     case = training.case_result(CASE, variants, curves, warmup=1, flags=["--bf16"])
@@ -52,7 +52,7 @@ def test_figures_of_trainings() -> None:
     ("loss", "same"), [(2.0 * (1 + 9e-6), True), (2.0 * (1 + 2e-5), False), (float("nan"), False)]
 )
 def test_loss_curves_are_held_against_stock(loss: float, same: bool) -> None:
-    variants = [Variant("stock", Cut(1)), Variant("ampipe", Cut(4))]
+    variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
     curves = [[curve(1, 1)], [curve(1, 1, loss=loss)]]
     if same:
         training._check_same(CASE, variants, curves)
@@ -94,11 +94,11 @@ def test_flags_of_a_training() -> None:
     assert "--moe-router-pre-softmax" not in flags
     assert "--moe-router-pre-softmax" in training_flags(CASE, layers=1, num_ranks=2, iterations=5, seed=9)
     assert (
-        variant_flags(Variant("stock", Cut(1)))
-        == variant_flags(Variant("ampipe", Cut(1)))
+        variant_flags(Variant("stock", Cut.of(1)))
+        == variant_flags(Variant("ampipe", Cut.of(1)))
         == ("--ampipe-degree", "1")
     )
-    assert variant_flags(Variant("moe-only", Cut(2))) == (
+    assert variant_flags(Variant("moe-only", Cut.of(2))) == (
         *("--ampipe-degree", "2", "--ampipe-schedule", "moe-only"),
     )
 

@@ -106,7 +106,7 @@ def test_found_orders_are_valid_and_not_slower(
         forward = program
     else:
         backward = program
-    searched = Schedule("searched", schedule.degree, forward, backward)
+    searched = Schedule("searched", schedule.degree, forward, backward, schedule.degree)
     check(searched, features)
     needs = dependencies(features, degree=schedule.degree, whole_attention=False, direction=direction)
     for host_waits in (False, True):

@@ -1,12 +1,14 @@
 """Schedules as data: the named ones, their text form, the checker, the issue order."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
+    SCHEDULE_NAMES,
     BlockFeatures,
     Direction,
     LaneOrder,
@@ -127,7 +129,7 @@ def replace_lane(schedule: Schedule, lane: str, stages: tuple[Stage, ...]) -> Sc
     lanes = tuple(
         LaneOrder(order.lane, stages) if order.lane == lane else order for order in schedule.forward.lanes
     )
-    return Schedule(schedule.name, schedule.degree, Program(lanes), schedule.backward)
+    return replace(schedule, forward=Program(lanes))
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:

@@ -24,8 +24,8 @@ def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
 
 def of_table(forward: dict[int, float], backward: dict[int, float], *, mixing: float = 0.0) -> Cost:
     def cost(pipeline: Pipeline) -> tuple[float, float]:
-        extra = mixing if pipeline.of_backward != pipeline.degree else 0.0
-        return forward[pipeline.degree] + extra, backward[pipeline.of_backward] + extra
+        extra = mixing if pipeline.backward_degree != pipeline.degree else 0.0
+        return forward[pipeline.degree] + extra, backward[pipeline.backward_degree] + extra
 
     return cost
 
@@ -34,7 +34,7 @@ def chosen(trials: Trials) -> tuple[int, int]:
     assert trials.choice is not None
     pipeline = trials.choice.pipeline
     assert trials.pipeline == pipeline
-    return pipeline.degree, pipeline.of_backward
+    return pipeline.degree, pipeline.backward_degree
 
 
 def test_the_fastest_degree_stays() -> None:

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
@@ -100,7 +100,7 @@ def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
     found = [_cut(word, degrees) for word in degrees.split(",")]
     for text in chunks:
         shares = parse_shares(text, flag="--chunks")
-        found.append(Cut(len(shares), shares=shares))
+        found.append(Cut.of(len(shares), shares=shares))
     return tuple(dict.fromkeys(found))
 
 
@@ -121,7 +121,7 @@ def _cut(word: str, text: str) -> Cut:
         raise BadInput(
             "--degrees", word, rule="one of the two must divide the other", remedy="Use for example 4:2."
         )
-    return Cut(forward, None if forward == backward else backward)
+    return Cut(forward, backward)
 
 
 def schedules(text: str) -> tuple[str, ...]:

@@ -156,13 +156,14 @@ def _row(
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
-    median_ms = statistics.median(samples)
+    median_ms, cut = statistics.median(samples), variant.cut
     row: dict[str, Any] = {
         "schedule": variant.schedule,
-        "degree": variant.cut.degree,
-        "backward_degree": variant.cut.backward_degree,
-        "shares": variant.cut.shares,
-        "cut": str(variant.cut),
+        "degree": cut.degree,
+        # None where it is the forward pass's, as in the files of earlier versions.
+        "backward_degree": None if cut.backward_degree == cut.degree else cut.backward_degree,
+        "shares": cut.shares,
+        "cut": str(cut),
         "order": variant.order,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),

@@ -77,7 +77,7 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         flags = ("--ampipe-chunks", ",".join(map(repr, cut.shares)))
     else:
         flags = ("--ampipe-degree", str(cut.degree))
-    if cut.backward_degree is not None:
+    if cut.backward_degree != cut.degree:
         flags += ("--ampipe-backward-degree", str(cut.backward_degree))
     return (*flags, "--ampipe-schedule", variant.schedule)
 

@@ -26,7 +26,7 @@ from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Pipeline, Span, from_text
+from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.experts import use_experts
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.stage_times import StageTimer
@@ -93,17 +93,10 @@ class BlockFactory:
             recorder: Told of every stage, if anyone shall be.
             executor: In place of the one that a user gets.
         """
-        cut = variant.cut
-        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
-        # What runs is said by the pipeline below.
+        config = AMPipeConfig(pipeline=variant.pipeline)
         context = AMPipeContext(
-            AMPipeConfig(**degrees), recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
+            config, recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
         )
-        if variant.order is not None:
-            order = from_text(variant.order)
-            context.pipeline = Pipeline(**degrees, shares=cut.shares, order=order)
-        else:
-            context.pipeline = Pipeline(**degrees, shares=cut.shares, schedule=variant.schedule)
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(

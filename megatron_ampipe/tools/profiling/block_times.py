@@ -94,7 +94,7 @@ class _Runner:
 
 
 def _variant(degree: int) -> Variant:
-    return Variant("ampipe", Cut(degree))
+    return Variant("ampipe", Cut.of(degree))
 
 
 def _medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
