@@ -1,4 +1,4 @@
-"""``ampipe config``: what a launch with these files and flags would be told, and where each value comes from.
+"""``ampipe config``: the flags that a launch with these files gets, and where each value comes from.
 
 Trains nothing and opens no data. Needs Megatron, whose parser checks the settings.
 """

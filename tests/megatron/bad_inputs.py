@@ -289,7 +289,11 @@ _TRACES = (
 )
 _TOOLS = (
     Row("bench-from-pipe", "bench --from {here}/pipe", f"--from {{here}}/pipe: {_NO_PIPE}. Give a file that"),
-    Row("bench-from-trace", "bench --from {here}/good.trace", "is not a result of ours. Give a file that"),
+    Row(
+        "bench-from-trace",
+        "bench --from {here}/good.trace",
+        "is not a result of ampipe bench. Give a file that",
+    ),
     Row("bench-grid-axes", "bench --grid {here}/axes.grid", "axes: they make 1099511627776 cases. Make"),
     Row("bench-grid-bomb", "bench --grid {here}/bomb.yaml", "the alias *a repeats a list or a section"),
     Row("bench-ranks", "bench --ranks 1000000", "--ranks 1000000: does not divide the 4 experts of case"),

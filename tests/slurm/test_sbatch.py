@@ -170,7 +170,7 @@ def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
     unasked = cluster.ampipe_sbatch(*words[:4], *FLAGS)
     assert unasked.returncode == 0
-    assert "nobody can be asked. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
+    assert "it cannot ask. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
     assert cluster.state == "PENDING" and cluster.events == ""
     assert not list(cluster.folder.glob("*.partial"))
 

@@ -337,7 +337,7 @@ def test_the_compute_lane_waits_for_the_first_collective() -> None:
 
 
 def test_something_follows_the_last_collective() -> None:
-    """Forward every chunk's combine and merge come behind its expert."""
+    """Forward every chunk's combine and merge come after its expert."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {StageKind.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
@@ -551,7 +551,7 @@ def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path
 def test_foreign_results_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -561,7 +561,7 @@ def test_results_with_wrong_figures_are_refused(tmp_path: Path, value: object) -
     wrong["cases"][0]["rows"][0]["speedup"] = value
     path = tmp_path / "x.json"
     path.write_text(json.dumps(wrong))
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -633,7 +633,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
 
 
 class _Device:
-    """A GPU whose time is the host's: keeps busy for as long as it was told, and says what it was given."""
+    """A GPU whose time is the host's: keeps busy for as long as it is asked to, and records its inputs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron_ampipe.tools.measuring import stage_times

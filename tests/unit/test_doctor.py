@@ -124,7 +124,7 @@ def test_nothing_is_imported_that_is_not_there_nor_by_the_doctor_itself(tmp_path
 
 
 def test_the_installed_environment_is_well() -> None:
-    """With the real packages, each imported once, in a process of its own."""
+    """With the real packages, each imported once, in a separate process."""
     pytest.importorskip("megatron.core")
     code, document, errors = diagnose(ROOT)
     assert code == 0, errors + str(document.get("problems"))
@@ -203,9 +203,9 @@ def test_ranks_that_run_with_something_else_are_found() -> None:
     def rank(torch: str | None, **variables: str) -> dict[str, Any]:
         return {"host": "a", "versions": {"torch": torch}, "environment": variables}
 
-    alike = [rank("2.9", NCCL_ALGO="Ring")] * 3
-    assert compare_ranks.differences(alike) == []
-    odd = [*alike, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
+    equal = [rank("2.9", NCCL_ALGO="Ring")] * 3
+    assert compare_ranks.differences(equal) == []
+    odd = [*equal, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
     torch, algorithm = compare_ranks.differences(odd)
     assert torch.name == "torch" and torch.values == {"2.9": [0, 1, 2], "2.8": [3], "(not there)": [4]}
     assert algorithm.name == "NCCL_ALGO" and algorithm.values == {"Ring": [0, 1, 2, 4], "(not there)": [3]}
@@ -229,7 +229,7 @@ def test_variables_that_keep_from_overlapping_are_named() -> None:
 
 
 def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of torchrun, something that starts a process of its own and waits for it."""
+    """In place of torchrun, something that starts another process and waits for it."""
     folder = tmp_path / "torch/distributed"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
@@ -240,7 +240,7 @@ def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(compare_ranks, "_SOURCES", str(tmp_path))
     begin = time.monotonic()
-    with pytest.raises(RunFailed, match=r"did not come to an end within 1 s(?s:.*)waiting for a peer"):
+    with pytest.raises(RunFailed, match=r"did not end within 1 s(?s:.*)waiting for a peer"):
         compare_ranks.start(2, on_gpu=False, time_limit_s=1.0)
     assert time.monotonic() - begin < 10
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

@@ -114,7 +114,7 @@ def test_pictures_are_written_whole_and_the_same_each_time(
 
     svg, png = pictures()
     assert png.startswith(PNG)
-    # Text is drawn as outlines; matplotlib leaves each text in a comment beside them.
+    # Text is drawn as outlines; matplotlib leaves each text in a comment next to them.
     texts = re.findall(r"<!-- (.*?) -->", svg.decode())
     for text in (
         "rank 0",

@@ -1,7 +1,7 @@
-"""What one rank of the doctor does: says what it runs with, and takes part in the measurement of overlap.
+"""What one rank of the doctor does: reports what it runs with, and takes part in measuring overlap.
 
-Under a torchrun of the user's, the command itself calls :func:`examine`. Else :mod:`.compare_ranks` starts
-``python -m megatron_ampipe.tools.checkup.rank REPORT`` under a torchrun of its own.
+Under the user's torchrun, the command itself calls :func:`examine`. Else :mod:`.compare_ranks` starts
+``python -m megatron_ampipe.tools.checkup.rank REPORT`` under a torchrun that it starts.
 """
 
 from __future__ import annotations

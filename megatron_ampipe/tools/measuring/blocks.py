@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class KernelAttention(torch.nn.Module):
-    """Megatron's core attention, computed by one of our kernels on the whole sequence. No parameters."""
+    """Megatron's core attention, computed by one of AMPipe's kernels on the whole sequence. No parameters."""
 
     def __init__(self, config: TransformerConfig, *, kernel: str, **_: Any) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BlockFactory:
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         torch.manual_seed(seed)
         self.stock = self._build(self._spec)
-        # Were the experts of all ranks alike, sending a token to a wrong one would go unnoticed.
+        # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
         torch.manual_seed(seed * 10_007 + rank)
         with torch.no_grad():
             for parameter in self.stock.mlp.experts.parameters():
@@ -90,7 +90,7 @@ class BlockFactory:
 
         Args:
             variant: Which.
-            recorder: Told of every stage, if anyone shall be.
+            recorder: Records every stage; None records nothing.
             executor: In place of the one that a user gets.
         """
         config = AMPipeConfig(pipeline=variant.pipeline)
