@@ -248,9 +248,11 @@ _PLANNER = (
     Row(
         "set-python",
         _ON + "dgx-h100 --set hidden-size=!!python/name:os.system",
-        "has a value that is no YAML.",
+        "has a value that is not YAML.",
     ),
-    Row("set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is no YAML. Quote it."),
+    Row(
+        "set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is not YAML. Quote it."
+    ),
     Row("set-huge", _ON + "dgx-h100 --set seq-length=100000000000000000000", "must be at most 10000000."),
     Row("planned-ranks", _ON + f"dgx-h100 --ranks {_NINES}", "is not a whole number of at least 1"),
     Row("planned-degrees", _ON + f"dgx-h100 --degrees {_NINES}", "is not a list of degrees from 2 to 64"),
