@@ -14,4 +14,4 @@ if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; 
     echo "gpu_check: python3 is missing, or older than 3.12. Put a Python with torch first on PATH" >&2
     exit 1
 fi
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec python3 -m megatron_ampipe.tools.gpucheck "$@"
+PYTHONPATH=$root:$root/scripts${PYTHONPATH:+:$PYTHONPATH} exec python3 -m gpu_check "$@"

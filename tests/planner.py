@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/planner.md``: the simulator compared with the formulas of the papers.
+"""Writes the tables of ``docs/planner.md``: the simulator compared with the strategies of the papers.
 
 ``python -m tests.planner`` rewrites the part of the page between its markers; a test checks that it is up to
 date.
@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
-from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -23,6 +22,7 @@ from megatron_ampipe.schedule import (
     even_chunks,
     kinds,
 )
+from tests.strategies import FsmoeLayer, ampipe_time, stock_time
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ampipe.runtime import collectives
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.tools.benchmark.emulation import mirror
+from megatron_ampipe.tools.measuring.emulation import mirror
 
 _NO_COUNT = -(2**40)
 """Used instead of NaN for integers; as a number of rows it cannot be allocated."""
@@ -116,7 +116,7 @@ def mirrored(
     before: Callable[[Tensor, Tensor], object] = lambda output, input: None,
     travel: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """All-to-alls with pretended ranks (``tools.benchmark.emulation``), of stock layers and of AMPipe's.
+    """All-to-alls with pretended ranks (``tools.measuring.emulation``), of stock layers and of AMPipe's.
 
     Args:
         before: Called with output and input when an exchange starts.

@@ -82,7 +82,7 @@ def start_ranks() -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megatron_ampipe.tools.benchmark.emulation import Emulation
+    from megatron_ampipe.tools.measuring.emulation import Emulation
 
     before = dist.all_gather_into_tensor, mappings.dist_all_gather_func
     emulation = Emulation(clock="host", why_cycles=None)

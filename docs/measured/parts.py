@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.tools.benchmark.grid import find_grid, read_grid
-from megatron_ampipe.tools.benchmark.protocol import Cut, Job, Variant
-from megatron_ampipe.tools.benchmark.ranks import started
-from megatron_ampipe.tools.benchmark.worker import serve, start_torch
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.rank_processes import started
+from megatron_ampipe.tools.measuring.rank_worker import serve, start_torch
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 PARTS = (2, 4)
 REPEATS, WARMUP = 16, 3
@@ -38,7 +39,7 @@ KEEPING = {
 }
 
 
-class PartsJob(Job):
+class PartsJob(BenchJob):
     """A job whose ranks run this file."""
 
     worker = Path(__file__).stem
@@ -132,11 +133,11 @@ def of_parts(layer: Any, count: int) -> torch.nn.Module:
     return Parts()
 
 
-def work(job: Job, rank: int, answer: Callable[..., None]) -> None:
+def work(job: BenchJob, rank: int, answer: Callable[..., None]) -> None:
     """One rank: every row in turns, in an order that rotates."""
     start_torch(job, rank=rank)
-    from megatron_ampipe.tools.benchmark.blocks import BlockFactory
     from megatron_ampipe.tools.benchmark.passes import _Passes
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     for index, case in enumerate(job.cases):
         factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
@@ -144,7 +145,9 @@ def work(job: Job, rank: int, answer: Callable[..., None]) -> None:
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in ("moe-only", "ampipe"):
-            rows |= {f"{schedule} {count}": factory.build(Variant(schedule, Cut(count))) for count in PARTS}
+            rows |= {
+                f"{schedule} {count}": factory.build(Variant(schedule, Cut.of(count))) for count in PARTS
+            }
         expected = passes.results(factory.stock)
         for name, layer in rows.items():
             for tensor, found in passes.results(layer).items():
@@ -168,4 +171,4 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main()
     else:
-        serve(Job.from_json, work)
+        serve(BenchJob.from_json, work)

@@ -19,6 +19,7 @@ import numpy
 
 from megatron_ampipe import inputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.dataset_manifest import DatasetPaths, read_manifest
 
 _MARK = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -231,8 +232,6 @@ def _looked_at(sequences: int) -> Iterator[tuple[int, int]]:
 
 def _described_vocabulary(dataset: IndexedDataset) -> int | None:
     """The size of the vocabulary that ``ampipe data`` wrote down for these files; None where it did not."""
-    from megatron_ampipe.tools.dataset_writer import DatasetPaths, read_manifest
-
     manifest = read_manifest(DatasetPaths(Path(dataset.prefix)))
     # A file of another dataset under the same name says nothing of this one.
     if manifest is None or manifest.documents != dataset.num_documents:

@@ -53,7 +53,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer(Figure):
+class TransferCost(Figure):
     """A collective, or a pass over memory: ``alpha_us + size * beta_us_per_mb``.
 
     The size of a collective is what one rank sends to the others of the group: of an all-to-all the rows
@@ -136,8 +136,8 @@ class Compute:
 
     gemm: Mapping[Dtype, Gemm]
     attention: Mapping[Dtype, Attention]
-    memory: Transfer
-    permute: Transfer
+    memory: TransferCost
+    permute: TransferCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,15 +218,15 @@ class Cluster:
     description: str
     ranks_per_node: int
     device_memory_gib: float | None = None
-    intra: Mapping[Operation, Transfer] | None = None
-    inter: Mapping[Operation, Transfer] | None = None
+    intra: Mapping[Operation, TransferCost] | None = None
+    inter: Mapping[Operation, TransferCost] | None = None
     compute: Compute
     host: Host
     overlap: Overlap
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
 
-    def collective(self, operation: Operation, *, across_nodes: bool) -> Transfer:
+    def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective.
 
         Raises:
@@ -305,7 +305,7 @@ def read_cluster(path: Path) -> Cluster:
     return dataclasses.replace(cluster, path=shown(path), lines=lines)
 
 
-def _check_table(path: Path, lines: Lines, where: str, figure: Transfer) -> None:
+def _check_table(path: Path, lines: Lines, where: str, figure: TransferCost) -> None:
     sizes = [0.0, *(point.mb for point in figure.table or ())]
     for smaller, larger in itertools.pairwise(sizes):
         if larger <= smaller:

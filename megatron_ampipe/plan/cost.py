@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, Transfer
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import MOE_BLOCK, Direction, Stage, StageKind, data_flow, is_whole, kinds
 
@@ -307,11 +307,11 @@ class CostModel:
         back = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
         return Pair(there, back)
 
-    def _counts_figure(self) -> Transfer:
+    def _counts_figure(self) -> TransferCost:
         ranks = self.workload.expert * self.workload.expert_tensor
         return self.cluster.collective("all_gather", across_nodes=self._crosses(ranks))
 
-    def _links(self, *, stock: bool) -> list[tuple[Transfer, float]]:
+    def _links(self, *, stock: bool) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with the share of the rows that take it."""
         work = self.workload
         near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))

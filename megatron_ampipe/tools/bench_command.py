@@ -1,4 +1,4 @@
-"""``ampipe bench``: Megatron's own layer against AMPipe's, interleaved in one run, over a chosen link.
+"""``ampipe bench``: compares Megatron's layer with AMPipe's, interleaved in one run, over a chosen link.
 
 Puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
 Imports no torch: that is for the processes it starts. Called by :mod:`megatron_ampipe.cli`.
@@ -20,19 +20,19 @@ from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import chunk_sequence
-from megatron_ampipe.tools.benchmark import machine, network, prediction, ranks, result, training
+from megatron_ampipe.tools.benchmark import prediction, result, training
 from megatron_ampipe.tools.benchmark.arguments import (
     LAYERS,
     ROUNDS,
     add_arguments,
     check_training,
-    cores_of,
     cuts,
     schedules,
 )
-from megatron_ampipe.tools.benchmark.grid import Grid, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.link import Link, LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Job
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring import machine, network, rank_processes
+from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             result.write(document, arguments.json)
     finally:
-        # Also where a disk has filled meanwhile: a table is better than nothing. One in a file or a pipe is
-        # read later, by someone with more room.
+        # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
+        # terminal.
         console = Console(width=None if sys.stdout.isatty() else 120)
         (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
@@ -125,7 +125,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _blocks(job: Job, link: Link) -> dict[str, Any]:
+def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
     """Time single blocks; what the document says of it."""
     # Of each case, the check with the warm-up and then every repeat.
     with _progress(len(job.cases) * (job.repeats + 1)) as bar:
@@ -138,17 +138,17 @@ def _blocks(job: Job, link: Link) -> dict[str, Any]:
                 case = next(cases, None)
                 bar(description=case.name if case else "writing")
 
-        findings = ranks.measure(job, timeout_s=job.timeout_s, on_event=on_event)
+        found = rank_processes.measure(job, timeout_s=job.timeout_s, on_event=on_event)
     return {
-        "hardware": findings.hardware,
+        "hardware": found.hardware,
         "cases": [
             result.case_result(case, job.variants_of(number), reports, link=link)
-            for number, (case, reports) in enumerate(zip(job.cases, findings.cases, strict=True))
+            for number, (case, reports) in enumerate(zip(job.cases, found.cases, strict=True))
         ],
     }
 
 
-def _trainings(arguments: argparse.Namespace, job: Job) -> dict[str, Any]:
+def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
     """Train whole models; what the document says of it."""
     layers, rounds = arguments.layers or LAYERS, arguments.rounds or ROUNDS
     iterations = len(job.cases) * len(job.variants) * rounds * (job.warmup + job.repeats)
@@ -162,10 +162,10 @@ def _trainings(arguments: argparse.Namespace, job: Job) -> dict[str, Any]:
     return {**training.settings(layers=layers, rounds=rounds), "cases": cases}
 
 
-def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
+def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
     num_gpus = 0 if on_cpu else machine.num_gpus()
-    job = Job(
+    job = BenchJob(
         cases=grid.cases,
         schedules=schedules(arguments.schedules),
         cuts=cuts(arguments.degrees, arguments.chunks),
@@ -178,7 +178,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else cores_of(arguments.ranks),
+        cores=() if num_gpus else machine.cores_of(arguments.ranks),
     )
     if job.pretended and not link.emulated:
         raise BadInput(
@@ -213,7 +213,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> Job:
     return dataclasses.replace(job, planned=tuple(plans))
 
 
-def _check_cases(job: Job, grid: Grid) -> None:
+def _check_cases(job: BenchJob, grid: Grid) -> None:
     for case in job.cases:
         if case.experts % job.num_ranks:
             raise BadInput(

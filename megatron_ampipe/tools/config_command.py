@@ -1,23 +1,14 @@
-"""``ampipe config``: what a launch with these files and flags would be told, and where each value comes from.
+"""``ampipe config``: the flags that a launch with these files gets, and where each value comes from.
 
-Trains nothing and opens no data. Needs Megatron, whose own parser is what the settings are held against.
+Trains nothing and opens no data. Needs Megatron, whose parser checks the settings.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
-import sys
-import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron_ampipe.errors import BadInput
-
-if TYPE_CHECKING:
-    from megatron_ampipe.launch.settings import Resolved
+from megatron_ampipe.tools.launch_check import check_launch_flags
 
 _EPILOG = """\
 examples:
@@ -62,41 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput(
             "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
         )
-    resolved = check(arguments.training_flags, num_ranks=arguments.ranks)
+    resolved = check_launch_flags(arguments.training_flags, num_ranks=arguments.ranks)
     print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
     return 0
-
-
-def check(words: Sequence[str], *, num_ranks: int | None) -> Resolved:
-    """Resolve a command line of training, and check it.
-
-    Args:
-        words: Flags of Megatron and AMPipe, with ``--ampipe-config`` in them or not.
-        num_ranks: For how many ranks a launch is checked as well; None for none.
-
-    Raises:
-        EnvironmentMissing: torch or Megatron is not there.
-        BadInput: a file or a flag is wrong.
-    """
-    from megatron_ampipe.launch import pretrain, settings
-
-    # Some libraries greet on standard output when they are imported.
-    with contextlib.redirect_stdout(sys.stderr):
-        pretrain.import_megatron()
-        parser = pretrain.full_parser()
-    resolved = settings.resolve(words, parser)
-    pretrain.check_settings(resolved, parser)
-    # Refuses what is no flag at all.
-    parser.parse_args(resolved.words)
-    if num_ranks is not None:
-        _check_launch(resolved.words, num_ranks=num_ranks)
-    return resolved
-
-
-def _check_launch(words: Sequence[str], *, num_ranks: int) -> None:
-    """What a launch checks; what it would print is left out."""
-    from megatron_ampipe.launch import pretrain
-
-    os.environ |= {"WORLD_SIZE": str(num_ranks), "RANK": "0"}
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        pretrain.check_launch(words)

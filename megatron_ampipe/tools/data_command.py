@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.launch.dataset_manifest import VOCABULARY, DatasetPaths, Manifest, read_manifest
 from megatron_ampipe.tools import dataset_writer
-from megatron_ampipe.tools.dataset_writer import DatasetPaths, Manifest
 from megatron_ampipe.tools.text_source import (
     BadFile,
     CheckedFile,
@@ -71,7 +71,7 @@ Megatron gives whole documents to training, validation and test, as --split says
 enough for --split 99,1,0, files are cut where there are fewer than 200 of them; with --document-bytes 0 they
 stay whole.
 Hidden files and directories and empty files are left out. A run that was interrupted is resumed by the same
-command; until it is finished, nothing stands under the final names.
+command; until it is finished, there are no files with the final names.
 """
 
 
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace a dataset that stands under PREFIX already, and remove Megatron's cache of it",
+        help="replace an existing dataset PREFIX, and remove Megatron's cache of it",
     )
 
 
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise RunFailed(
             f"{error.filename or paths.prefix} cannot be written ({error.strerror}). Nothing unfinished "
-            f"stands under {paths.prefix}; when that is mended, the same command resumes."
+            f"has the name {paths.prefix}; when that is fixed, the same command resumes."
         ) from error
     print(f"wrote {paths.data} and {paths.index}: {_counts(manifest)}")
     print(_how_to_train(paths))
@@ -228,7 +228,7 @@ def _finished(paths: DatasetPaths) -> Manifest | None:
     """The manifest of the dataset that stands there, None where there is none."""
     if not any(path.exists() for path in (paths.manifest, paths.data, paths.index)):
         return None
-    manifest = dataset_writer.read_manifest(paths)
+    manifest = read_manifest(paths)
     if manifest is not None and not paths.index.exists():
         # Interrupted while the files took their names: the index comes last.
         return None
@@ -285,7 +285,7 @@ def _manifest(
         document_bytes=document_bytes,
         size_bytes=size_bytes,
         tokens=size_bytes + documents,
-        vocabulary=dataset_writer.VOCABULARY,
+        vocabulary=VOCABULARY,
         skipped=skipped,
         content=content_fingerprint(files, settings=settings),
         metadata=metadata,
@@ -325,7 +325,7 @@ def _described(manifest: Manifest) -> str:
 
 
 def _how_to_train(paths: DatasetPaths) -> str:
-    vocabulary = dataset_writer.VOCABULARY
+    vocabulary = VOCABULARY
     return f"train with: --data-path {paths.prefix} --tokenizer-type NullTokenizer --vocab-size {vocabulary}"
 
 

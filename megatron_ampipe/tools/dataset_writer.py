@@ -1,4 +1,4 @@
-"""Writes checked text files as Megatron's IndexedDataset; an interruption loses little and leaves no debris.
+"""Writes checked text files as Megatron's IndexedDataset; a later run resumes an interrupted one.
 
 Chooses no files (that is :mod:`megatron_ampipe.tools.text_source`) and prints nothing. Called by
 ``ampipe data``.
@@ -6,8 +6,8 @@ Chooses no files (that is :mod:`megatron_ampipe.tools.text_source`) and prints n
 Work goes to ``PREFIX.partial/``: a journal with the fingerprint of the source, and *shards*, each a small
 IndexedDataset of consecutive files that is there whole or not at all. A later run with the same fingerprint
 writes only the shards that are missing. Then the shards are joined, and ``PREFIX.json`` (what the dataset
-was made from), ``PREFIX.bin`` and ``PREFIX.idx`` take their names, in that order: who finds an index, finds
-a finished dataset.
+was made from), ``PREFIX.bin`` and ``PREFIX.idx`` take their names, in that order: if there is an
+index, the dataset is finished.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing, RunFailed
+from megatron_ampipe.launch.dataset_manifest import DatasetPaths, Manifest
 from megatron_ampipe.tools.text_source import CheckedFile
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-# 0xFF occurs in no UTF-8 text, so it is free to end a document, and the vocabulary stays at 256.
+# 0xFF occurs in no UTF-8 text, so it is free to end a document, and the vocabulary stays at 256
+# (dataset_manifest.VOCABULARY).
 END_OF_DOCUMENT = 255
-VOCABULARY = 256
 DTYPE = numpy.uint16
 
 # Goes into the fingerprint: a change to what is written for a file must change it.
@@ -48,90 +49,9 @@ LEAST_DOCUMENT_BYTES = 1024
 SHARD_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a finished dataset was made from; the content of ``PREFIX.json``.
-
-    Attributes:
-        source: The directory.
-        suffixes: The suffixes that selected files.
-        files: Number of files.
-        documents: Number of documents, of which a file can give several.
-        document_bytes: Files longer than this were cut; 0 for none.
-        size_bytes: Length of all documents together.
-        tokens: The same with one end-of-document token each.
-        vocabulary: Tokens are less than this.
-        skipped: Unusable files that were left out.
-        content: Fingerprint of names and contents.
-        metadata: Fingerprint of names, sizes and modification times.
-    """
-
-    source: str
-    suffixes: tuple[str, ...]
-    files: int
-    documents: int
-    document_bytes: int
-    size_bytes: int
-    tokens: int
-    vocabulary: int
-    skipped: int
-    content: str
-    metadata: str
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetPaths:
-    """The names that belong to one prefix."""
-
-    prefix: Path
-
-    @property
-    def data(self) -> Path:
-        return self._with(".bin")
-
-    @property
-    def index(self) -> Path:
-        return self._with(".idx")
-
-    @property
-    def manifest(self) -> Path:
-        return self._with(".json")
-
-    @property
-    def partial(self) -> Path:
-        return self._with(".partial")
-
-    @property
-    def cache(self) -> Path:
-        """Where Megatron keeps which sample is made of which tokens, unless ``--data-cache-path`` says so."""
-        return self.prefix / "cache"
-
-    @property
-    def journal(self) -> Path:
-        return self.partial / "journal.json"
-
-    def shard(self, number: int) -> Path:
-        """Prefix of a shard."""
-        return self.partial / f"shard-{number:06d}"
-
-    def _with(self, suffix: str) -> Path:
-        return self.prefix.with_name(self.prefix.name + suffix)
-
-
-def read_manifest(paths: DatasetPaths) -> Manifest | None:
-    """What stands in ``PREFIX.json``; None when it is absent or was not written by us."""
-    try:
-        values: dict[str, Any] = json.loads(paths.manifest.read_text())
-        # The first versions cut no file, and did not say so.
-        whole = {"documents": values["files"], "document_bytes": 0, "vocabulary": VOCABULARY}
-        return Manifest(**{**whole, **values, "suffixes": tuple(values["suffixes"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 @contextmanager
 def partial_directory(paths: DatasetPaths) -> Iterator[None]:
-    """Make ``PREFIX.partial/`` and hold it against a second ``ampipe data`` for the same prefix.
+    """Make ``PREFIX.partial/`` and lock it, so that no second ``ampipe data`` uses the same prefix.
 
     Raises:
         RunFailed: another process holds it.
@@ -153,7 +73,7 @@ def partial_directory(paths: DatasetPaths) -> Iterator[None]:
 
 
 def begin(paths: DatasetPaths, *, content: str) -> tuple[bool, bool]:
-    """Take over unfinished work of the same source, or throw away that of another one.
+    """Take over unfinished work of the same source, or remove that of another one.
 
     Returns:
         Whether there is work to resume, and whether other work was discarded.
@@ -215,10 +135,10 @@ def write_dataset(
     with _building(builder_class, joined) as builder:
         for number in range(len(shards)):
             builder.add_index(str(paths.shard(number)))
-    # From here until the last name is taken there must be no index beside data that it does not describe.
+    # From here until the last name is taken there must be no index next to data that it does not describe.
     paths.index.unlink(missing_ok=True)
     remove_cache(paths)
-    _write_text(paths.manifest, json.dumps(asdict(manifest), indent=1) + "\n", beside=paths.partial)
+    _write_text(paths.manifest, json.dumps(asdict(manifest), indent=1) + "\n", partial_folder=paths.partial)
     _take_name(joined, paths.prefix)
 
 
@@ -297,7 +217,7 @@ def _documents(file: CheckedFile, *, document_bytes: int) -> Iterator[numpy.ndar
 
 
 def _ends(content: bytes, number: int) -> list[int]:
-    """Where each of ``number`` documents of about the same length ends: behind a line, else a character."""
+    """Where each of ``number`` documents of similar length ends: after a line, else after a character."""
     size = len(content) // number
     ends = []
     for index in range(1, number):
@@ -328,8 +248,8 @@ def _take_name(built: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def _write_text(path: Path, text: str, *, beside: Path | None = None) -> None:
-    partial = (beside or path.parent) / (path.name + ".new")
+def _write_text(path: Path, text: str, *, partial_folder: Path | None = None) -> None:
+    partial = (partial_folder or path.parent) / (path.name + ".new")
     partial.write_text(text)
     _sync(partial)
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""``ampipe doctor``: is everything there that training needs, do ranks agree, and does overlap happen here?
+"""``ampipe doctor``: checks what training needs, whether ranks agree, and whether overlap happens.
 
 Puts the parts of :mod:`megatron_ampipe.tools.checkup` together. Works where torch or Megatron is absent or
 broken: neither is imported here. Called by :mod:`megatron_ampipe.cli`, also under torchrun, where the ranks
@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
-from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
+from megatron_ampipe.tools.checkup import compare_ranks, components, environment, report
 from megatron_ampipe.tools.checkup.overlap_figures import PARTLY
 
 _CPU_RANKS = 2
@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at everything, and say it.
+    """Check everything, and print it.
 
     Returns:
-        0 if all is well, else 1.
+        0 if there is no problem, else 1.
 
     Raises:
         BadInput: the JSON cannot be written where it should be.
-        RunFailed: it could before, and cannot any more.
+        RunFailed: the JSON can no longer be written.
     """
     if arguments.json not in (None, "-"):
         outputs.check(Path(arguments.json), flag="--json")
@@ -58,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     met = _meet(quick=arguments.quick) if started else None
     if started and int(os.environ["RANK"]) != 0:
         return 0
-    found = pieces.examine()
-    findings = report.Findings(pieces=found.table, notes=environment.notes(has_gpu=bool(found.gpus)))
-    findings.problems += [_problem(piece) for piece in found.table if piece.is_problem]
+    found = components.examine()
+    findings = report.DoctorFindings(
+        components=found.table, notes=environment.notes(has_gpu=bool(found.gpus))
+    )
+    findings.problems += [_problem(component) for component in found.table if component.is_problem]
     if "version" not in found.torch:
         findings.not_measured = "because torch cannot be imported"
     elif arguments.quick and not started:
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         from rich.console import Console
 
-        # A table in a file or a pipe is read later, by someone with more room.
+        # A table in a file or a pipe may be wider than this terminal.
         report.show(findings, Console(width=None if sys.stdout.isatty() else 140))
     return findings.exit_code
 
@@ -82,41 +84,42 @@ def _meet(*, quick: bool) -> dict[str, Any] | str:
         from megatron_ampipe.tools.checkup.rank import examine
 
         return examine(measure_overlap=not quick)
-    # A torch that cannot be imported, a peer that is not there, a network that does not work.
+    # A torch that cannot be imported, a missing peer, a network that does not work.
     except (EnvironmentMissing, ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"the ranks that torchrun has started cannot meet ({type(error).__name__}: {error})"
+        return f"the ranks that torchrun has started cannot connect ({type(error).__name__}: {error})"
 
 
-def _start(found: pieces.Pieces) -> dict[str, Any] | str:
+def _start(found: components.Components) -> dict[str, Any] | str:
     """Start ranks on this machine: what they found, or why they found nothing."""
     try:
-        return ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
+        return compare_ranks.start(len(found.gpus) or _CPU_RANKS, on_gpu=bool(found.gpus))
     except RunFailed as error:
         return str(error)
 
 
-def _judge(findings: report.Findings, answers: dict[str, Any] | str, *, quick: bool) -> None:
+def _judge(findings: report.DoctorFindings, answers: dict[str, Any] | str, *, quick: bool) -> None:
     """Fill in what only ranks can tell."""
     if isinstance(answers, str):
         findings.not_measured = "because the ranks failed"
         findings.problems.append(answers)
         return
     findings.ranks, findings.overlap = answers["ranks"], answers["overlap"]
-    findings.differences = ranks.differences(findings.ranks)
+    findings.differences = compare_ranks.differences(findings.ranks)
     for difference in findings.differences:
-        findings.problems.append(f"ranks do not agree on {difference.name}. Start all of them alike.")
+        findings.problems.append(f"ranks do not agree on {difference.name}. Start all of them identically.")
     if findings.overlap is None:
         findings.not_measured = "as --quick asks" if quick else "because one rank on a CPU has no peer"
     elif findings.overlap["device"] == "cuda" and findings.overlap["hidden_share"] < PARTLY:
         findings.problems.append(
             "communication does not overlap with computation on this machine. Look at the variables above; "
-            "with another process on the GPUs, ask again when it is gone."
+            "with another process on the GPUs, run this again when it has ended."
         )
 
 
-def _problem(piece: pieces.Piece) -> str:
+def _problem(component: components.Component) -> str:
     return (
-        f"{piece.name} is {piece.status}: found {piece.found}, needed {piece.needed}. Get it: {piece.remedy}."
+        f"{component.name} is {component.status}: found {component.found}, needed {component.needed}. "
+        f"Get it: {component.remedy}."
     )
 
 

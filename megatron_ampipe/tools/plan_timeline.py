@@ -56,7 +56,7 @@ def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str)
     Args:
         predictor: Of the workload on the cluster.
         pipeline: What runs.
-        source: From what it is predicted.
+        source: Names the model and the cluster.
 
     Raises:
         BadInput: the sequence has fewer rows than the pipeline has chunks.
@@ -81,7 +81,7 @@ def draw(timeline: Timeline, name: Path) -> None:
         EnvironmentMissing: matplotlib is absent.
         RunFailed: a file cannot be written.
     """
-    # Imported only here: without a picture, matplotlib need not be there.
+    # Imported here, so that matplotlib is needed only for a picture.
     from megatron_ampipe.tools import timeline_picture
 
     targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]

@@ -17,17 +17,16 @@ from pathlib import Path
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import write_cluster
-from megatron_ampipe.tools.benchmark import machine, network, ranks
-from megatron_ampipe.tools.benchmark.arguments import cores_of
-from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Cut, Job
+from megatron_ampipe.tools.measuring import machine, network, rank_processes
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
+from megatron_ampipe.tools.profiling.profile_job import ProfileJob
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_PARTS = 3
-"""Steps of a measurement before the rounds of a real block: computation, collectives, both side by side."""
+"""Steps of a measurement before the rounds of a real block: computation, collectives, both concurrently."""
 WARMUP = 2
 """Rounds of a real block that do not count."""
 
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     grid = "file of blocks, or a name in configs/bench: the sizes of one of them are measured"
     link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
-    timeout = "give up after so many seconds without a sign of life"
+    timeout = "fail after so many seconds without an answer of any rank"
     chosen = " (default: %(default)s)"
     add("--output", metavar="FILE", type=Path, required=True, help="the cluster file to write")
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BadInput: an argument is refused.
         EnvironmentMissing: the link needs what is not there.
-        RunFailed: a rank was lost, the times of some operation lie on no line, or the file cannot be written.
+        RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
     """
     outputs.check(arguments.output, flag="--output")
     case = _case(arguments)
@@ -82,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
         else:
             job = _job(arguments, case)
-            findings = ranks.measure(job, timeout_s=arguments.timeout, on_event=advance)
-            reports, ranks_per_node = findings.cases[0], job.num_ranks
+            found = rank_processes.measure(job, timeout_s=arguments.timeout, on_event=advance)
+            reports, ranks_per_node = found.cases[0], job.num_ranks
     command = shlex.join(["ampipe", *sys.argv[1:]])
     profile = assemble(
         case,
@@ -101,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(arguments: argparse.Namespace, case: Case) -> Job:
+def _job(arguments: argparse.Namespace, case: Case) -> ProfileJob:
     link = parse_link(arguments.link or "none")
     num_ranks = arguments.ranks or 2
     if link.kind is LinkKind.NETWORK:
@@ -119,21 +118,16 @@ def _job(arguments: argparse.Namespace, case: Case) -> Job:
             rule=f"does not divide the {case.experts} experts of case {case.name}",
             remedy="Use --ranks 2, or another grid.",
         )
-    return Job(
-        cases=(case,),
-        schedules=(),
-        cuts=(Cut.of(1),),
+    return ProfileJob(
+        case=case,
         link=link.text,
         num_ranks=num_ranks,
-        pretended=False,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
-        warmup=0,
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else cores_of(num_ranks),
-        profiles=True,
+        cores=() if num_gpus else machine.cores_of(num_ranks),
     )
 
 
@@ -189,7 +183,7 @@ def _show(profile: Profile) -> None:
         table.add_row(family, _figures(line.figures), f"{line.r_squared:.4f}", f"{line.worst:.0%}")
     overlap = profile.cluster.overlap
     table.add_row(
-        "side by side",
+        "concurrent",
         f"computation {overlap.compute_slowdown:.2f} times as long, communication "
         f"{overlap.communication_slowdown:.2f} times and {overlap.latency_us:.4g} us",
         "",
@@ -204,7 +198,7 @@ def _figures(figures: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def _progress(*, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, nothing elsewhere; yields what is to be told each event of the first rank."""
+    """A bar on the terminal, nothing elsewhere; yields what takes each event of the first rank."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -35,7 +35,7 @@ def main() -> None:
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.schedule import Pipeline
-    from megatron_ampipe.tools.benchmark.blocks import KernelAttention
+    from megatron_ampipe.tools.measuring.blocks import KernelAttention
     from tests.dist.blocks import transformer_config
 
     class Meter:

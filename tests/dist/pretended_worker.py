@@ -1,6 +1,6 @@
 """Runs a block with emulated ranks: Megatron's layer, AMPipe's, and a reference layer.
 
-One process for all cases, which are passed on the command line as JSON. See ``tools.benchmark.emulation``.
+One process for all cases, which are passed on the command line as JSON. See ``tools.measuring.emulation``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def main() -> None:
 
 def _refusal(**changes: Any) -> str | None:
     from megatron_ampipe.errors import AMPipeError
-    from megatron_ampipe.tools.benchmark import experts
-    from megatron_ampipe.tools.benchmark.grid import Case
+    from megatron_ampipe.tools.measuring import experts
+    from megatron_ampipe.tools.measuring.grid import Case
 
     on_cuda = changes.pop("on_cuda", False)
     case = Case(**FIGURES | {"name": "x", "experts": 4, "topk": 1, "activation": "gelu"} | changes)
@@ -62,11 +62,12 @@ def _refusal(**changes: Any) -> str | None:
 def _start() -> Any:
     import megatron.core.tensor_parallel.mappings as mappings
 
-    from megatron_ampipe.tools.benchmark.protocol import Cut, Job
-    from megatron_ampipe.tools.benchmark.worker import start_torch
+    from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+    from megatron_ampipe.tools.measuring.rank_worker import start_torch
+    from megatron_ampipe.tools.measuring.variant import Cut
 
     emulation = start_torch(
-        Job(
+        BenchJob(
             cases=(),
             schedules=("ampipe",),
             cuts=(Cut.of(2),),
@@ -89,9 +90,9 @@ def _start() -> Any:
 
 
 def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
-    from megatron_ampipe.tools.benchmark.blocks import BlockFactory
-    from megatron_ampipe.tools.benchmark.grid import Case
-    from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
+    from megatron_ampipe.tools.measuring.grid import Case
+    from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
     case = Case(**FIGURES, **request)
     emulation.num_experts = case.experts
@@ -118,7 +119,7 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
 
 def _sequential(case: Any, factory: Any) -> torch.nn.Module:
     """The same layer and weights, with sequential experts."""
-    from megatron_ampipe.tools.benchmark.blocks import BlockFactory
+    from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     alone = dataclasses.replace(case, expert_kind="sequential")
     layer = BlockFactory(alone, rank=0, num_ranks=RANKS, on_cuda=False, seed=3).stock

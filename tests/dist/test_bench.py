@@ -21,7 +21,8 @@ import yaml
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.schedule import from_text
-from megatron_ampipe.tools.benchmark import network, training
+from megatron_ampipe.tools.benchmark import training
+from megatron_ampipe.tools.measuring import network
 from tests.dist.launch import REPOSITORY
 
 GRID = """\
@@ -193,8 +194,8 @@ COMPARE = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 from megatron_ampipe.tools.benchmark.passes import _compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

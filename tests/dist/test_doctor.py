@@ -50,7 +50,7 @@ def test_ranks_of_torchrun_with_different_settings_are_reported(tmp_path: Path) 
     assert done.returncode == 1
     (difference,) = document["differences"]
     assert difference == {"name": "NCCL_ALGO", "values": {"(not there)": [0], "Tree": [1]}}
-    assert "ranks do not agree on NCCL_ALGO. Start all of them alike." in document["problems"]
+    assert "ranks do not agree on NCCL_ALGO. Start all of them identically." in document["problems"]
     assert done.stdout.count("What a training run uses") == 1, "only the first rank prints"
 
 
@@ -64,7 +64,7 @@ def test_a_failed_rendezvous_is_reported_without_a_traceback(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (problem,) = json.loads((tmp_path / "health.json").read_text())["problems"]
-    assert problem.startswith("the ranks that torchrun has started cannot meet (")
+    assert problem.startswith("the ranks that torchrun has started cannot connect (")
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,13 @@ def test_the_profiling_step_runs_to_its_end(tmp_path: Path) -> None:
     """A CPU has no GPU kernels; checks that it builds, runs, exports and reads a profile."""
     (tmp_path / "grid.yaml").write_text(GRID)
     words = [
-        *(sys.executable, "-m", "megatron_ampipe.tools.gpucheck.profiled", "--device", "cpu"),
+        *(sys.executable, "-m", "gpu_check.profiled", "--device", "cpu"),
         *("--grid", tmp_path / "grid.yaml", "--case", "tiny", "--link", "emulated:1gbit"),
         *("--trace", tmp_path / "trace.json.gz", "--json", tmp_path / "profile.json"),
     ]
-    done = subprocess.run(
-        words, cwd=REPOSITORY, env=without_gpu(), capture_output=True, text=True, timeout=120
-    )
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
+    environment = without_gpu() | {"PYTHONPATH": path}
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "profile.json").read_text())
     assert found["case"] == "tiny"

@@ -14,9 +14,9 @@ from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import build
 from megatron_ampipe.tools import profile_command
-from megatron_ampipe.tools.benchmark import ranks
+from megatron_ampipe.tools.measuring import rank_processes
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.profiling import fit
-from megatron_ampipe.tools.profiling.workload import workload_of_case
 from tests.megatron.launcher import execute, torchrun_command
 
 GRID = (
@@ -61,7 +61,8 @@ def test_times_that_do_not_fit_end_with_3_and_write_nothing(
     bad = [{"family": "gemm", "columns": {"alpha_us": 1.0, "beta_us_per_gflop": x}, "us": us}
            for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))]  # fmt: skip
     finding = {"samples": bad, "slowdowns": {}, "block": {"issue": 0.0}, "kernel": "sdpa"}
-    monkeypatch.setattr(ranks, "measure", lambda *_, **__: ranks.Findings([[finding, finding]]))
+    reports = rank_processes.RankReports([[finding, finding]])
+    monkeypatch.setattr(rank_processes, "measure", lambda *_, **__: reports)
     output = tmp_path / "cluster.yaml"
     assert main(["profile", "--grid", str(grid), "--output", str(output)]) == 3
     assert "gemm: 3 GFLOP took 90 us, and the smaller 2 GFLOP 900 us" in capsys.readouterr().err

@@ -248,9 +248,11 @@ _PLANNER = (
     Row(
         "set-python",
         _ON + "dgx-h100 --set hidden-size=!!python/name:os.system",
-        "has a value that is no YAML.",
+        "has a value that is not YAML.",
     ),
-    Row("set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is no YAML. Quote it."),
+    Row(
+        "set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is not YAML. Quote it."
+    ),
     Row("set-huge", _ON + "dgx-h100 --set seq-length=100000000000000000000", "must be at most 10000000."),
     Row("planned-ranks", _ON + f"dgx-h100 --ranks {_NINES}", "is not a whole number of at least 1"),
     Row("planned-degrees", _ON + f"dgx-h100 --degrees {_NINES}", "is not a list of degrees from 2 to 64"),
@@ -289,7 +291,11 @@ _TRACES = (
 )
 _TOOLS = (
     Row("bench-from-pipe", "bench --from {here}/pipe", f"--from {{here}}/pipe: {_NO_PIPE}. Give a file that"),
-    Row("bench-from-trace", "bench --from {here}/good.trace", "is not a result of ours. Give a file that"),
+    Row(
+        "bench-from-trace",
+        "bench --from {here}/good.trace",
+        "is not a result of ampipe bench. Give a file that",
+    ),
     Row("bench-grid-axes", "bench --grid {here}/axes.grid", "axes: they make 1099511627776 cases. Make"),
     Row("bench-grid-bomb", "bench --grid {here}/bomb.yaml", "the alias *a repeats a list or a section"),
     Row("bench-ranks", "bench --ranks 1000000", "--ranks 1000000: does not divide the 4 experts of case"),

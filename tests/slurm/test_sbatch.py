@@ -175,7 +175,7 @@ def test_without_a_request_the_script_is_shown_and_not_submitted(tmp_path: Path)
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
     unasked = cluster.ampipe_sbatch(*words[:4], *FLAGS)
     assert unasked.returncode == 0
-    assert "nobody can be asked. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
+    assert "it cannot ask. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
     assert cluster.state == "PENDING" and cluster.events == ""
     assert not list(cluster.folder.glob("*.partial"))
 

@@ -23,12 +23,14 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import network, plot, ranks, result
+from megatron_ampipe.tools.benchmark import plot, result
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
-from megatron_ampipe.tools.benchmark.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.protocol import Cut, Job, Variant
 from megatron_ampipe.tools.benchmark.table import show
+from megatron_ampipe.tools.measuring import network, rank_processes
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 CASE = Case(
     name="one",
@@ -150,7 +152,7 @@ def test_bad_arguments_end_with_2_before_anything_starts(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("started")
 
-    monkeypatch.setattr("megatron_ampipe.tools.benchmark.ranks.measure", start)
+    monkeypatch.setattr("megatron_ampipe.tools.measuring.rank_processes.measure", start)
     assert main(["bench", *words]) == 2
     assert shown in capsys.readouterr().err
 
@@ -270,7 +272,7 @@ def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_the_way_to_the_ranks() -> None:
-    job = Job(
+    job = BenchJob(
         cases=(CASE,),
         schedules=("ampipe", "moe-only"),
         cuts=(Cut.of(1), Cut.of(4), Cut.of(4, 2), Cut.of(2, shares=(0.75, 0.25))),
@@ -286,7 +288,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         cores=(0, 1),
         planned=(Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
     )
-    assert Job.from_json(job.to_json()) == job
+    assert BenchJob.from_json(job.to_json()) == job
     assert job.variants_of(0) == (*job.variants, *job.planned)
     assert [str(variant) for variant in job.variants] == [
         "stock",
@@ -397,10 +399,10 @@ def test_no_schedule_beats_the_bound(name: str, communication: float, direction:
 def test_what_a_killed_run_put_aside_goes_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(rank_processes.tempfile, "gettempdir", lambda: str(tmp_path))
     for name in ("ampipe-bench-999999999-x", f"ampipe-bench-{os.getpid()}-x", "ampipe-bench-notes", "other"):
         (tmp_path / name).mkdir()
-    ranks._remove_stale_folders()
+    rank_processes._remove_stale_folders()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"ampipe-bench-{os.getpid()}-x",
         "ampipe-bench-notes",
@@ -554,7 +556,7 @@ def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path
 def test_foreign_results_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -564,7 +566,7 @@ def test_results_with_wrong_figures_are_refused(tmp_path: Path, value: object) -
     wrong["cases"][0]["rows"][0]["speedup"] = value
     path = tmp_path / "x.json"
     path.write_text(json.dumps(wrong))
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -612,7 +614,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     saved_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
-    from megatron_ampipe.tools.benchmark import stage_times
+    from megatron_ampipe.tools.measuring import stage_times
 
     happened: list[str] = []
     monkeypatch.setattr(stage_times.dist, "barrier", lambda: happened.append("barrier"))
@@ -639,7 +641,7 @@ class _Device:
     """A GPU with the host's clock: stays busy for the given time, and records its work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_ampipe.tools.benchmark import stage_times
+        from megatron_ampipe.tools.measuring import stage_times
 
         self.now_s, self.busy_until_s = 0.0, 0.0
         self.happened: list[str] = []
@@ -669,7 +671,7 @@ class _Device:
 
 def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
-    from megatron_ampipe.tools.benchmark import stage_times
+    from megatron_ampipe.tools.measuring import stage_times
 
     device = _Device(monkeypatch)
     timer, recorder = stage_times.StageTimer(), Recorder(num_iterations=9)

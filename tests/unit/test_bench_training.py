@@ -9,11 +9,11 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark import training
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Cut, Variant
 from megatron_ampipe.tools.benchmark.training import Curve
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags, variant_flags
 from megatron_ampipe.tools.benchmark.training_worker import ITERATION
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 CASE = Case(
     name="one",
@@ -121,9 +121,9 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
             "expert_kind torch-grouped of case deepseek-8k-grouped needs a GPU in a training",
         ),
         (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
-        (["--end-to-end", "--plot", "x"], "--plot x: knows results of single blocks"),
-        (["--end-to-end", "--from", "x"], "--from x: knows results of single blocks"),
-        (["--end-to-end", "--planned", "x"], "--planned x: knows results of single blocks"),
+        (["--end-to-end", "--plot", "x"], "--plot x: works with results of single blocks"),
+        (["--end-to-end", "--from", "x"], "--from x: works with results of single blocks"),
+        (["--end-to-end", "--planned", "x"], "--planned x: works with results of single blocks"),
         (["--planned", "x", "--from", "y"], "--planned x: is for what will be measured"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
+from megatron_ampipe.launch.dataset_manifest import VOCABULARY, DatasetPaths
 from megatron_ampipe.tools import dataset_writer
 
 FILES = {
@@ -103,11 +104,9 @@ def test_the_named_tokenizer_has_our_end_of_document() -> None:
         from megatron.core.tokenizers import MegatronTokenizer
 
         library = {"library": "null-text"}
-        tokenizer = MegatronTokenizer.from_pretrained(
-            metadata_path=library, vocab_size=dataset_writer.VOCABULARY
-        )
+        tokenizer = MegatronTokenizer.from_pretrained(metadata_path=library, vocab_size=VOCABULARY)
     assert tokenizer.eod == dataset_writer.END_OF_DOCUMENT
-    assert tokenizer.vocab_size == dataset_writer.VOCABULARY
+    assert tokenizer.vocab_size == VOCABULARY
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 20, 10**9])
@@ -275,7 +274,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(
 
 
 def test_two_at_once_are_refused(source: Path, prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with dataset_writer.partial_directory(dataset_writer.DatasetPaths(prefix)):
+    with dataset_writer.partial_directory(DatasetPaths(prefix)):
         assert data(source, prefix) == 3
     assert "another ampipe data is writing" in capsys.readouterr().err
     assert data(source, prefix) == 0

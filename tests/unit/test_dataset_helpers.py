@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.launch.dataset_helpers import missing_tools, must_be_compiled, require_compilable
-from megatron_ampipe.tools.checkup import pieces
+from megatron_ampipe.tools.checkup import components
 
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 TOOLS = {"make": "", "g++": "", "python3": "", "python3-config": f"echo {SUFFIX}"}
@@ -73,9 +73,9 @@ def test_what_is_missing_is_named_by_launch_and_doctor(
         require_compilable(checkout)
     assert expected in str(caught.value)
     assert "pip install pybind11" in str(caught.value)
-    piece = pieces._dataset_helper()
-    assert expected in piece.found and "pip install pybind11" in piece.remedy
-    assert not piece.is_problem, "the Megatron that is installed here is a wheel"
+    component = components._dataset_helper()
+    assert expected in component.found and "pip install pybind11" in component.remedy
+    assert not component.is_problem, "the Megatron that is installed here is a wheel"
 
 
 def test_what_is_built_and_newer_is_not_built_again(
@@ -98,4 +98,4 @@ def test_of_a_checkout_that_is_not_built_the_doctor_demands_the_tools(
 ) -> None:
     (tools / "make").unlink()
     monkeypatch.setattr("megatron_ampipe.compat.megatron_folder", lambda: checkout.parent)
-    assert pieces._dataset_helper().is_problem
+    assert components._dataset_helper().is_problem

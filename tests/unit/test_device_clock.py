@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ampipe.tools.benchmark import device_clock
-from megatron_ampipe.tools.benchmark.link import SPIN_KERNELS
+from megatron_ampipe.tools.measuring import device_clock
+from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 
 def _nvrtc() -> ctypes.CDLL | None:

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.tools.checkup import environment, pieces, ranks, report
+from megatron_ampipe.tools.checkup import compare_ranks, components, environment, report
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
 from tests.megatrons import megatron_of
 
@@ -69,9 +69,9 @@ def diagnose(folder: Path, *words: str, **variables: str) -> tuple[int, dict[str
 
 
 def status(document: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Status and finding of a component."""
-    (piece,) = [piece for piece in document["pieces"] if piece["name"] == name]
-    return piece["status"], piece["found"]
+    """Status and what was found of a component."""
+    (component,) = [component for component in document["pieces"] if component["name"] == name]
+    return component["status"], component["found"]
 
 
 def test_without_torch_it_says_so_and_goes_on(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_installed_environment_is_well() -> None:
     assert code == 0, errors + str(document.get("problems"))
     assert {status(document, name)[0] for name in ("Python", "torch", "Megatron")} == {"ok"}
     assert document["format"] == "ampipe-doctor-1" and document["healthy"] is True
-    (megatron,) = [piece for piece in document["pieces"] if piece["name"] == "Megatron"]
+    (megatron,) = [component for component in document["pieces"] if component["name"] == "Megatron"]
     assert megatron["needed"] == ">= 0.17; tested: 0.17, 0.18, 0.19"
     assert megatron["found"].endswith(f" from {megatron_of('0.19')}") and megatron["lacks"] == []
 
@@ -142,7 +142,7 @@ def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Pa
     assert code == 0, errors + str(document.get("problems"))
     word, found = status(document, "Megatron")
     assert word == "ok" and re.fullmatch(rf"0\.18\.\d+ from {re.escape(str(tmp_path))}/megatron", found)
-    (megatron,) = [piece for piece in document["pieces"] if piece["name"] == "Megatron"]
+    (megatron,) = [component for component in document["pieces"] if component["name"] == "Megatron"]
     assert "megatron.training.models.gpt.default_layer_spec (launch/attach.py)" in megatron["lacks"]
 
 
@@ -161,12 +161,12 @@ def test_what_is_said_of_a_megatron(
     answer: dict[str, Any] | None, word: str, is_problem: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {} if answer is None else {"Megatron": answer}
-    monkeypatch.setattr(pieces, "probe", lambda names: answers)
-    (piece,) = [piece for piece in pieces.examine().table if piece.name == "Megatron"]
-    assert (piece.status, piece.is_problem) == (word, is_problem)
+    monkeypatch.setattr(components, "probe", lambda names: answers)
+    (component,) = [component for component in components.examine().table if component.name == "Megatron"]
+    assert (component.status, component.is_problem) == (word, is_problem)
     lacks = () if answer is None else tuple(answer.get("lacks", ()))
-    assert piece.lacks == lacks
-    findings = report.Findings(pieces=[piece], notes=[])
+    assert component.lacks == lacks
+    findings = report.DoctorFindings(components=[component], notes=[])
     console = Console(file=io.StringIO(), width=140)
     report.show(findings, console)
     said = console.file.getvalue()
@@ -203,10 +203,10 @@ def test_ranks_that_run_with_something_else_are_found() -> None:
     def rank(torch: str | None, **variables: str) -> dict[str, Any]:
         return {"host": "a", "versions": {"torch": torch}, "environment": variables}
 
-    alike = [rank("2.9", NCCL_ALGO="Ring")] * 3
-    assert ranks.differences(alike) == []
-    odd = [*alike, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
-    torch, algorithm = ranks.differences(odd)
+    equal = [rank("2.9", NCCL_ALGO="Ring")] * 3
+    assert compare_ranks.differences(equal) == []
+    odd = [*equal, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
+    torch, algorithm = compare_ranks.differences(odd)
     assert torch.name == "torch" and torch.values == {"2.9": [0, 1, 2], "2.8": [3], "(not there)": [4]}
     assert algorithm.name == "NCCL_ALGO" and algorithm.values == {"Ring": [0, 1, 2, 4], "(not there)": [3]}
 
@@ -238,10 +238,10 @@ def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch:
         "import subprocess\nprint('waiting for a peer', flush=True)\nsubprocess.run(['sleep', '61.5'])\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(ranks, "_SOURCES", str(tmp_path))
+    monkeypatch.setattr(compare_ranks, "_SOURCES", str(tmp_path))
     begin = time.monotonic()
-    with pytest.raises(RunFailed, match=r"did not come to an end within 1 s(?s:.*)waiting for a peer"):
-        ranks.start(2, on_gpu=False, time_limit_s=1.0)
+    with pytest.raises(RunFailed, match=r"did not end within 1 s(?s:.*)waiting for a peer"):
+        compare_ranks.start(2, on_gpu=False, time_limit_s=1.0)
     assert time.monotonic() - begin < 10
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert b"sleep\x0061.5\x00" not in commands

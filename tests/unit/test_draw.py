@@ -151,7 +151,7 @@ def test_passes_are_parted_where_a_stage_comes_again() -> None:
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["{traces}", "--output", "{here}/p.svg"], "Leave it away: {here}/p."),
+        (["{traces}", "--output", "{here}/p.svg"], "Leave it out: {here}/p."),
         (["{traces}", "--output", "{here}"], "is a directory"),
         (["{traces}", "--output", "{here}/p", "--iteration", "9"], "they hold 1, 2"),
         (["{traces}", "--output", "{here}/p", "--layer", "9"], "they hold 1, 2, 3"),

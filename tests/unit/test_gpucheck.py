@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from gpu_check import __main__ as command
+from gpu_check import findings, steps, wheels
+from gpu_check.steps import Device, Done, Outcome, Step, plan, run
+from gpu_check.torch_trace import read_profile
 from megatron_ampipe.cli import build_parser
 from megatron_ampipe.errors import BadInput, RunFailed
-from megatron_ampipe.tools.benchmark.grid import find_grid, read_grid
-from megatron_ampipe.tools.gpucheck import __main__ as command
-from megatron_ampipe.tools.gpucheck import findings, steps, wheels
-from megatron_ampipe.tools.gpucheck.profile import read_profile
-from megatron_ampipe.tools.gpucheck.steps import Device, Done, Outcome, Step, plan, run
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 
 GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 
@@ -169,7 +169,7 @@ def test_what_is_left_out_is_not_needed(tmp_path: Path) -> None:
             shutil.copytree(folder, tmp_path / name, ignore=leave_out, dirs_exist_ok=True)
     code = (
         "import sys, yaml, megatron.core\n"
-        "import megatron_ampipe.tools.benchmark.blocks, megatron_ampipe.tools.benchmark.passes\n"
+        "import megatron_ampipe.tools.measuring.blocks, megatron_ampipe.tools.benchmark.passes\n"
         "import tests.dist.blocks, megatron_ampipe.launch.host.core_attention\n"
         f"assert yaml.__file__.startswith({str(tmp_path)!r}) and not yaml.__with_libyaml__\n"
         f"assert megatron.core.__file__.startswith({str(tmp_path)!r})\n"

@@ -125,7 +125,7 @@ def _half(tree: Path) -> None:
         (
             _other_version,
             "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone. Use Megatron 0.17 "
-            "or later: AMPipe runs on none before it, patched or launched.",
+            "or later: AMPipe runs on no earlier one.",
         ),
         (_newer_version, "alone. Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no"),
         (_no_version, "does not contain the version of Megatron"),
@@ -187,6 +187,6 @@ def test_a_patch_that_does_not_give_what_it_says_is_not_written(
     diff.write_text(diff.read_text().replace("@@ -113,0 +114,2", "@@ -112,0 +113,2"))
     monkeypatch.setattr("megatron_ampipe.tools.patch_command.PATCHES", tmp_path / "patches")
     before = _files(tree)
-    with pytest.raises(AssertionError, match="do not belong together"):
+    with pytest.raises(AssertionError, match="do not match"):
         run("apply", tree)
     assert _files(tree) == before

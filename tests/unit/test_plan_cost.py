@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.chunk_rows import chunk_rows
-from megatron_ampipe.plan.cluster import Transfer
+from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.schedule import SequenceLayout, Stage, chunk_sequence, even_chunks, kinds
@@ -111,7 +111,7 @@ def test_no_travel_without_expert_parallelism() -> None:
 def test_stock_s_own_all_to_all_is_used_for_stock_alone() -> None:
     source = cluster()
     assert source.intra is not None
-    slow = Transfer(alpha_us=40, beta_us_per_mb=100, **NONE)
+    slow = TransferCost(alpha_us=40, beta_us_per_mb=100, **NONE)
     other = dataclasses.replace(source, intra={**source.intra, "stock_all_to_all": slow})
     mine, theirs = CostModel(workload(), source), CostModel(workload(), other)
     assert mine.stages((4096, 4096)) == theirs.stages((4096, 4096))

@@ -1,4 +1,4 @@
-"""From samples to a cluster file, and predictions beside measurements. No torch, nothing is timed."""
+"""From samples to a cluster file, and predictions compared with measurements. No torch, nothing is timed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_ampipe.plan.cluster import read_cluster, write_cluster
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks
-from megatron_ampipe.tools.benchmark.grid import Case
 from megatron_ampipe.tools.benchmark.prediction import predict
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.assemble import assemble
 from megatron_ampipe.tools.profiling.fit import factor_and_rest, fit
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
-from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 CASE = Case(
     name="one",
@@ -61,9 +61,7 @@ def test_no_figure_is_negative() -> None:
 
 def test_times_on_no_line_are_refused_with_the_farthest() -> None:
     times = [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]
-    with pytest.raises(
-        RunFailed, match=r"permute: the times lie on no line \(r\^2 .*Farthest off is .* MB: "
-    ):
+    with pytest.raises(RunFailed, match=r"permute: no line fits the times \(r\^2 .*Farthest off is .* MB: "):
         fit(transfers("permute", times))
 
 
@@ -91,7 +89,7 @@ def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
     )
     # The model counts too much: nothing is taken away.
     assert factor_and_rest(expected, [0.8 * us for us in expected]) == (1.0, 0.0)
-    # All alike: no factor can be told from a time.
+    # All equal: no factor can be told from a time.
     assert factor_and_rest([500.0] * 4, [900.0] * 4) == pytest.approx((1.0, 400.0), abs=0.5)
 
 
@@ -206,7 +204,7 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
         assemble(CASE, [report], ranks_per_node=2, description="d", source="s")
 
 
-# Predictions beside measurements
+# Predictions compared with measurements
 
 
 def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:

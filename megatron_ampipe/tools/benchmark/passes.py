@@ -1,9 +1,9 @@
-"""The measurement of one case on one rank: whether all variants compute the same, then how long they take.
+"""The measurement of one case on one rank: whether all variants compute the same, then their times.
 
-One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's
-own, from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
+One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's,
+from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
 variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine that
-becomes slower hits all alike. Called by :mod:`.worker`.
+becomes slower affects all equally. Called by :mod:`.block_worker`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.layers.kernel_choice import describe_kernel
-from megatron_ampipe.tools.benchmark.blocks import DTYPES, BlockFactory
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.link import LinkKind, parse_link
-from megatron_ampipe.tools.benchmark.network import burst_bytes
-from megatron_ampipe.tools.benchmark.protocol import Job, Variant
-from megatron_ampipe.tools.benchmark.stage_times import stage_times
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.network import burst_bytes
+from megatron_ampipe.tools.measuring.stage_times import stage_times
+from megatron_ampipe.tools.measuring.variant import Variant
 
 TOLERANCE = 1e-4
 """Largest difference from stock, relative to the largest value of the tensor, in fp32."""
@@ -33,7 +34,7 @@ TOLERANCE_16_BIT = 3e-2
 
 
 def measure(
-    case: Case, variants: tuple[Variant, ...], job: Job, *, rank: int, progress: Callable[[], None]
+    case: Case, variants: tuple[Variant, ...], job: BenchJob, *, rank: int, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Measure one case.
 
@@ -130,7 +131,7 @@ class _Passes:
             torch.randn(shape, generator=generator).to("cuda" if on_cuda else "cpu", DTYPES[case.dtype])
             for _ in range(2)
         )
-        # What exists by now stays: later collections need not look at it.
+        # What exists now stays: later collections skip it.
         gc.freeze()
 
     def run(self, layer: torch.nn.Module) -> _Sample:

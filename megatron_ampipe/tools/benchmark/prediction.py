@@ -1,7 +1,7 @@
-"""What the planner makes of cases, and what it predicts for every row of a result. Pure.
+"""What the planner chooses for cases, and what it predicts for every row of a result. Pure.
 
-Also which row the planner would have chosen, and what that costs against the fastest one: so a result says
-how good predictions, and choices made from them, are. Called by ``ampipe bench`` with ``--planned`` and
+Also which row the planner would have chosen, and how much slower that is than the fastest one: so a result
+says how good predictions are, and choices made from them. Called by ``ampipe bench`` with ``--planned`` and
 ``--predict``.
 """
 
@@ -17,12 +17,12 @@ from megatron_ampipe.plan.plan_file import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import to_text
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import PLANNED, Cut, Variant
-from megatron_ampipe.tools.profiling.workload import workload_of_case
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
 
 CLOSE = 0.03
-"""A choice that is slower than the best by no more than this is as good."""
+"""A choice that is slower than the best by no more than this counts as equal."""
 
 
 def predict(document: dict[str, Any], cluster: Cluster) -> None:
@@ -57,7 +57,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 
 def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bool) -> Variant:
-    """What the planner makes of a case.
+    """What the planner chooses for a case.
 
     Args:
         case: The block.

@@ -1,8 +1,8 @@
-"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether they learn alike.
+"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether losses are equal.
 
 Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on a CPU, from the same
 seed. A round trains every variant once, in an order that is rotated from round to round, so that a
-machine that becomes slower hits all alike. Times are those of Megatron's log. Called by
+machine that becomes slower affects all equally. Times are those of Megatron's log. Called by
 :mod:`megatron_ampipe.tools.bench_command`.
 """
 
@@ -17,9 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.tools.benchmark import ranks
-from megatron_ampipe.tools.benchmark.grid import Case
-from megatron_ampipe.tools.benchmark.protocol import Job, Variant
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
@@ -27,6 +25,9 @@ from megatron_ampipe.tools.benchmark.training_job import (
     training_flags,
     variant_flags,
 )
+from megatron_ampipe.tools.measuring import rank_processes
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import Variant
 
 FORMAT = "ampipe-training-1"
 TOLERANCE = 1e-5
@@ -53,7 +54,7 @@ class Curve:
 
 
 def measure(
-    job: Job, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
+    job: BenchJob, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Train every case with every variant, as often as there are rounds.
 
@@ -62,7 +63,7 @@ def measure(
             not and that do count.
         layers: Of the model.
         rounds: Trainings of each variant.
-        on_iteration: Told, at every iteration, what is training.
+        on_iteration: Called at every iteration with what is trained.
 
     Returns:
         The entries ``cases`` of the document.
@@ -73,7 +74,7 @@ def measure(
     """
     cases = []
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
-    with ranks.signals_as_interrupts():
+    with rank_processes.signals_as_interrupts():
         for case in job.cases:
             curves: list[list[Curve]] = [[] for _ in job.variants]
             for round_ in range(rounds):
@@ -88,15 +89,15 @@ def measure(
     return cases
 
 
-def _flags(case: Case, job: Job, *, layers: int) -> tuple[str, ...]:
+def _flags(case: Case, job: BenchJob, *, layers: int) -> tuple[str, ...]:
     iterations = job.warmup + job.repeats
     return training_flags(case, layers=layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed)
 
 
 def _train(
-    case: Case, variant: Variant, job: Job, *, layers: int, on_iteration: Callable[[str], None]
+    case: Case, variant: Variant, job: BenchJob, *, layers: int, on_iteration: Callable[[str], None]
 ) -> Curve:
-    """One training, on ranks of its own."""
+    """One training, on newly started ranks."""
     training = TrainingJob(
         flags=(*_flags(case, job, layers=layers), *variant_flags(variant)),
         stock_attends_as=None if variant.chunked else case.dtype,
@@ -106,7 +107,7 @@ def _train(
         cores=job.cores,
     )
     found = []
-    with ranks.started(training, timeout_s=job.timeout_s) as running:
+    with rank_processes.started(training, timeout_s=job.timeout_s) as running:
         for _, answer in running.events(timeout_s=job.timeout_s):
             if answer["event"] == "iteration":
                 found.append((answer["number"], answer["ms"], answer["lm_loss"]))
@@ -162,7 +163,7 @@ def case_result(
     timed = [[ms for curve in of_rounds for ms in curve.ms[warmup:]] for of_rounds in curves]
     rows = []
     for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
-        ratios = [stock / ours for stock, ours in zip(timed[0], samples, strict=True)]
+        ratios = [stock / other for stock, other in zip(timed[0], samples, strict=True)]
         rows.append(
             {
                 "schedule": variant.schedule,
@@ -196,7 +197,7 @@ def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def settings(*, layers: int, rounds: int) -> dict[str, Any]:
-    """What the document says beside what every document of ``ampipe bench`` says."""
+    """What the document holds in addition to what every document of ``ampipe bench`` holds."""
     return {
         "format": FORMAT,
         "layers": layers,

@@ -2,8 +2,8 @@
 
 Megatron's training through the entry point that users launch, unedited, apart from two things: the local
 layers of a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there
-too, so that neither gains by what the other could have. What Megatron logs of an iteration is passed on to
-the command as an answer. Started by :mod:`.ranks`.
+too, so that neither has an advantage that the other could have. What Megatron logs of an iteration is passed
+on to the command as an answer. Started by ``measuring.rank_processes``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.tools.benchmark.link import parse_link
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.benchmark.worker import Answer, serve, use_interface
+from megatron_ampipe.tools.measuring.link import parse_link
+from megatron_ampipe.tools.measuring.rank_worker import Answer, serve, use_interface
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
     """Run one training; an answer ``iteration`` for every line that this rank logs of one.
 
     Raises:
-        RunFailed: it did not end well; why is in this rank's log.
+        RunFailed: it failed; the reason is in this rank's log.
     """
     import torch
 
@@ -57,27 +57,27 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
 
 
 def _use_kernel_of_ampipe(dtype: str) -> None:
-    """Put the kernel of our own layers, on the whole sequence, behind Megatron's local layers."""
+    """Have Megatron's local layers attend with the kernel of AMPipe's layers, on the whole sequence."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_ampipe.layers.kernel_choice import choose_kernel
     from megatron_ampipe.runtime.executors import demote_gloo_threads
-    from megatron_ampipe.tools.benchmark.blocks import DTYPES, KernelAttention
+    from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
 
-    class Attention(KernelAttention):
-        """By the first pass, as in a pipeline, all process groups are there."""
+    class StockAttention(KernelAttention):
+        """Demotes gloo's threads in the first pass, as a pipeline does, when all process groups exist."""
 
-        calm = False
+        demoted = False
 
         def forward(self, *inputs: Any, **more: Any) -> Tensor:
-            if not Attention.calm:
+            if not StockAttention.demoted:
                 demote_gloo_threads()
-                Attention.calm = True
+                StockAttention.demoted = True
             return super().forward(*inputs, **more)
 
     kernel = choose_kernel(local=True, on_gpu=False, dtype=DTYPES[dtype]).name
-    spec = ModuleSpec(module=Attention, params={"kernel": kernel})
+    spec = ModuleSpec(module=StockAttention, params={"kernel": kernel})
     LocalSpecProvider.core_attention = lambda self: spec
 
 

@@ -1,8 +1,8 @@
-"""Imports what the doctor asks for, in a process of its own: a broken package may end its process.
+"""Imports what the doctor asks for, in a separate process: a broken package may end its process.
 
-``python -m megatron_ampipe.tools.checkup.probe PIECE ...`` prints, for each piece in turn, a line with its
-name when it begins and one with what it found: ``{"piece": ..., "error": ..., ...}``. Started by
-:mod:`.pieces`.
+``python -m megatron_ampipe.tools.checkup.probe COMPONENT ...`` prints two lines for each component: its name
+when its import begins, and what was found: ``{"component": ..., "error": ..., ...}``. Started by
+:mod:`.components`.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from megatron_ampipe.errors import AMPipeError
 TORCH, MEGATRON = "torch", "Megatron"
 
 
-def main(pieces: list[str]) -> None:
-    """Look at every piece; one that cannot be imported is no reason to stop."""
+def main(components: list[str]) -> None:
+    """Look at every component; one that cannot be imported is no reason to stop."""
     answers = _claim_stdout()
-    for piece in pieces:
-        _answer(answers, begin=piece)
+    for component in components:
+        _answer(answers, begin=component)
         try:
-            found = look_at(piece)
+            found = look_at(component)
         except AMPipeError as error:
             found = {"error": str(error)}
         # Whatever an import of other people's code may raise, SystemExit included.
         except BaseException as error:
             found = {"error": f"{type(error).__name__}: {error}"}
-        _answer(answers, piece=piece, **found)
+        _answer(answers, component=component, **found)
     answers.flush()
-    # Half-imported packages may not survive being torn down.
+    # Half-imported packages may crash at exit.
     os._exit(0)
 
 
-def look_at(piece: str) -> dict[str, Any]:
-    """Import a piece, and say what only the imported package knows."""
-    if piece == TORCH:
+def look_at(component: str) -> dict[str, Any]:
+    """Import a component, and say what only the imported package knows."""
+    if component == TORCH:
         return _torch()
-    if piece == MEGATRON:
+    if component == MEGATRON:
         from megatron_ampipe.launch.pretrain import import_megatron
 
         # What a launch does first.
         import_megatron()
         return {"version": compat.describe_megatron(), "lacks": compat.missing_internals()}
-    importlib.import_module(piece)
+    importlib.import_module(component)
     return {}
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe.tools.checkup.compare_ranks import RankDifference
+from megatron_ampipe.tools.checkup.components import Component, Status
 from megatron_ampipe.tools.checkup.environment import Note
-from megatron_ampipe.tools.checkup.pieces import Piece, Status
-from megatron_ampipe.tools.checkup.ranks import Difference
 
 FORMAT = "ampipe-doctor-1"
 _COLOURS = {
@@ -24,11 +24,11 @@ _COLOURS = {
 
 
 @dataclass(slots=True, kw_only=True)
-class Findings:
+class DoctorFindings:
     """Everything that was found.
 
     Attributes:
-        pieces: Packages and what they bring.
+        components: Packages and what they bring.
         notes: About the environment.
         ranks: What each rank runs with; empty where none was asked.
         differences: Between ranks.
@@ -37,17 +37,17 @@ class Findings:
         problems: What makes the exit code 1, a sentence each.
     """
 
-    pieces: Sequence[Piece]
+    components: Sequence[Component]
     notes: Sequence[Note]
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RankDifference] = field(default_factory=list)
     overlap: dict[str, Any] | None = None
     not_measured: str | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
-        """0 if all is well, 1 if there is a problem."""
+        """0 if there is no problem, else 1."""
         return 1 if self.problems else 0
 
     def document(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Findings:
             "format": FORMAT,
             "healthy": not self.problems,
             "problems": self.problems,
-            "pieces": [asdict(piece) for piece in self.pieces],
+            "pieces": [asdict(component) for component in self.components],
             "environment": [asdict(note) for note in self.notes],
             "ranks": self.ranks,
             "differences": [asdict(difference) for difference in self.differences],
@@ -65,14 +65,16 @@ class Findings:
         }
 
 
-def show(findings: Findings, console: Console) -> None:
+def show(findings: DoctorFindings, console: Console) -> None:
     """Print the tables, then the problems."""
-    console.print(_pieces(findings.pieces))
-    for piece in findings.pieces:
-        if piece.lacks:
-            known = "AMPipe is tested without them" if piece.status is Status.OK else "what needs them fails"
-            names = ", ".join(piece.lacks)
-            console.print(f"not in this {piece.name}: {names}; {known}", markup=False, soft_wrap=True)
+    console.print(_components(findings.components))
+    for component in findings.components:
+        if component.lacks:
+            known = (
+                "AMPipe is tested without them" if component.status is Status.OK else "what needs them fails"
+            )
+            names = ", ".join(component.lacks)
+            console.print(f"not in this {component.name}: {names}; {known}", markup=False, soft_wrap=True)
     if findings.notes:
         console.print(_notes(findings.notes))
     if len(findings.ranks) > 1:
@@ -88,15 +90,15 @@ def show(findings: Findings, console: Console) -> None:
         console.print("all that is required is there", style="green")
 
 
-def _pieces(pieces: Sequence[Piece]) -> Table:
+def _components(components: Sequence[Component]) -> Table:
     table = Table(title="What a training run uses", title_justify="left")
     for column in ("", "found", "needed", "", "lost without it", "how to get it"):
         table.add_column(column, overflow="fold")
-    for piece in pieces:
-        well = piece.status is Status.OK
-        status = f"[{_COLOURS[piece.status]}]{piece.status}[/]"
-        lost, remedy = ("", "") if well else (piece.lost, piece.remedy)
-        table.add_row(piece.name, _plain(piece.found), piece.needed, status, lost, _plain(remedy))
+    for component in components:
+        is_ok = component.status is Status.OK
+        status = f"[{_COLOURS[component.status]}]{component.status}[/]"
+        lost, remedy = ("", "") if is_ok else (component.lost, component.remedy)
+        table.add_row(component.name, _plain(component.found), component.needed, status, lost, _plain(remedy))
     return table
 
 
@@ -109,7 +111,7 @@ def _notes(notes: Sequence[Note]) -> Table:
     return table
 
 
-def _differences(differences: Sequence[Difference]) -> Table:
+def _differences(differences: Sequence[RankDifference]) -> Table:
     table = Table("", "value", "ranks", title="Different between ranks", title_justify="left")
     for difference in differences:
         for index, (value, ranks) in enumerate(difference.values.items()):
@@ -118,7 +120,7 @@ def _differences(differences: Sequence[Difference]) -> Table:
     return table
 
 
-def _show_overlap(findings: Findings, console: Console) -> None:
+def _show_overlap(findings: DoctorFindings, console: Console) -> None:
     found = findings.overlap
     if found is None:
         console.print(f"overlap: not measured, {findings.not_measured}", soft_wrap=True)

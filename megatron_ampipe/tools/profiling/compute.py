@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.tools.benchmark.blocks import DTYPES
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring.blocks import DTYPES
+from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.timing import Probe
 
 CUTS = (1, 2, 4, 8, 16)
@@ -72,7 +72,7 @@ class Computation:
         yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
 
     def _attention(self, start: int, end: int) -> Iterator[Probe]:
-        """Rows ``[start, end)`` against all keys up to them, forward and backward."""
+        """Rows ``[start, end)`` with all keys up to them, forward and backward."""
         batch, heads, size = self._case.batch, self._case.heads, self._head_size
         query = self._random(end - start, batch, heads, size).requires_grad_()
         key, value = (self._random(end, batch, self._groups, size).requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: joins them, and collects what they found. Called by ``ampipe profile``."""
+"""Connects ranks that torchrun has started, and collects what they found. Called by ``ampipe profile``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ampipe.tools.benchmark import machine
-from megatron_ampipe.tools.benchmark.grid import Case
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.grid import Case
 
 
 def under_torchrun() -> bool:
@@ -18,7 +18,7 @@ def under_torchrun() -> bool:
 def measure_here(
     case: Case, *, repeats: int, seed: int, progress: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Join the other ranks and measure with them.
+    """Connect to the other ranks and measure with them.
 
     Returns:
         What every rank found, on every rank; and how many ranks a machine has.

@@ -181,10 +181,10 @@ def main() -> None:
     answer: dict[str, object] = {}
     # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        from megatron_ampipe.tools import config_command
+        from megatron_ampipe.tools.launch_check import check_launch_flags
 
         try:
-            config_command.check(asked["words"], num_ranks=asked["num_ranks"])
+            check_launch_flags(asked["words"], num_ranks=asked["num_ranks"])
         except BadInput as error:
             shown = {
                 "name": error.name,

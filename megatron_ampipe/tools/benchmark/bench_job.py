@@ -1,0 +1,82 @@
+"""What ``ampipe bench`` tells each rank: plain data, no torch.
+
+Made by the command, sent by ``measuring.rank_processes``, read by :mod:`.block_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchJob:
+    """Blocks to measure, and how; a ``measuring.rank_job.BlockJob``.
+
+    Attributes:
+        cases: The blocks, one after another.
+        schedules: Names of schedules.
+        cuts: Into which chunks.
+        link: As the user wrote it.
+        num_ranks: Ranks over which the experts are spread.
+        pretended: One process stands for all ranks; see ``measuring.emulation``.
+        device: Where it runs.
+        repeats: Timed passes of each variant.
+        warmup: Passes of each variant before those.
+        seed: Of weights and inputs.
+        timeout_s: A collective fails after this time.
+        rendezvous: File over which the ranks find each other.
+        cores: One for each rank; empty when ranks are not pinned.
+        planned: For each case, what the planner chose; empty where ``--planned`` was not given.
+    """
+
+    worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
+
+    cases: tuple[Case, ...]
+    schedules: tuple[str, ...]
+    cuts: tuple[Cut, ...]
+    link: str
+    num_ranks: int
+    pretended: bool
+    device: Literal["cpu", "cuda"]
+    repeats: int
+    warmup: int
+    seed: int
+    timeout_s: float
+    rendezvous: str
+    cores: tuple[int, ...]
+    planned: tuple[Variant, ...] = ()
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What is compared: stock first, then every schedule with every cut."""
+        rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
+        return (Variant(STOCK, Cut.of(1)), *rows)
+
+    def variants_of(self, case_index: int) -> tuple[Variant, ...]:
+        """Likewise, with what was planned for this case."""
+        return (*self.variants, *self.planned[case_index : case_index + 1])
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return 1 if self.pretended else self.num_ranks
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> BenchJob:
+        """Read what :meth:`to_json` wrote."""
+        found = json.loads(line)
+        found["cases"] = tuple(Case(**case) for case in found["cases"])
+        found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
+        found["planned"] = tuple(map(Variant.from_fields, found["planned"]))
+        for key in ("schedules", "cores"):
+            found[key] = tuple(found[key])
+        return cls(**found)

@@ -1,0 +1,165 @@
+"""Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
+
+All of them use one kernel of :mod:`megatron_ampipe.runtime.attention_kernels`, one that runs the same backend
+for every shape (``layers.kernel_choice.pinned_kernel``): Megatron's layer gets a core attention module that
+calls it on the whole sequence, so that no variant gains by a better kernel. All hold the same ``Parameter``
+objects. Called in the ranks of ``ampipe bench`` and ``ampipe profile``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_ampipe import compat
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.kernel_choice import pinned_kernel
+from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.schedule import Span
+from megatron_ampipe.tools.measuring.experts import use_experts
+from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.stage_times import StageTimer
+from megatron_ampipe.tools.measuring.variant import Variant
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class KernelAttention(torch.nn.Module):
+    """Megatron's core attention, computed by one of AMPipe's kernels on the whole sequence. No parameters."""
+
+    def __init__(self, config: TransformerConfig, *, kernel: str, **_: Any) -> None:
+        super().__init__()
+        self._kernel = KERNELS[kernel]
+        self._scale = config.kv_channels**-0.5
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, C]`` to ``[S, B, H * C]``, causal."""
+        whole = (Span(0, query.shape[0], 0),)
+        return self._kernel(query, key, value, spans=whole, scale=self._scale, dropout=0.0)
+
+
+class BlockFactory:
+    """Builds the variants of one case.
+
+    Args:
+        case: The block.
+        rank: Of this process.
+        num_ranks: Over which the experts are spread.
+        on_cuda: Where the layers shall be.
+        seed: Of the weights; the same on every rank.
+    """
+
+    def __init__(self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int) -> None:
+        self._on_cuda = on_cuda
+        self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
+        self.kernel = pinned_kernel(
+            on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
+        )
+        self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+        use_experts(self._spec, case)
+        attention = self._spec.submodules.self_attention.submodules
+        attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
+        torch.manual_seed(seed)
+        self.stock = self._build(self._spec)
+        # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
+        torch.manual_seed(seed * 10_007 + rank)
+        with torch.no_grad():
+            for parameter in self.stock.mlp.experts.parameters():
+                parameter.normal_(std=self._config.init_method_std)
+        self.fused_gradients = self._config.gradient_accumulation_fusion
+        if self.fused_gradients:
+            # As in training, linear layers add their weights' gradients to these.
+            for parameter in self.stock.parameters():
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def build(
+        self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
+    ) -> torch.nn.Module:
+        """The variant as a user would get it, on the stock layer's parameters.
+
+        Args:
+            variant: Which.
+            recorder: Records every stage; None records nothing.
+            executor: In place of the one that a user gets.
+        """
+        config = AMPipeConfig(pipeline=variant.pipeline)
+        context = AMPipeContext(
+            config, recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
+        )
+        return self._on_stock_parameters(pipelined(self._spec, context))
+
+    def build_timed(
+        self, variant: Variant, *, num_passes: int, saved_bytes: int = 0
+    ) -> tuple[torch.nn.Module, Recorder, StageTimer]:
+        """The same layer, its stages run alone and recorded; see :class:`~.stage_times.StageTimer`."""
+        recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
+        return self.build(variant, recorder=recorder, executor=timer), recorder, timer
+
+    def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:
+        layer = self._build(spec)
+        layer.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
+        shared = dict(self.stock.named_parameters())
+        assert all(parameter is shared[name] for name, parameter in layer.named_parameters())
+        return layer
+
+    def _build(self, spec: ModuleSpec) -> torch.nn.Module:
+        layer = build_module(spec, config=dataclasses.replace(self._config), layer_number=1)
+        layer.train()
+        return layer.cuda() if self._on_cuda else layer
+
+
+def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> TransformerConfig:
+    """Megatron's configuration of one layer, without dropout, router losses and fusions that need extras."""
+    fields: dict[str, Any] = {}
+    if case.capacity is not None:
+        fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
+    if case.activation == "swiglu":
+        fields |= {"gated_linear_unit": True, "activation_func": F.silu}
+    if case.dtype != "fp32":
+        # Else nearly tied experts change places where chunks round otherwise than the whole.
+        fields["moe_router_dtype"] = "fp32"
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        num_query_groups=case.query_groups,
+        kv_channels=case.head_size or case.hidden // case.heads,
+        ffn_hidden_size=case.ffn,
+        num_moe_experts=case.experts,
+        moe_ffn_hidden_size=case.ffn,
+        moe_router_topk=case.topk,
+        # With one expert per token, a softmax over the chosen would always be 1.
+        moe_router_pre_softmax=case.topk == 1,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_shared_expert_intermediate_size=case.shared_ffn,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=case.expert_kind != "sequential",
+        expert_model_parallel_size=num_ranks,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=compat.has_fused_weight_gradients(on_gpu=on_cuda),
+        persist_layer_norm=False,
+        use_cpu_initialization=not on_cuda,
+        params_dtype=DTYPES[case.dtype],
+        bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+        **fields,
+    )

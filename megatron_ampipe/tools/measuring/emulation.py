@@ -1,0 +1,185 @@
+"""The emulated link, and ranks that are only pretended. The one place where torch's collectives are patched.
+
+:func:`install` replaces ``torch.distributed.all_to_all_single``, which both
+Megatron's layer and AMPipe's look up at every call. So every all-to-all of either, forward and backward,
+takes ``latency + bytes / rate`` longer than its copy, on the lane that waits for it: on CPU the thread
+sleeps, on CUDA a kernel of one thread spins on the stream (:mod:`.device_clock`), and so occupies one SM in
+part. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to or receives
+from others, whichever is more. The small exchange of counts takes no longer, in either layer. The part for
+CUDA has not been run yet.
+
+Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
+as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
+these tokens are the ones that this rank sends it, with the opposite sign. This equals
+one rank with all experts, in which expert ``l`` of every other rank has the weights of this rank's
+expert ``l``, all negated. So a row depends on the row that was sent alone, wherever a chunk ends; no row is
+zero; every buffer holds other values; and outputs and all gradients can be compared with those of that
+layer (the tests do).
+
+Call before Megatron is imported: it keeps references to some collectives. Called by :mod:`.worker`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ampipe.runtime import collectives
+from megatron_ampipe.tools.measuring.device_clock import Clock, device_spin
+from megatron_ampipe.tools.measuring.link import Link
+
+
+class Emulation:
+    """What was installed.
+
+    Attributes:
+        clock: The clock of the emulated link.
+        why_cycles: Why clock cycles are counted, if they are.
+        num_experts: Of the layer that runs, over all ranks. To be set where ranks are pretended, before a
+            layer runs: a pretended rank has to know which counts are of its experts.
+    """
+
+    def __init__(self, *, clock: Literal["host"] | Clock, why_cycles: str | None) -> None:
+        self.clock, self.why_cycles = clock, why_cycles
+        self.num_experts: int | None = None
+        self._rotations: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def gather_counts(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+    ) -> _Done | None:
+        """In place of ``all_gather_into_tensor``: every pretended rank's counts, made of this rank's.
+
+        Args:
+            output: ``[ranks * chunks * experts]``.
+            input: ``[chunks * experts]``, of one chunk or of several that are exchanged at once.
+            group: All ranks.
+            async_op: Whether a handle is wanted.
+        """
+        ranks = _or_world(group).size()
+        experts = self.num_experts
+        assert experts is not None, "num_experts has to be set for a pretended rank"
+        assert input.dim() == 1 and not input.is_floating_point() and input.numel() % experts == 0, (
+            "pretended ranks can exchange counts of tokens only"
+        )
+        rotation = self._rotation(ranks, experts, input.device)
+        counts = input.view(-1, experts)[:, rotation].transpose(0, 1)
+        output.view(counts.shape).copy_(counts)
+        return _Done() if async_op else None
+
+    def _rotation(self, ranks: int, experts: int, device: torch.device) -> Tensor:
+        """``[ranks, experts]``: rank p sends to its q-th next rank what this rank sends to its own."""
+        key = ranks, experts, device
+        if key not in self._rotations:
+            place = torch.arange(experts, device=device)
+            shift = torch.arange(ranks, device=device) * (experts // ranks)
+            self._rotations[key] = (place.unsqueeze(0) + shift.unsqueeze(1)) % experts
+        return self._rotations[key]
+
+
+def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
+    """Patch ``all_to_all_single``, and ``all_gather_into_tensor`` where ranks are pretended."""
+    emulation = Emulation(clock="host", why_cycles=None)
+    occupy: Callable[[float], object] = time.sleep
+    if on_cuda:
+        occupy, emulation.clock, emulation.why_cycles = device_spin()
+    exchange = dist.all_to_all_single
+
+    def all_to_all_single(
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        group = _or_world(group)
+        splits = output_split_sizes, input_split_sizes
+        moved = max(_foreign_bytes(output, splits[0], group), _foreign_bytes(input, splits[1], group))
+        seconds = link.transfer_s(moved)
+        works: tuple[Callable[[], object], ...]
+        if pretended:
+            # What is received must not be visible before the link's time is over.
+            works = (lambda: occupy(seconds), lambda: mirror(output, input, *splits, group=group))
+        else:
+            work = exchange(output, input, *splits, group=group, async_op=True)
+            works = (work.wait, lambda: occupy(seconds))
+        handle = _InTurn(works)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    dist.all_to_all_single = all_to_all_single
+    # AMPipe's exchange for gloo is made of sends; here it has to use the collective whose time is emulated.
+    collectives.exchange_send_recv = collectives.exchange_all_to_all
+    if pretended:
+        dist.all_gather_into_tensor = emulation.gather_counts
+    return emulation
+
+
+@torch.no_grad()
+def mirror(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+) -> None:
+    """An all-to-all with pretended ranks: own rows arrive, and rows for another rank come back negated.
+
+    Probabilities come back as they are. The function is its own adjoint, as an all-to-all is with its splits
+    exchanged, so it also serves the backward pass.
+    """
+    assert _as_list(output_split_sizes) == _as_list(input_split_sizes), (
+        "a pretended rank sends as many rows as it is sent"
+    )
+    own = input.shape[0] // group.size() if input_split_sizes is None else input_split_sizes[0]
+    if input.dim() == 1:
+        output.copy_(input)
+        return
+    # This process is rank 0, so its rows stand first.
+    output[:own].copy_(input[:own])
+    torch.neg(input[own:], out=output[own:])
+
+
+class _InTurn:
+    """A handle whose first wait does these things, one after another. Handles waited for in turn add up."""
+
+    def __init__(self, works: Sequence[Callable[[], object]]) -> None:
+        self._works = tuple(works)
+
+    def wait(self, *_: Any) -> bool:
+        works, self._works = self._works, ()
+        for work in works:
+            work()
+        return True
+
+
+class _Done:
+    """The handle of an exchange that was only pretended."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def _or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _as_list(splits: Sequence[int] | None) -> list[int] | None:
+    return None if splits is None else [int(rows) for rows in splits]
+
+
+def _foreign_bytes(tensor: Tensor, splits: Sequence[int] | None, group: dist.ProcessGroup) -> int:
+    """Bytes of a tensor's rows that belong to other ranks."""
+    rows = tensor.shape[0]
+    own = splits[group.rank()] if splits is not None else rows // group.size()
+    return (rows - own) * (tensor.numel() // max(rows, 1)) * tensor.element_size()

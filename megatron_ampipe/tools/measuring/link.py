@@ -1,0 +1,117 @@
+"""The value of ``--link``: no link, a real network of some rate, or an emulated one. Parses text only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_ampipe.errors import BadInput
+
+# Bits per second. The units of bits are those of tc. 'GB/s', the unit of accelerator links, is in bytes.
+_RATE_UNITS = {
+    "kbit": 1e3,
+    "mbit": 1e6,
+    "gbit": 1e9,
+    "tbit": 1e12,
+    "kB/s": 8e3,
+    "MB/s": 8e6,
+    "GB/s": 8e9,
+    "TB/s": 8e12,
+}
+_LATENCY_UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]+)")
+
+SPIN_KERNELS = ("ampipe_spin", "spin_kernel")
+"""An emulated link's kernels in a GPU's trace: by nanoseconds (:mod:`.device_clock`), torch's by cycles."""
+
+_MINIMUM_BIT_PER_S = 100e3
+_MAXIMUM_NETWORK_BIT_PER_S = 100e9
+_MAXIMUM_LATENCY_S = 1.0
+
+_REMEDY = (
+    "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
+)
+
+
+class LinkKind(StrEnum):
+    """Where the bytes of an all-to-all go."""
+
+    NONE = "none"
+    """Loopback, shared memory or NVLink, as the ranks have."""
+    NETWORK = "network"
+    """A real TCP network between network namespaces, shaped to a rate."""
+    EMULATED = "emulated"
+    """As NONE, and every all-to-all takes longer by what a link would take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between ranks.
+
+    Attributes:
+        text: As the user wrote it.
+        kind: See :class:`LinkKind`.
+        rate_bit_per_s: Of each rank, in each direction; None without a limit.
+        latency_s: Added to every all-to-all of an emulated link.
+    """
+
+    text: str
+    kind: LinkKind
+    rate_bit_per_s: float | None = None
+    latency_s: float = 0.0
+
+    @property
+    def emulated(self) -> bool:
+        """Whether no real link had this rate."""
+        return self.kind is LinkKind.EMULATED
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """What an emulated link takes for this many bytes in its busier direction."""
+        assert self.rate_bit_per_s is not None
+        return self.latency_s + size_bytes * 8 / self.rate_bit_per_s
+
+
+def parse_link(text: str) -> Link:
+    """Read the value of ``--link``.
+
+    Raises:
+        BadInput: it is none of the three forms, or a figure is out of range.
+    """
+    if text == "none":
+        return Link(text, LinkKind.NONE)
+    head, *rest = text.split(":")
+    if head != "emulated":
+        if rest:
+            raise _refused(text, "only an emulated link takes a latency")
+        rate = _rate(text, text)
+        if rate > _MAXIMUM_NETWORK_BIT_PER_S:
+            raise _refused(text, "is more than a network of this machine can carry (100gbit)")
+        return Link(text, LinkKind.NETWORK, rate)
+    if not 1 <= len(rest) <= 2:
+        raise _refused(text, "an emulated link has a rate and at most a latency")
+    latency_s = _quantity(text, rest[1], _LATENCY_UNITS, "latency") if len(rest) == 2 else 0.0
+    if latency_s > _MAXIMUM_LATENCY_S:
+        raise _refused(text, "the latency must be at most 1s")
+    return Link(text, LinkKind.EMULATED, _rate(text, rest[0]), latency_s)
+
+
+def _rate(text: str, rate: str) -> float:
+    bit_per_s = _quantity(text, rate, _RATE_UNITS, "rate")
+    if bit_per_s < _MINIMUM_BIT_PER_S:
+        raise _refused(text, "is below 100kbit, at which no run would end")
+    return bit_per_s
+
+
+def _quantity(text: str, quantity: str, units: dict[str, float], what: str) -> float:
+    found = _QUANTITY.fullmatch(quantity)
+    if found is None:
+        raise _refused(text, f"{quantity!r} is not a {what}: a number and one of {', '.join(units)}")
+    number, unit = found.groups()
+    if unit not in units:
+        raise _refused(text, f"{unit!r} is not a unit of {what}; units are {', '.join(units)}")
+    return float(number) * units[unit]
+
+
+def _refused(text: str, rule: str) -> BadInput:
+    return BadInput("--link", text or "(empty)", rule=rule, remedy=_REMEDY)

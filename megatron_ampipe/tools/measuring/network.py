@@ -1,0 +1,152 @@
+"""A real slow network: each rank in a separate network namespace, connected by veth pairs with ``tc tbf``.
+
+The namespaces have no names. A rank makes its namespace (``unshare``), and the kernel removes it with every
+interface in it when its last process has ended for any reason, so nothing can be left over, even after
+``kill -9``. Two ranks are connected directly, more of them by a bridge. The bridge's namespace is held open
+by a ``cat`` that reads from a pipe of this process and ends with it. Needs root. Called by
+:mod:`.rank_processes`.
+
+Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
+rank receives faster than the rate either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+
+INTERFACE = "ampipe0"
+"""What the interface is called in every rank's namespace."""
+
+_SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
+_INSTEAD = "or use --link emulated:RATE, which needs none of this."
+# How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
+# examples, whole chunks would pass a 100 Mbit/s link in almost no time.
+_BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
+_SEGMENT_BYTES = 28 * 1024
+_QUEUE = "400ms"
+_CONGESTION_CONTROL = "cubic"
+"""Linux's default, whatever this host's is: BBR paces by timers, which are work for the ranks' cores."""
+_COMMAND_TIMEOUT_S = 20
+
+
+def check_usable() -> None:
+    """Refuse early where no network can be made.
+
+    Raises:
+        EnvironmentMissing: this is not root, or a program is absent.
+    """
+    if not hasattr(os, "unshare"):
+        raise EnvironmentMissing(
+            f"--link RATE needs Linux: it makes network namespaces. Run there, {_INSTEAD}"
+        )
+    missing = [program for program in ("ip", "tc", "nsenter") if shutil.which(program) is None]
+    if missing:
+        raise EnvironmentMissing(
+            f"--link RATE needs {' and '.join(missing)}. Install iproute2 and util-linux, {_INSTEAD}"
+        )
+    if os.geteuid() != 0:
+        raise EnvironmentMissing(
+            f"--link RATE makes network namespaces, which needs root. Use sudo, {_INSTEAD}"
+        )
+
+
+@contextlib.contextmanager
+def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
+    """Connect processes that each have a network namespace, for as long as they live.
+
+    Args:
+        pids: One for each rank.
+        rate_bit_per_s: Of every rank, in each direction.
+
+    Raises:
+        EnvironmentMissing: the kernel does not allow it.
+    """
+    with contextlib.ExitStack() as stack:
+        if len(pids) == 2:
+            first, second = pids
+            _run("ip", "link", "add", "name", INTERFACE, "netns", str(first), "type", "veth",
+                 "peer", "name", INTERFACE, "netns", str(second))  # fmt: skip
+        elif len(pids) > 2:
+            switch = stack.enter_context(_holder())
+            _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
+            _inside(switch, "ip", "link", "set", "switch", "up")
+            for rank, pid in enumerate(pids):
+                port = f"port{rank}"
+                _run("ip", "link", "add", "name", INTERFACE, "netns", str(pid), "type", "veth",
+                     "peer", "name", port, "netns", str(switch))  # fmt: skip
+                _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
+                _shape(switch, port, rate_bit_per_s)
+        for rank, pid in enumerate(pids):
+            address = _ADDRESS.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
+            _inside(pid, "ip", "link", "set", "lo", "up")
+            if len(pids) > 1:
+                _inside(pid, "ip", "address", "add", f"{address}/16", "dev", INTERFACE)
+                _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
+                # A namespace can use only what its host lists; a route can use any.
+                _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", address,
+                        "congctl", _CONGESTION_CONTROL)  # fmt: skip
+                _shape(pid, INTERFACE, rate_bit_per_s)
+        yield
+
+
+def burst_bytes(rate_bit_per_s: float) -> int:
+    """The size of the token bucket: a quarter of a millisecond, at least 32 KB.
+
+    Small compared with a chunk, or an idle link would save up for the next one. But it has to hold the
+    segments that the kernel passes to the interface: tbf cuts larger ones into packets in software, which
+    costs the ranks more processor time than the rest of communication (docs/log.md). So segments are limited
+    to 28 KB, which fit in with their headers.
+    """
+    return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
+
+
+@contextlib.contextmanager
+def _holder() -> Iterator[int]:
+    """A namespace held open by a process that ends when this one does; yields its process id."""
+    process = subprocess.Popen(
+        ["cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_unshare,
+    )
+    assert process.stdin is not None
+    try:
+        yield process.pid
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _unshare() -> None:
+    os.unshare(os.CLONE_NEWNET)
+
+
+def _shape(pid: int, interface: str, rate_bit_per_s: float) -> None:
+    _inside(pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf", "rate", f"{rate_bit_per_s:.0f}bit",
+            "burst", f"{burst_bytes(rate_bit_per_s)}b", "latency", _QUEUE)  # fmt: skip
+
+
+def _inside(pid: int, *command: str) -> None:
+    _run("nsenter", f"--net=/proc/{pid}/ns/net", "--", *command)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"'{' '.join(command)}' did not end within {_COMMAND_TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        raise EnvironmentMissing(
+            f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}. "
+            f"Run where network namespaces, veth and tbf are allowed, {_INSTEAD}"
+        )

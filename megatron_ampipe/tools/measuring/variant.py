@@ -1,0 +1,93 @@
+"""The ways to run a block that are compared: a schedule, and where it cuts the sequence. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megatron_ampipe.schedule import Pipeline, from_text
+
+STOCK = "stock"
+"""Name of Megatron's own layer among the variants."""
+PLANNED = "planned"
+"""Name of what the planner chooses for a case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the sequence is cut.
+
+    Attributes:
+        degree: Number of chunks of the forward pass.
+        backward_degree: Of the backward pass.
+        shares: Of the sequence, of each chunk; equal if None.
+    """
+
+    degree: int
+    backward_degree: int
+    shares: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, degree: int, backward_degree: int | None = None, shares: tuple[float, ...] | None = None
+    ) -> Self:
+        """A cut whose backward degree is the forward one's unless it is given."""
+        return cls(degree, degree if backward_degree is None else backward_degree, shares)
+
+    @property
+    def num_chunks(self) -> int:
+        """Into how many chunks the sequence is cut."""
+        return max(self.degree, self.backward_degree)
+
+    def __str__(self) -> str:
+        """As it stands after ``--degrees`` or ``--chunks``."""
+        if self.shares is not None:
+            return ",".join(f"{share:.4g}" for share in self.shares)
+        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree != self.degree else "")
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """From ``dataclasses.asdict`` after a way through JSON, where tuples became lists."""
+        return cls(**{**fields, "shares": tuple(fields["shares"]) if fields["shares"] else None})
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the layers that are compared.
+
+    Attributes:
+        schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
+        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
+        order: Of a plan, the order of the stages (``schedule.to_text``).
+    """
+
+    schedule: str
+    cut: Cut
+    order: str | None = None
+
+    @property
+    def chunked(self) -> bool:
+        """Whether it is a pipeline rather than Megatron's own layer."""
+        return self.cut.num_chunks > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What its blocks run."""
+        cut = self.cut
+        if not self.chunked:
+            return Pipeline.of(1)
+        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+        if self.order is not None:
+            return Pipeline(**degrees, shares=cut.shares, order=from_text(self.order))
+        return Pipeline(**degrees, shares=cut.shares, schedule=self.schedule)
+
+    def __str__(self) -> str:
+        if self.schedule == STOCK:
+            return STOCK
+        return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}"
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Likewise."""
+        return cls(**{**fields, "cut": Cut.from_fields(fields["cut"])})

@@ -1,0 +1,163 @@
+"""The command of ``scripts/gpu_check.sh``: packs wheels, or checks this package on the GPU of this machine.
+
+Begins with Python's own library alone: the wheels that hold everything else are unpacked here first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_check import wheels
+from gpu_check.steps import BUDGET_S, REPOSITORY, Device, Done, Outcome, plan, run
+from megatron_ampipe.errors import AMPipeError, BadInput, DifferenceFound, EnvironmentMissing, RunFailed
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Pack, or check; returns the exit code."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        if chosen.pack is not None:
+            return _pack(chosen)
+        return _check(chosen)
+    except AMPipeError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("gpu_check: interrupted; what was running was ended", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.sh",
+        description="Check this package on a CUDA machine that has torch and needs no network: parity with "
+        "Megatron's layers, speed over emulated links, overlap, host synchronisation, peak memory.",
+    )
+    parser.add_argument(
+        "--pack",
+        metavar="DIR",
+        type=Path,
+        help="check nothing: download the wheels that the check needs in addition to torch into DIR",
+    )
+    parser.add_argument(
+        "--wheels",
+        metavar="DIR",
+        type=Path,
+        help="the folder that --pack filled; without, what is installed is used",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="receives summary.json, log.txt and trace.json.gz (default: runs/gpu-check in the checkout)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="S",
+        type=int,
+        help=f"seconds for everything; a step that does not fit is cut (default: {BUDGET_S})",
+    )
+    return parser
+
+
+def _pack(chosen: argparse.Namespace) -> int:
+    for flag, value in (
+        ("--wheels", chosen.wheels),
+        ("--output", chosen.output),
+        ("--budget", chosen.budget),
+    ):
+        if value is not None:
+            raise BadInput(flag, value, rule="has no effect with --pack", remedy=f"Leave {flag} out.")
+    size_bytes = wheels.pack(chosen.pack)
+    print(f"{len(list(chosen.pack.glob('*.whl')))} wheels, {size_bytes / 2**20:.1f} MiB, in {chosen.pack}")
+    # Only the shell knows how this was called; a relative path is as good there as here.
+    print(f"there: scripts/gpu_check.sh --wheels {shlex.quote(str(chosen.pack))}")
+    return 0
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    budget_s = BUDGET_S if chosen.budget is None else chosen.budget
+    if budget_s < 1:
+        raise BadInput("--budget", budget_s, rule="is no time at all", remedy=f"Use --budget {BUDGET_S}.")
+    begin = time.monotonic()
+    output = (chosen.output or REPOSITORY / "runs/gpu-check").absolute()
+    with _unpacked(chosen.wheels) as environment, tempfile.TemporaryDirectory() as scratch:
+        device = Device.ask(environment)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "log.txt").write_text("")
+        done = [
+            run(step, environment=environment, log=output / "log.txt", deadline=begin + budget_s)
+            for step in plan(Path(scratch), output)
+        ]
+        return _report(device, done, output=output, seconds=time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def _unpacked(folder: Path | None) -> Iterator[dict[str, str]]:
+    """The environment of the steps; on leaving, what was unpacked is gone."""
+    with tempfile.TemporaryDirectory(prefix="ampipe-gpu-check-") as site:
+        paths = [str(REPOSITORY), str(REPOSITORY / "scripts")]
+        if folder is not None:
+            wheels.unpack(folder, Path(site))
+            paths.append(site)
+            sys.path.insert(0, site)
+            importlib.invalidate_caches()
+        _require_packages(folder)
+        paths += filter(None, [os.environ.get("PYTHONPATH")])
+        yield {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def _require_packages(folder: Path | None) -> None:
+    missing = [name for name, module in wheels.MODULES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        where = f"{folder} does not hold" if folder else "this Python does not have"
+        raise EnvironmentMissing(
+            f"{where} {', '.join(missing)}. Run scripts/gpu_check.sh --pack DIR where there is a network, "
+            "bring DIR here, and give it with --wheels DIR"
+        )
+
+
+def _report(device: Device, done: Sequence[Done], *, output: Path, seconds: float) -> int:
+    """Write the summary, print the table; the exit code."""
+    from gpu_check import findings
+    from megatron_ampipe.tools.benchmark import result
+    from megatron_ampipe.tools.measuring import machine
+
+    document: dict[str, Any] = {
+        "format": findings.FORMAT,
+        "command": shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]]),
+        "seconds": round(seconds, 1),
+        "device": device.as_json(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions() | {"torch": device.torch},
+        "steps": [step.as_json() for step in done],
+    }
+    result.write(document, output / "summary.json")
+    rows = findings.rows(document)
+    findings.show(document, rows)
+    print(f"everything: {output / 'summary.json'}")
+    outcomes = {row.outcome for row in rows}
+    if Outcome.DIFFERENT in outcomes:
+        return DifferenceFound.exit_code
+    return 0 if outcomes == {Outcome.OK} else RunFailed.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

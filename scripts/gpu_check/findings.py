@@ -1,0 +1,172 @@
+"""From what the steps wrote to the one table at the end. Reads files as text; imports no torch.
+
+Called by :mod:`.__main__`, with the document that ``summary.json`` holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gpu_check.steps import Outcome
+from megatron_ampipe.timeline import DIRECTIONS
+
+FORMAT = "ampipe-gpu-check-1"
+_PARITY = {
+    "test_equals_stock_in_fp32": "parity fp32",
+    "test_equals_stock_in_bf16": "parity bf16",
+    "test_every_layer_case_in_fp32": "parity fp32, every layer",
+    "test_equals_the_sequence_of_stages": "under stress, compared with its stages in turn",
+    "test_equals_stock_at_real_sizes": "under stress, parity fp32",
+    "test_a_missing_wait_is_seen": "the stress shows a missing wait",
+    "test_an_early_release_is_seen": "the stress shows an early release",
+    "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
+}
+"""What the tests of ``tests/gpu`` are called in the table."""
+_COUNTS_WAIT = "cudaEventSynchronize"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    check: str
+    outcome: Outcome
+    finding: str
+    seconds: float | None = None
+
+
+def rows(document: Mapping[str, Any]) -> list[Row]:
+    """All lines; every step has at least one."""
+    found: list[Row] = []
+    for step in document["steps"]:
+        outcome = Outcome(step["outcome"])
+        lines: list[Row] = []
+        # What a step that was cut had written is whole, or it would not be there.
+        if step["found"] is not None:
+            try:
+                lines = list(_READERS[step["kind"]](step["found"]))
+            except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
+                lines = [Row(step["name"], Outcome.FAILED, f"its result cannot be read ({error!r})")]
+        if outcome is not Outcome.OK and not any(line.outcome is Outcome.DIFFERENT for line in lines):
+            lines.append(Row(step["name"], outcome, step["said"]))
+        if not lines:
+            lines = [Row(step["name"], Outcome.FAILED, "it wrote no result")]
+        first = lines[0]
+        found += [Row(first.check, first.outcome, first.finding, step["seconds"]), *lines[1:]]
+    return found
+
+
+def show(document: Mapping[str, Any], lines: Sequence[Row]) -> None:
+    """Print the table."""
+    device = document["device"]
+    built = f"torch {device['torch']} · CUDA {device['cuda']}"
+    title = f"{device['gpu']} · {built} · {document['seconds']:.0f} s in all"
+    table = Table(title=title, title_justify="left")
+    table.add_column("check", overflow="fold")
+    table.add_column("outcome")
+    table.add_column("finding", overflow="fold")
+    table.add_column("s", justify="right")
+    for line in lines:
+        seconds = "" if line.seconds is None else f"{line.seconds:.0f}"
+        style = None if line.outcome is Outcome.OK else "bold"
+        table.add_row(line.check, str(line.outcome), line.finding, seconds, style=style)
+    # A log is as wide as it needs to be; only a terminal has an edge.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _parity(text: str) -> Iterator[Row]:
+    """From pytest's JUnit file: of each test function, how many of its cases passed."""
+    by_function: dict[str, list[str]] = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        failures = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        function = re.sub(r"\[.*", "", case.get("name", ""))
+        problem = f"{case.get('name')}: {failures[0].get('message', '')}" if failures else ""
+        by_function.setdefault(function, []).append(" ".join(problem.split()))
+    if not by_function:
+        raise ValueError("no test ran")
+    for function, problems in by_function.items():
+        wrong = [problem for problem in problems if problem]
+        finding = f"{len(problems) - len(wrong)} of {len(problems)} cases"
+        if wrong:
+            finding += f"; first: {wrong[0][:200]}"
+        outcome = Outcome.DIFFERENT if wrong else Outcome.OK
+        yield Row(_PARITY.get(function, function), outcome, finding)
+
+
+def _profile(text: str) -> Iterator[Row]:
+    """Overlap, host synchronisation, peak memory of one block."""
+    found = json.loads(text)
+    where = f"{found['case']}, {found['link']}, degree {found['degree']}, {found['kernel']} attention"
+    required = _required_share(found)
+    yield Row(
+        "overlap",
+        Outcome.OK if found["hidden_share"] >= required else Outcome.DIFFERENT,
+        f"{found['hidden_share']:.0%} of {found['communication_ms']:.2f} ms of communication under "
+        f"{found['compute_ms']:.2f} ms of computation, at least {required:.0%} required ({where})"
+        + _unsteady(found),
+    )
+    for direction in DIRECTIONS:
+        waits = dict(found["host_waits"][direction])
+        # The split sizes of dropless routing: one wait for each chunk, after the next chunk's attention.
+        allowed = found["degree"] if direction == "forward" else 0
+        for_counts = waits.pop(_COUNTS_WAIT, 0)
+        others = ", ".join(f"{count} x {call}" for call, count in sorted(waits.items()))
+        yield Row(
+            f"host waits, {direction}",
+            Outcome.OK if not waits and for_counts <= allowed else Outcome.DIFFERENT,
+            f"{for_counts} for split sizes ({allowed} allowed), others: {others or 'none'}",
+        )
+    peaks = dict(found["peak_bytes"])
+    stock = peaks.pop("stock")
+    if stock:
+        shares = ", ".join(f"{name} {peak / stock:.2f}" for name, peak in peaks.items())
+        yield Row("peak memory", Outcome.OK, f"stock {stock / _MIB:.0f} MiB; of that: {shares}")
+
+
+def _unsteady(found: Mapping[str, Any]) -> str:
+    """What has to be said of an emulated link that does not last as long as it should."""
+    return "; the link counts clock cycles, see log.txt" if found.get("clock") == "cycles" else ""
+
+
+def _required_share(found: Mapping[str, Any]) -> float:
+    """How much of the communication has to be hidden: half of what a schedule of equal chunks could hide.
+
+    The first chunk's dispatch and the last one's combine have nothing to travel under, which is one part in
+    as many as there are chunks; and no more can be hidden than there is computation.
+    """
+    communication_ms = float(found["communication_ms"])
+    # Without any there is nothing that was hidden.
+    under_computation = min(1.0, float(found["compute_ms"]) / communication_ms) if communication_ms else 1.0
+    return 0.5 * under_computation * (1 - 1 / int(found["degree"]))
+
+
+def _bench(text: str) -> Iterator[Row]:
+    """The fastest row of each schedule of each case."""
+    document = json.loads(text)
+    for case in document["cases"]:
+        parts = []
+        for schedule in document["schedules"]:
+            chunked = [row for row in case["rows"] if row["schedule"] == schedule and row["degree"] > 1]
+            best = min(chunked, key=lambda row: row["ms"])
+            parts.append(
+                f"{schedule} {best['speedup']:.2f}x at degree {best['degree']} "
+                f"({best['bound_share']:.0%} of bound)"
+            )
+        yield Row(
+            f"{case['name']}, {case['link']}",
+            Outcome.OK,
+            f"stock {case['stock_ms']:.2f} ms; {'; '.join(parts)}" + _unsteady(case),
+        )
+
+
+_READERS = {"parity": _parity, "profile": _profile, "bench": _bench}
