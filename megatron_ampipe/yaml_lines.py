@@ -91,6 +91,16 @@ def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
+def number_of(value: object) -> float | None:
+    """A number as a float, None for anything else. YAML 1.1 takes ``1e-3``, without a point, for text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
 def value_of(text: str) -> Any:
     """What a word means as the value of a key.
 

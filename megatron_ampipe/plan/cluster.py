@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.flags import known_flags
-from megatron_ampipe.plan.records import Lines, nearest, read_record, refuse, write_record
+from megatron_ampipe.records import Lines, read_record, refuse, write_record
 from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -211,6 +210,7 @@ class Cluster:
         compute: Work of one rank.
         host: Overheads.
         overlap: Mutual slow-down.
+        flags: Flags for launches on the cluster; a launch, or ``ampipe config``, checks them.
         path: The file it was read from.
         lines: Where its keys stand there.
     """
@@ -223,6 +223,7 @@ class Cluster:
     compute: Compute
     host: Host
     overlap: Overlap
+    flags: LinedMapping | None = field(default=None, compare=False)
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
 
@@ -283,20 +284,10 @@ class Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
-    A section ``flags:`` holds flags for launches on the cluster: its names are checked, and it is left alone.
-
     Raises:
-        BadInput: naming the file, the line, the key and the nearest legal one.
+        BadInput: naming the file, the line, the key and the nearest known one.
     """
     top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the form.")
-    flags = top.pop("flags", LinedMapping(1))
-    if not isinstance(flags, LinedMapping):
-        refuse(
-            path, top.lines["flags"], "flags", "must hold keys with values", "Write 'bf16: true' below it."
-        )
-    for key in flags:
-        if key not in known_flags() and key != "ampipe":
-            refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
     for group, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
         for operation, figure in (figures or {}).items():
@@ -309,7 +300,7 @@ def _check_table(path: Path, lines: Lines, where: str, figure: Transfer) -> None
     for smaller, larger in itertools.pairwise(sizes):
         if larger <= smaller:
             key = f"{where}.table"
-            rule = f"has {larger:g} MB behind {smaller:g} MB, and its sizes must rise from above 0"
+            rule = f"has {larger:g} MB after {smaller:g} MB, and its sizes must rise from above 0"
             refuse(path, lines[key], key, rule, "Put its points in order.")
 
 

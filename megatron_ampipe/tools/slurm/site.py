@@ -8,13 +8,13 @@ by :mod:`megatron_ampipe.tools.sbatch_command`.
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.records import refuse
+from megatron_ampipe.spelling import nearest
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -137,27 +137,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _value(path: Path, document: LinedMapping, key: str) -> Any:
-    place = f"{path}:{document.lines[key]}:"
+    line = document.lines[key]
     option = OPTIONS.get(key)
     if option is None:
-        near = difflib.get_close_matches(key.replace("_", "-").lstrip("-"), OPTIONS, n=1)
-        guess = f"Did you mean {near[0]}? " if near else ""
-        remedy = f"{guess}There are {', '.join(OPTIONS)}."
-        raise BadInput(place, key, rule="is not a setting of a site", remedy=remedy)
+        refuse(path, line, key, "is not a setting of a site", nearest(key, OPTIONS))
     found = document[key]
     if isinstance(found, list) and not option.repeats:
-        raise BadInput(
-            place, key, rule="takes one value, and this is a list", remedy=f"Write '{key}: value'."
-        )
+        refuse(path, line, key, "takes one value, and this is a list", f"Write '{key}: value'.")
     values = found if isinstance(found, list) else [found]
     for value in values:
         if not isinstance(value, str) or not value.strip():
             shown = value if value is not None and value != "" else "(empty)"
             remedy = f"Write '{key}: {option.metavar}', in quotes where YAML would read something else."
-            raise BadInput(place, f"{key}: {shown}", rule="is not text or a number", remedy=remedy)
+            refuse(path, line, f"{key}: {shown}", "is not text or a number", remedy)
     try:
         made = [option.kind(value) for value in values]
     except argparse.ArgumentTypeError as error:
-        remedy = f"Write for example '{key}: {option.default or 8}'."
-        raise BadInput(place, key, rule=str(error), remedy=remedy) from error
+        refuse(path, line, key, str(error), f"Write for example '{key}: {option.default or 8}'.")
     return made if option.repeats else made[0]
