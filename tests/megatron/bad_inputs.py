@@ -201,11 +201,11 @@ CONTROLS = (
 
 _YAML = (
     Row("yaml-tab", _CONFIG + "tab.yaml", "tab.yaml:2: YAML: found character '\\t' that cannot start"),
-    Row("yaml-latin-1", _CONFIG + "latin.yaml", "latin.yaml: is not YAML of ours. Write 'key: value'"),
-    Row("yaml-utf-16", _CONFIG + "utf16.yaml", "utf16.yaml: is not YAML of ours."),
+    Row("yaml-latin-1", _CONFIG + "latin.yaml", "latin.yaml: cannot be read as YAML. Write 'key: value'"),
+    Row("yaml-utf-16", _CONFIG + "utf16.yaml", "utf16.yaml: cannot be read as YAML."),
     Row("yaml-list", _CONFIG + "list.yaml", "list.yaml:1: top: does not hold keys with values."),
     Row("yaml-two-documents", _CONFIG + "two.yaml", "two.yaml:2: YAML: but found another document."),
-    Row("yaml-deep", _CONFIG + "deep.yaml", "deep.yaml: is not YAML of ours."),
+    Row("yaml-deep", _CONFIG + "deep.yaml", "deep.yaml: cannot be read as YAML."),
     Row("yaml-bomb", _CONFIG + "bomb.yaml", "bomb.yaml:2: YAML: the alias *a repeats a list or a section;"),
     Row("yaml-of-itself", _CONFIG + "self.yaml", "self.yaml:1: YAML: "),
     Row("yaml-merge", _CONFIG + "merge.yaml", "merge.yaml:2: YAML: the alias *base repeats a list or a"),
@@ -217,13 +217,13 @@ _YAML = (
     Row("yaml-list-as-degree", _CONFIG + "own-degree.yaml", ":2: ampipe.degree: [4,4]: takes one value,"),
     Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
     Row("yaml-empty", _CONFIG + "empty", "empty:1: top: does not hold keys with values. Write"),
-    Row("yaml-binary", _CONFIG + "binary", "binary: is not YAML of ours. Write"),
+    Row("yaml-binary", _CONFIG + "binary", "binary: cannot be read as YAML. Write"),
     Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a configuration of ours."),
     Row("yaml-trace", _CONFIG + "good.trace", "good.trace:1: traceEvents: there is no such flag."),
 )
 _PLANNER = (
     Row(
-        "model-beyond-numbers", _PLAN + "huge.model", "huge.model:1: YAML: a number of 401 digits is no size"
+        "model-beyond-numbers", _PLAN + "huge.model", "huge.model:1: YAML: a number of 401 digits is too long"
     ),
     Row("model-many-experts", _PLAN + "experts.model", "experts.model:3: num-experts 1000000000000: must be"),
     Row("model-not-a-number", _PLAN + "nan.model", "hidden-size nan: must be a whole number of at least 1."),
@@ -232,13 +232,17 @@ _PLANNER = (
     Row("model-maybe", _PLAN + "switch.model", "switch.model:2: swiglu maybe: must be true or false. Wri"),
     Row("model-topk", _PLAN + "topk.model", "topk.model:2: moe-router-topk 9: is above num-experts 8."),
     Row("model-cluster", _PLAN + "good.cluster", "good.cluster:5: intra: is a section, and no flag of"),
-    Row("cluster-beyond-numbers", _ON + "{here}/long.cluster", "YAML: a number of 401 digits is no size"),
+    Row("cluster-beyond-numbers", _ON + "{here}/long.cluster", "YAML: a number of 401 digits is too long"),
     Row("cluster-thousands-of-digits", _ON + "{here}/nines.cluster", ":3: YAML: a number of 5000 digits"),
     Row("cluster-infinite", _ON + "{here}/inf.cluster", ":7: intra.all_to_all.alpha_us inf: must be a num"),
     Row("cluster-huge", _ON + "{here}/huge.cluster", ":7: intra.all_to_all.alpha_us 1e+308: must be at most"),
     Row("cluster-no-time", _ON + "{here}/zero.cluster", "has figures by which a block takes no time. Write"),
     Row("cluster-word", _ON + "{here}/words.cluster", "alpha_us 'twenty': must be a number, at least 0, w"),
-    Row("cluster-no-date", _ON + "{here}/date.cluster", "date.cluster: is not YAML of ours. Look at configs"),
+    Row(
+        "cluster-no-date",
+        _ON + "{here}/date.cluster",
+        "date.cluster: cannot be read as YAML. Look at configs",
+    ),
     Row(
         "cluster-speed-up", _ON + "{here}/slowdown.cluster", "overlap.compute_slowdown 0.1: must be at least"
     ),
@@ -335,7 +339,7 @@ _PLANS = (
     Row("plan-pipe", _FROM_PLAN + "pipe", f"plan {{here}}/pipe: {_NO_PIPE}. Give a file"),
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
     Row("plan-device", "train --ampipe-plan /dev/zero", f"plan /dev/zero: {_NO_PIPE}. Give"),
-    Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a key that"),
+    Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a known key."),
     Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): names nothing. Give a name, or"),
     Row(
         "plan-with-schedule",
@@ -361,7 +365,7 @@ _PLANS = (
     Row(
         "auto-cluster-plan",
         "train --ampipe-degree auto --ampipe-cluster {here}/good.plan",
-        "good.plan:1: format: is not a key",
+        "good.plan:1: format: is not a known key.",
     ),
     Row(
         "auto-cluster-digits",

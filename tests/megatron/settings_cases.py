@@ -118,7 +118,7 @@ WRONG = {
         "flags:\n  num-layers: 2\nlr: 1",
     ),
     "cluster-without-flags": Wrong(
-        "{line}2: ranks_per_node: a cluster file without a section 'flags:' says nothing to a launch. Leave",
+        "{line}2: ranks_per_node: a cluster file without a section 'flags:' has no setting of a launch.",
         "description: x\nranks_per_node: 8",
     ),
     # Files.

@@ -86,7 +86,7 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
                 "8",
                 "--pipeline-model-parallel-size=3",
             ],
-            "--nodes times --gpus-per-node 8: is not a multiple of 3, the product of the tensor, pipeline and",
+            "--nodes times --gpus-per-node 8: is not a multiple of 3, the product of the tensor, pipeline",
         ),
         (
             ["--model", "model.yaml", "--", "--num-experts", "16", "--expert-model-parallel-size", "16"],

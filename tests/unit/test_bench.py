@@ -238,7 +238,7 @@ def test_axes_are_combined(tmp_path: Path) -> None:
         ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
         ("case: [{name: a}]\n", 1, "case: is not a known key. Did you mean cases?"),
         ("cases:\n  - name: a\n    name: b\n", 3, "'name' comes twice"),
-        ("cases:\n  - 3: a\n", 2, "the key 3 is no text"),
+        ("cases:\n  - 3: a\n", 2, "the key 3 is not text"),
         ("cases: [\n", 2, "YAML"),
         ("- 3\n", 1, "does not hold keys"),
         ("", 1, "does not hold keys"),
@@ -256,7 +256,7 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match="not YAML of ours"):
+    with pytest.raises(BadInput, match="cannot be read as YAML"):
         read_grid(path)
 
 

@@ -180,7 +180,7 @@ def test_the_record_stands_beside_the_logs(
     for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
         assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
     write(tmp_path / "file", "")
-    with pytest.raises(BadInput, match=r"--save .*: cannot be written to"):
+    with pytest.raises(BadInput, match=r"--save .*/file: .*/file cannot be written to"):
         settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])
 
 

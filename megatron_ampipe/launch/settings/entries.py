@@ -21,7 +21,7 @@ from megatron_ampipe.yaml_lines import LinedMapping, load
 OWN_SECTION = "ampipe"
 FLAGS_SECTION = "flags"
 _CLUSTER_KEY = "ranks_per_node"
-"""Every cluster file has it, and no other."""
+"""A key that is in each cluster file, and in no other file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         place: ``FILE:LINE``.
         key: As it is written there.
-        section: ``ampipe`` within that section, else empty.
+        section: ``ampipe`` for a key in that section, else empty.
         value: Text, True, False, None, or a list or mapping of these. Numbers are text.
     """
 
@@ -70,7 +70,7 @@ def read_entries(path: Path) -> list[Entry]:
         top = _flags_of_cluster(path, top)
     elif _CLUSTER_KEY in top:
         raise _entry(path, top, _CLUSTER_KEY).refuse(
-            f"a cluster file without a section '{FLAGS_SECTION}:' says nothing to a launch",
+            f"a cluster file without a section '{FLAGS_SECTION}:' has no setting of a launch",
             "Leave the file out.",
         )
     return list(_entries(path, top))

@@ -27,12 +27,12 @@ class Setting:
     """One flag and what it is set to.
 
     Attributes:
-        flag: As Megatron names it, switched on.
-        value: True or False for a switch, a tuple for a flag of several values, None for one that a file
-            sets back to Megatron's default.
-        words: On a command line; none for a switch that is off.
+        flag: Megatron's name of it, without ``no-`` if it has both.
+        value: True or False for a switch, a tuple for a flag of several values, None if a file sets it back
+            to Megatron's default.
+        words: Its words on a command line; none for a switch that is off.
         source: ``FILE:LINE``, or ``command line``.
-        instead_of: Where it was set before, strongest first.
+        instead_of: The sources of earlier settings that it replaces, the latest first.
     """
 
     flag: str
@@ -47,8 +47,8 @@ class Resolved:
     """A checked configuration.
 
     Attributes:
-        settings: Those of the files in the order in which they first come, then those of the command line.
-        words: The command line that Megatron is to parse.
+        settings: Those of the files in the order of their first appearance, then those of the command line.
+        words: The command line that Megatron will parse.
         unknown: Those of its words that are not flags of the parser; it will refuse them, unless a training
             script adds its own flags.
     """
@@ -62,7 +62,7 @@ class Resolved:
         return next((setting.value for setting in self.settings if setting.flag == flag), None)
 
     def located(self, error: BadInput) -> BadInput:
-        """The same error with file and line, if it is about a flag that a file sets."""
+        """The same error with file and line, if a file sets the flag that it is about."""
         sources = {setting.flag: setting.source for setting in self.settings}
         source = sources.get(error.name, COMMAND_LINE)
         if source == COMMAND_LINE:
@@ -76,7 +76,7 @@ def names_files(words: Sequence[str]) -> bool:
 
 
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
-    """Read the files that a command line names, and put their settings before its own.
+    """Read the files that a command line names, and put their settings before the others.
 
     Args:
         words: The command line without the program name.
@@ -121,7 +121,7 @@ def _put(found: dict[str, Setting], dest: str, setting: Setting) -> None:
 
 
 def _from_file(path: Path, flags: ParserFlags) -> dict[str, Setting]:
-    """The settings of one file by the name under which the parser stores them."""
+    """The settings of one file, by the names under which the parser stores them."""
     settings: dict[str, Setting] = {}
     keys: dict[str, Entry] = {}
     for entry in read_entries(path):
@@ -156,7 +156,7 @@ def _from_command_line(group: Sequence[str], action: argparse.Action) -> Setting
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words up to the next one."""
+    """Each flag with its values: the words up to the next flag."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:

@@ -28,7 +28,7 @@ _ABOVE_0 = {"above": 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One block, with the tokens of one micro-batch. Every figure without a default has to be given."""
+    """One block, with the tokens of one micro-batch."""
 
     name: str
     sequence_length: int
@@ -40,7 +40,7 @@ class Case:
     heads: int
     """Query heads."""
     query_groups: int | None = None
-    """Key and value heads; as many as query heads if left out."""
+    """Key and value heads; the number of query heads if left out."""
     head_size: int | None = None
     """Width of a head; hidden / heads if left out."""
     experts: int
@@ -54,26 +54,26 @@ class Case:
     activation: Literal["gelu", "swiglu"]
     """Inside experts."""
     expert_kind: Literal["sequential", "grouped", "torch-grouped"] = "sequential"
-    """A rank's experts one after another; in Transformer Engine's grouped products, as with
-    --moe-grouped-gemm; or in torch's, which needs no extra package."""
+    """``sequential``: a rank's experts one after another. ``grouped``: Transformer Engine's grouped GEMM, as
+    with --moe-grouped-gemm. ``torch-grouped``: torch's grouped GEMM."""
     capacity: float | None = field(default=None, metadata=_ABOVE_0)
-    """Capacity factor: tokens above it are dropped by position. No token is dropped if left out."""
+    """Capacity factor; tokens above it are dropped by their position. If left out, no token is dropped."""
     dtype: Literal["fp32", "bf16", "fp16"]
     """Of parameters and activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Keep a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits a memory."""
+    """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory."""
 
     memory_gib: float = field(metadata=_ABOVE_0)
     """Memory of the device."""
     blocks: float = field(metadata=_ABOVE_0)
-    """How many blocks' tensors are held at once."""
+    """Number of blocks whose tensors are kept at the same time."""
     fixed: float = field(metadata=_ABOVE_0)
-    """Tensors of ``tokens * hidden`` outside the experts."""
+    """Number of tensors of ``tokens * hidden`` outside the experts."""
     per_expert: float = field(metadata=_ABOVE_0)
-    """Such tensors for each expert that a token visits."""
+    """Number of such tensors for each expert of a token."""
 
     def holds(self, case: Case) -> bool:
         """Whether the case fits."""
@@ -87,7 +87,7 @@ class Grid:
     """A checked grid.
 
     Attributes:
-        name: Stem of the file.
+        name: Name of the file without suffix.
         path: The file.
         cases: In the order of the file, names unique.
     """
@@ -97,7 +97,10 @@ class Grid:
     cases: tuple[Case, ...]
 
     def only(self, names: str | None) -> Grid:
-        """The grid with the cases of these names alone, separated by commas; all of them for None.
+        """The grid with only the cases of these names.
+
+        Args:
+            names: Separated by commas; None for all.
 
         Raises:
             BadInput: there is no such case.
@@ -108,12 +111,8 @@ class Grid:
         for name in chosen:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=3) or known[:3]
-                raise BadInput(
-                    "--cases",
-                    name or "(empty)",
-                    rule=f"is not a case of {self.path}",
-                    remedy=f"Use --cases {','.join(near)}.",
-                )
+                rule, remedy = f"is not a case of {self.path}", f"Use --cases {','.join(near)}."
+                raise BadInput("--cases", name or "(empty)", rule=rule, remedy=remedy)
         return dataclasses.replace(self, cases=tuple(case for case in self.cases if case.name in chosen))
 
 
@@ -150,9 +149,9 @@ def read_grid(path: Path) -> Grid:
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")
     axes = found.axes or (found.cases or (),)
     count = math.prod(map(len, axes))
-    if count > _MAXIMUM_CASES:
+    if found.axes and count > _MAXIMUM_CASES:
         remedy = f"Make at most {_MAXIMUM_CASES}."
-        refuse(path, lines["axes" if found.axes else "cases"], "axes", f"they make {count} cases", remedy)
+        refuse(path, lines["axes"], "axes", f"they make {count} cases", remedy)
     cases = [_case(path, found.defaults, parts) for parts in itertools.product(*axes)]
     cases = [case for case in cases if found.fits is None or found.fits.holds(case)]
     if not cases:
@@ -160,7 +159,7 @@ def read_grid(path: Path) -> Grid:
     names = [case.name for case in cases]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        refuse(path, top.line, f"name {twice}", "two cases have it", "Give each case another name.")
+        refuse(path, top.line, f"name {twice}", "two cases have it", "Give each case a different name.")
     if found.expected_cases not in (None, len(cases)):
         key = "expected_cases"
         rule, remedy = f"{len(cases)} cases are left", f"Write {len(cases)}."

@@ -1,8 +1,7 @@
-"""Arguments of ``ampipe sbatch`` that are the same for every job of a site, and the file that holds them.
+"""Arguments of ``ampipe sbatch`` that are the same for all jobs of a site, and the file with their values.
 
-One table holds them, so that the command line and the file take the same values. The file is YAML, its keys
-are arguments without their dashes, and nothing else may stand in it; what the command line says wins. Called
-by :mod:`megatron_ampipe.tools.sbatch_command`.
+The command line and the file take the same values, from one table. The file is YAML, and its keys are those
+arguments without their dashes; the command line wins. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 NONE = "none"
-"""What takes away what the site's file says, or the default."""
+"""The value that removes the site's value, or the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +28,9 @@ class Option:
     Attributes:
         metavar: Of its value, for the help.
         help: What it is for.
-        kind: Makes the value from text; raises :class:`argparse.ArgumentTypeError`.
-        default: Where neither the command line nor the file says it.
-        repeats: Whether it can come several times; then the file's values come first and the command line's
-            after them.
+        kind: Converts text to the value, or raises :class:`argparse.ArgumentTypeError`.
+        default: The value if neither the command line nor the file gives one.
+        repeats: Whether it can be given several times; the file's values come before the command line's.
     """
 
     metavar: str
@@ -43,7 +41,7 @@ class Option:
 
     @property
     def full_help(self) -> str:
-        """With what holds if it is not given."""
+        """The help with the default."""
         if self.repeats:
             return f"{self.help}; can be repeated"
         return self.help if self.default is None else f"{self.help} (default: {self.default})"
@@ -98,7 +96,7 @@ _REMOVABLE = ("account", "partition", "gres", "mem", "exclude", "health-check", 
 
 
 def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Declare some of the options; what holds without them is filled in by :func:`settle`."""
+    """Declare some of the options; :func:`settle` fills in their defaults."""
     for name in names:
         option = OPTIONS[name]
         action = "append" if option.repeats else "store"
@@ -108,14 +106,14 @@ def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
 
 
 def settle(arguments: argparse.Namespace, path: Path | None) -> None:
-    """Fill in what the command line leaves open: from the site's file, else the default.
+    """Fill in what the command line does not give, from the site's file, else the default.
 
     Args:
         arguments: Changed in place.
         path: The site's file.
 
     Raises:
-        BadInput: the file cannot be read, or holds something that it cannot.
+        BadInput: the file cannot be read, or a key or value in it is wrong.
     """
     found = {} if path is None else _read(path)
     for name, option in OPTIONS.items():
@@ -131,7 +129,7 @@ def settle(arguments: argparse.Namespace, path: Path | None) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    remedy = "Write 'partition: gpu' and the like on lines of their own; docs/slurm.md has an example."
+    remedy = "Write one 'key: value' on each line, such as 'partition: gpu'; docs/slurm.md has an example."
     document = load(path, what="--site", remedy=remedy, scalars_as_text=True)
     return {key: _value(path, document, key) for key in document}
 
