@@ -179,8 +179,11 @@ def test_the_papers_grid_has_56_of_72_cases() -> None:
 
 
 def test_a_case_takes_defaults_for_what_it_does_not_give(tmp_path: Path) -> None:
-    path = grid_file(tmp_path, f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n  - {{name: b, topk: 2}}\n")
-    assert [(case.name, case.topk) for case in read_grid(path).cases] == [("a", 1), ("b", 2)]
+    text = (
+        f"defaults: {{{FIGURES}, capacity: 2}}\ncases:\n- name: a\n- {{name: b, topk: 2, capacity: null}}\n"
+    )
+    cases = read_grid(grid_file(tmp_path, text)).cases
+    assert [(case.name, case.topk, case.capacity) for case in cases] == [("a", 1, 2.0), ("b", 2, None)]
 
 
 def test_axes_are_combined(tmp_path: Path) -> None:
@@ -215,6 +218,8 @@ def test_axes_are_combined(tmp_path: Path) -> None:
             "topk 1.5: must be a whole number",
         ),
         (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    capacity: .nan\n", 4, "capacity nan: must be"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  topk:\n", 4, "topk None: must be a whole number"),
         (
             f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    dtype: fp8\n",
             4,
