@@ -6,11 +6,11 @@ clusters.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.spelling import did_you_mean
 
 SUFFIX = ".yaml"
 _PACKAGE = Path(__file__).resolve().parent
@@ -51,10 +51,11 @@ def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> P
     known = config_names(*folders)
     if text in known:
         return known[text]
-    guess = did_you_mean(Path(text).stem, known)
+    near = difflib.get_close_matches(Path(text).stem, known, n=1)
+    guess = f"Did you mean {near[0]}? " if near else ""
     raise BadInput(
         flag,
         text or "(empty)",
         rule=f"is neither a file nor a {what} of ours",
-        remedy=f"{guess} Give a YAML file, or one of {', '.join(sorted(known))}.".lstrip(),
+        remedy=f"{guess}Give a YAML file, or one of {', '.join(sorted(known))}.",
     )

@@ -260,7 +260,7 @@ class Cluster:
         return self.compute.attention[dtype]
 
     def stage_overhead(self, kind: OverheadKind) -> StageOverhead:
-        """What a compute stage of this kind costs in addition to its work.
+        """What a compute stage of this kind costs beside its work.
 
         Raises:
             BadInput: the file has a figure neither for this kind nor for any.

@@ -38,7 +38,7 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(tmp_path: Path) -> Non
     done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--run", "run.yaml", without_torch=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("ampipe: run.yaml:2: lr: abc: takes a number. ")
-    assert done.stderr.endswith("To submit it all the same, add --no-check.\n")
+    assert done.stderr.endswith("To submit it anyway, add --no-check.\n")
 
 
 def test_without_megatron_it_says_what_is_not_checked(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_can_be_seen_without_megatron_is_refused(
 ) -> None:
     assert main([*SBATCH, *words]) == 2
     said = capsys.readouterr().err
-    assert message in said and said.endswith("To submit it all the same, add --no-check.\n")
+    assert message in said and said.endswith("To submit it anyway, add --no-check.\n")
 
 
 def test_what_looks_misspelt_without_megatron_is_named(

@@ -1,12 +1,13 @@
-"""Checks the flags of a training run before its job waits in the queue.
+"""Checks the flags of a training run before its job is submitted, so that it does not fail after the queue.
 
-Megatron's parser and checks are called as ``ampipe config`` does, in another process: the import takes
-seconds and much memory, and a login node may kill it. Where Megatron cannot be imported, AMPipe's flags are
-parsed and parallel sizes are compared with the number of ranks; a note says that Megatron's flags were not
-checked, and names those that look misspelt. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
+Runs Megatron's parser and validation as ``ampipe config`` does, in a separate process: the import takes
+seconds and much memory, and a login node may kill it. If Megatron cannot be imported, AMPipe's flags are
+parsed and the parallel sizes checked; a note says that Megatron's flags were not checked, and names those
+that look misspelt.
+Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 
-Run as a module, this file is that process: it reads words and a number of ranks as JSON, and prints a line of
-JSON.
+Run as a module, it is that process: reads the arguments and the number of ranks as JSON, and prints one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str
     """Refuse a training run that could not start.
 
     Args:
-        words: Its whole command line.
-        num_ranks: On how many ranks it would run.
-        files: The files of settings that ``words`` name, in order.
+        words: Its complete command line.
+        num_ranks: Number of ranks of the run.
+        files: The settings files in ``words``, in order.
 
     Returns:
-        What could not be checked here, as a sentence; None if Megatron has checked everything.
+        A sentence about what could not be checked; None if Megatron has checked everything.
 
     Raises:
         BadInput: a flag or a file is refused.
@@ -52,7 +53,7 @@ def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str
             return None
         settings.check_own()
     except BadInput as error:
-        remedy = f"{error.remedy} To submit it all the same, add --no-check."
+        remedy = f"{error.remedy} To submit it anyway, add --no-check."
         raise BadInput(error.name, error.value, rule=error.rule, remedy=remedy) from error
     return (
         f"flags of Megatron are not checked: {reason}. To check them, run in the environment of the job: "
@@ -61,8 +62,8 @@ def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str
 
 
 def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
-    """None if Megatron takes the words, and the reason if it could not be asked."""
-    # Without the ranks of a job inside which this may run.
+    """Check the arguments with Megatron. Returns None, or the reason why Megatron could not be run."""
+    # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     try:
         done = subprocess.run(
@@ -77,7 +78,7 @@ def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
         return f"Megatron's check took more than {TIMEOUT_S} s here"
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
-        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return f"Megatron's check ended with {done.returncode} here ({last})"
     answer = json.loads(answers[-1].removeprefix(_ANSWER))
     if "refused" in answer:
@@ -87,7 +88,7 @@ def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
 
 
 def _check_layout(settings: _Settings, num_ranks: int) -> None:
-    """Refuse parallel sizes that do not fit the experts or the number of ranks."""
+    """Check the parallel sizes; messages name the flags."""
     experts, expert_parallel = settings.number("num-experts"), settings.number("expert-model-parallel-size")
     if experts and expert_parallel and experts % expert_parallel:
         raise BadInput(
@@ -112,12 +113,12 @@ def _check_layout(settings: _Settings, num_ranks: int) -> None:
                 "--nodes times --gpus-per-node",
                 num_ranks,
                 rule=f"is not a multiple of {product}, the product of the {of}",
-                remedy="Take more nodes, or make one of these sizes smaller.",
+                remedy="Use more nodes, or reduce one of these sizes.",
             )
 
 
 class _Settings:
-    """What files and command line set, as text."""
+    """The settings in files and on the command line, as text."""
 
     def __init__(self, words: Sequence[str], files: Sequence[Path]) -> None:
         self._entries = [entry for path in files for entry in read_entries(path)]
@@ -128,7 +129,7 @@ class _Settings:
             self._groups[-1].append(word)
 
     def number(self, flag: str) -> int | None:
-        """The whole number to which a flag is set last; None if there is none, or it is not a number."""
+        """The integer value of a flag, the last one if set several times; None if unset or not an integer."""
         found: object = None
         for entry in self._entries:
             if entry.key == flag and not entry.section:
@@ -141,7 +142,7 @@ class _Settings:
 
     def check_own(self) -> None:
         """Refuse what AMPipe's parser refuses, in the files and on the command line."""
-        # Not at the top: they import the planner, which nothing else here needs.
+        # Imported here because it imports the planner, which nothing else in this module needs.
         from megatron_ampipe.launch.flags import add_arguments
         from megatron_ampipe.launch.refuse import report_parser_errors
 
@@ -150,9 +151,6 @@ class _Settings:
         for entry in self._entries:
             if entry.section:
                 flags.words_of(entry, flags.flag_of(entry))
-        stray = next((group[0] for group in self._groups if not group[0].startswith("--")), None)
-        if stray is not None:
-            raise BadInput("argument", stray, rule="belongs to no flag", remedy="Write each as --flag value.")
         report_parser_errors(parser)
         own = (group for group in self._groups if group[0].startswith(f"--{OWN_SECTION}-"))
         parser.parse_args([word for group in own for word in group])
@@ -171,7 +169,7 @@ class _Settings:
 
 
 def main() -> None:
-    """Check the words that stand on standard input, and print the answer."""
+    """Check the arguments on standard input with Megatron, and print the result."""
     asked = json.load(sys.stdin)
     answer: dict[str, object] = {}
     # Some libraries print to standard output when they are imported.
