@@ -213,7 +213,7 @@ _YAML = (
     Row("yaml-not-a-number", _CONFIG + "nan.yaml", "nan.yaml:1: lr: .nan: takes a number. Write for"),
     Row("yaml-nul-in-a-path", _CONFIG + "nul.yaml", "Give a file that ampipe plan --output wrote."),
     Row("yaml-section-as-value", _CONFIG + "map.yaml", "map.yaml:1: lr: is not a section. Write 'lr: value'"),
-    Row("yaml-list-as-section", _CONFIG + "own-list.yaml", ":1: ampipe: is a section, and holds settings"),
+    Row("yaml-list-as-section", _CONFIG + "own-list.yaml", ":1: ampipe: is a section for settings of AMPipe"),
     Row("yaml-list-as-degree", _CONFIG + "own-degree.yaml", ":2: ampipe.degree: [4,4]: takes one value,"),
     Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
     Row("yaml-empty", _CONFIG + "empty", "empty:1: top: does not hold keys with values. Write"),
@@ -320,7 +320,7 @@ _TOOLS = (
 _PLANS = (
     Row("plan-cut", _FROM_PLAN + "cut.plan", "cut.plan:1: YAML: found unexpected end of stream. Give"),
     Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number, at least 0,"),
-    Row("plan-beyond-numbers", _FROM_PLAN + "long.plan", "long.plan:1: YAML: a number of 401 digits is no"),
+    Row("plan-beyond-numbers", _FROM_PLAN + "long.plan", "long.plan:1: YAML: a number of 401 digits is too"),
     Row("plan-hidden-share", _FROM_PLAN + "hidden.plan", "hidden_share 7: is a share, from 0 to 1. Write"),
     Row("plan-infinite-shares", _FROM_PLAN + "shares.plan", "shares[0] '1e+308': must be at most 1e+15."),
     Row("plan-list-as-schedule", _FROM_PLAN + "schedule.plan", "schedule ['qkv']: must be text. Write some"),
@@ -431,17 +431,17 @@ _FLAGS = (
     Row(
         "trace-dir-file",
         "train --ampipe-degree 2 --ampipe-trace-dir {here}/empty",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "board-file",
         "train --ampipe-degree 2 --tensorboard-dir {here}/empty",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "save-file",
         "train --ampipe-degree 2 --save {here}/empty --save-interval 2",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "save-empty",

@@ -106,7 +106,7 @@ WRONG = {
     ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),
     "own-no-section": Wrong(
-        "ampipe: is a section, and holds settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
+        "ampipe: is a section for settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
     ),
     "flag-in-own-section": Wrong(
         "ampipe.num-layers: is a flag of Megatron. Write 'num-layers: ...' outside",

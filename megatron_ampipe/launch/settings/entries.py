@@ -83,9 +83,7 @@ def _entries(path: Path, mapping: LinedMapping) -> Iterator[Entry]:
             yield entry
             continue
         if not isinstance(entry.value, LinedMapping):
-            raise entry.refuse(
-                "is a section, and holds settings of AMPipe", "Write 'degree: 4' below it, indented."
-            )
+            raise entry.refuse("is a section for settings of AMPipe", "Write 'degree: 4' below it, indented.")
         for own in entry.value:
             yield _entry(path, entry.value, own, section=OWN_SECTION)
 
@@ -95,7 +93,7 @@ def _flags_of_cluster(path: Path, top: LinedMapping) -> LinedMapping:
     found = top[FLAGS_SECTION]
     if not isinstance(found, LinedMapping):
         raise _entry(path, top, FLAGS_SECTION).refuse(
-            "is a section, and holds flags", "Write one 'flag: value' on each line below it."
+            "is a section for flags", "Write one 'flag: value' on each line below it."
         )
     outside = next((key for key in top if key not in keys_of(Cluster)), None)
     if outside is not None:

@@ -50,7 +50,7 @@ class Option:
 OPTIONS: Mapping[str, Option] = {
     "account": Option(metavar="A", help="whom to charge"),
     "partition": Option(metavar="P", help="where to run"),
-    "gpus-per-node": Option(metavar="N", kind=at_least(1), help="where no cluster file says it"),
+    "gpus-per-node": Option(metavar="N", kind=at_least(1), help="if no cluster file gives it"),
     "gres": Option(
         metavar="gpu[:TYPE]",
         help="ask for GPUs as --gres=gpu[:TYPE]:N in place of --gpus-per-node=N, for an older SLURM",
