@@ -15,8 +15,8 @@ from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.records import read_record, refuse, write_record
 from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
+from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 

@@ -42,7 +42,7 @@ WRONG = {
         "{line}2: persistent-save-interval: sets the same as save-interval",
         "save-interval: 1\npersistent-save-interval: 2",
     ),
-    "key-no-setting": Wrong("help: is no setting. Leave it out", "help: true"),
+    "key-no-setting": Wrong("help: is not a setting. Leave it out", "help: true"),
     # Values.
     "word-for-whole-number": Wrong(
         "num-layers: twelve: takes a whole number. Write for example 4", "num-layers: twelve"
@@ -59,10 +59,10 @@ WRONG = {
     "number-for-switch": Wrong("swiglu: '1': is a switch", "swiglu: 1"),
     "quoted-switch": Wrong("Write 'swiglu: false'", 'swiglu: "false"'),
     "switch-for-number": Wrong(
-        "num-layers: true: is no switch, and takes a value. Write for example 4", "num-layers: true"
+        "num-layers: true: is not a switch, and takes a value. Write for example 4", "num-layers: true"
     ),
     "switch-for-choice": Wrong(
-        "normalization: false: is no switch, and takes a value. Write LayerNorm", "normalization: false"
+        "normalization: false: is not a switch, and takes a value. Write LayerNorm", "normalization: false"
     ),
     "choice-case": Wrong(
         "normalization: rmsnorm: is not one of LayerNorm, RMSNorm. Write RMSNorm.", "normalization: rmsnorm"
@@ -81,9 +81,9 @@ WRONG = {
     "text-for-list": Wrong("Write 'data-path: [0.5, a, 0.5, b]'", "data-path: 0.5 a 0.5 b"),
     "too-few": Wrong("rampup-batch-size: 1, 2: takes 3 values, and here are 2", "rampup-batch-size: [1, 2]"),
     "empty-list": Wrong("recompute-modules: []: is an empty list", "recompute-modules: []"),
-    "list-in-list": Wrong("takes numbers and text alone", "recompute-modules: [[moe]]"),
+    "list-in-list": Wrong("takes only numbers and text", "recompute-modules: [[moe]]"),
     "no-value": Wrong("{line}2: load: has no value. Give one, or leave the key out", "lr: 1\nload:\n"),
-    "mapping": Wrong("lr: is no section. Write 'lr: value' on one line", "lr:\n  max: 1"),
+    "mapping": Wrong("lr: is not a section. Write 'lr: value' on one line", "lr:\n  max: 1"),
     # Sections.
     "own-at-top": Wrong("degree: is a setting of AMPipe. Write 'degree: ...' below 'ampipe:'", "degree: 4"),
     "own-with-prefix-at-top": Wrong("Write 'degree: ...' below 'ampipe:'", "ampipe-degree: 4"),
@@ -106,7 +106,7 @@ WRONG = {
     ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),
     "own-no-section": Wrong(
-        "ampipe: is a section, and holds settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
+        "ampipe: is a section for settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
     ),
     "flag-in-own-section": Wrong(
         "ampipe.num-layers: is a flag of Megatron. Write 'num-layers: ...' outside",
@@ -114,11 +114,11 @@ WRONG = {
     ),
     "file-in-file": Wrong("ampipe.config: a file cannot name further files", "ampipe:\n  config: tiny"),
     "beside-flags": Wrong(
-        "{line}3: lr: stands beside the section 'flags:', and would not be read",
+        "{line}3: lr: stands outside the section 'flags:', and would not be read",
         "flags:\n  num-layers: 2\nlr: 1",
     ),
     "cluster-without-flags": Wrong(
-        "{line}2: ranks_per_node: a cluster file without a section 'flags:' says nothing to a launch. Leave",
+        "{line}2: ranks_per_node: a cluster file without a section 'flags:' has no setting of a launch.",
         "description: x\nranks_per_node: 8",
     ),
     # Files.

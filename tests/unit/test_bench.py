@@ -189,9 +189,12 @@ def test_the_papers_grid_has_56_of_72_cases() -> None:
     assert "xl-32k-b2-c4" not in names
 
 
-def test_defaults_stand_behind_a_case(tmp_path: Path) -> None:
-    path = grid_file(tmp_path, f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n  - {{name: b, topk: 2}}\n")
-    assert [(case.name, case.topk) for case in read_grid(path).cases] == [("a", 1), ("b", 2)]
+def test_a_case_takes_defaults_for_what_it_does_not_give(tmp_path: Path) -> None:
+    text = (
+        f"defaults: {{{FIGURES}, capacity: 2}}\ncases:\n- name: a\n- {{name: b, topk: 2, capacity: null}}\n"
+    )
+    cases = read_grid(grid_file(tmp_path, text)).cases
+    assert [(case.name, case.topk, case.capacity) for case in cases] == [("a", 1, 2.0), ("b", 2, None)]
 
 
 def test_axes_are_combined(tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_axes_are_combined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "rule"),
     [
-        (f"cases:\n  - {{name: a, {FIGURES}, speed: 3}}\n", 2, "speed: is not one of"),
+        (f"cases:\n  - {{name: a, {FIGURES}, speed: 3}}\n", 2, "speed: is not a known key. Use one of"),
         (f"cases:\n  - {{name: a, {FIGURES.replace('topk: 1, ', '')}}}\n", 2, "topk: is missing"),
         (f"cases:\n  - {{{FIGURES}}}\n", 2, "name: is missing"),
         (
@@ -226,6 +229,8 @@ def test_axes_are_combined(tmp_path: Path) -> None:
             "topk 1.5: must be a whole number",
         ),
         (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    capacity: .nan\n", 4, "capacity nan: must be"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  topk:\n", 4, "topk None: must be a whole number"),
         (
             f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    dtype: fp8\n",
             4,
@@ -242,14 +247,14 @@ def test_axes_are_combined(tmp_path: Path) -> None:
         (f"defaults: {{{FIGURES}}}\ncases: [{{name: a}}]\nexpected_cases: 2\n", 3, "1 cases are left"),
         ("cases: []\n", 1, "must be a list that is not empty"),
         ("cases: 3\n", 1, "must be a list"),
-        ("cases: [3]\n", 1, "every entry must hold keys"),
+        ("cases: [3]\n", 1, "cases[0]: must hold keys with values"),
         ("axes: [[]]\n", 1, "must be a list that is not empty"),
         ("axes: 3\n", 1, "must be a list"),
         ("defaults: 3\ncases: [{name: a}]\n", 1, "must hold keys with values"),
         ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
-        ("case: [{name: a}]\n", 1, "case: is not one of"),
+        ("case: [{name: a}]\n", 1, "case: is not a known key. Did you mean cases?"),
         ("cases:\n  - name: a\n    name: b\n", 3, "'name' comes twice"),
-        ("cases:\n  - 3: a\n", 2, "the key 3 is no text"),
+        ("cases:\n  - 3: a\n", 2, "the key 3 is not text"),
         ("cases: [\n", 2, "YAML"),
         ("- 3\n", 1, "does not hold keys"),
         ("", 1, "does not hold keys"),
@@ -267,7 +272,7 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match="not YAML of ours"):
+    with pytest.raises(BadInput, match="cannot be read as YAML"):
         read_grid(path)
 
 

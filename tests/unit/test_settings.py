@@ -128,7 +128,7 @@ def test_a_cluster_file_gives_its_flags_alone(parser: argparse.ArgumentParser, t
     cluster = "description: x\nranks_per_node: 8\nflags:\n  num-layers: 3\n  ampipe:\n    degree: 2\n"
     assert words_of(parser, tmp_path, cluster) == ["--num-layers", "3", "--ampipe-degree", "2"]
     for beside in ("lr: 2", "ampipe:\n  degree: 2"):
-        with pytest.raises(BadInput, match="stands beside the section 'flags:', and would not be read"):
+        with pytest.raises(BadInput, match="stands outside the section 'flags:', and would not be read"):
             words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{beside}\n")
 
 
@@ -180,7 +180,7 @@ def test_the_record_stands_beside_the_logs(
     for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
         assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
     write(tmp_path / "file", "")
-    with pytest.raises(BadInput, match=r"--save .*: cannot be written to"):
+    with pytest.raises(BadInput, match=r"--save .*/file: .*/file cannot be written to"):
         settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])
 
 
