@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
@@ -20,7 +21,6 @@ from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
 from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 
@@ -133,19 +133,12 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
-    """What the blocks contain while training, as ``layers.block`` finds it out from the modules."""
-    has_capacity = (args.moe_expert_capacity_factor or -1.0) >= 0
-    return BlockFeatures(
-        losses=router_has_losses(
-            args.moe_router_load_balancing_type,
-            coefficients=args.moe_aux_loss_coeff,
-            z_loss_coefficient=args.moe_z_loss_coeff,
-        ),
-        shared=args.moe_shared_expert_intermediate_size is not None,
-        ordered_routing=has_capacity and args.ampipe_capacity_scope != "chunk",
-        chunked_qkv=args.tensor_model_parallel_size * args.context_parallel_size == 1
-        and not args.multi_latent_attention,
-    )
+    """What the blocks contain while training."""
+    return features_of_settings(args, capacity_scope=_capacity_scope(args))
+
+
+def _capacity_scope(args: argparse.Namespace) -> str:
+    return args.ampipe_capacity_scope or "sequence"
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
@@ -159,7 +152,8 @@ def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workl
         # Megatron takes a negative factor for none; at degree 1 nobody refuses it.
         del values["moe-expert-capacity-factor"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    workload, _ = workload_of(ModelFile(Path("arguments"), values, {}), cluster, ranks=args.world_size)
+    model = ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
+    workload, _ = workload_of(model, cluster, ranks=args.world_size)
     if not args.bf16 and not args.fp16:
         # A model file cannot say so: without a precision, it means the cluster's.
         workload = dataclasses.replace(workload, dtype="fp32")

@@ -78,7 +78,7 @@ def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
     """A field that is added to a workload has to be recorded, or named here with the reason."""
     derived = {"key_value_width", "latent"}  # follow from heads and projections
     assumed = {"imbalance", "padded"}  # of the prediction; the stock layer's padding
-    features = {"losses"}  # the schedule itself says so
+    features = {"losses", "capacity_per_chunk"}  # the order of stages itself is checked for these
     changed: dict[str, Any] = {
         "dtype": "fp32", "projections": ((1, 1),), "gated": True, "shared_ffn": 1, "capacity": 1.5,
         "window": 7, "grouped": True, "dispatcher": "allgather", "fused_gradients": False, "recomputes": True,
