@@ -37,11 +37,12 @@ def check_rank_variables() -> None:
             raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
 
 
-def check_own_flags(words: Sequence[str]) -> None:
-    """Refuse a wrong flag of ours in a command line.
+def check_own_flags(words: Sequence[str], *, read_plan: flags.PlanReader) -> None:
+    """Refuse a wrong flag of AMPipe's in a command line.
 
     Args:
         words: The command line without the program name.
+        read_plan: Reads the plan file that it names.
 
     Raises:
         BadInput: There is no such flag, or its value is wrong, or it does not go with another one of ours.
@@ -50,11 +51,11 @@ def check_own_flags(words: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     report_parser_errors(parser)
-    args, others = flags.add_arguments(parser).parse_known_args(list(words))
+    args, others = flags.add_arguments(parser, read_plan=read_plan).parse_known_args(list(words))
     for index, word in enumerate(others):
         if word.startswith(_PREFIX):
             values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
             parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
     # A --yaml-cfg replaces all flags, which is said when Megatron has read it.
     if not settings.names_files(words) and "--yaml-cfg" not in words:
-        flags.config_from_args(args)
+        flags.config_from_args(args, read_plan=read_plan)

@@ -52,14 +52,17 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
     return plan
 
 
-def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
-    """What a plan file says, and in what this run is not what the plan was made for.
+def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
+    """What a plan says, and in what this run is not what the plan was made for.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: What was read.
+        plan_file: From where, as the user named it.
 
     Raises:
-        BadInput: the file is wrong, was made for other blocks, or its order or cut is not one of this model's
-            blocks.
+        BadInput: the plan was made for other blocks, or its order or cut is not one of this model's blocks.
     """
-    plan = Plan.read(Path(plan_file))
     notes = _compare(args, plan, plan_file)
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))

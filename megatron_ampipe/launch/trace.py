@@ -1,12 +1,11 @@
 """What of a run is recorded, and the trace that each rank writes.
 
-Called by :mod:`.pretrain`, :mod:`.hooks` and :mod:`.patched`.
+Called by :mod:`.session`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.metrics import is_measured, logged
+from megatron_ampipe.launch.metrics import is_measured
 from megatron_ampipe.layers.context import AMPipeContext
 
 ForwardStep = Callable[..., Any]
@@ -64,29 +63,6 @@ def recorded(
         else:
             recorder.pause()
         return forward_step(data_iterator, model, *rest, **kwargs)
-
-    return step
-
-
-def recorded_when_called(
-    forward_step: ForwardStep, settings: Callable[[], tuple[AMPipeContext | None, argparse.Namespace]]
-) -> ForwardStep:
-    """As :func:`recorded`, and log our figures, where the arguments are parsed later or by others.
-
-    Args:
-        forward_step: Megatron's.
-        settings: Asked at the first call for what :func:`recorded` takes.
-    """
-    steps: list[ForwardStep] = []
-    until_the_end = contextlib.ExitStack()
-
-    @functools.wraps(forward_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if not steps:
-            context, parsed = settings()
-            until_the_end.enter_context(logged(context, parsed))
-            steps.append(recorded(forward_step, context, parsed))
-        return steps[0](*args, **kwargs)
 
     return step
 

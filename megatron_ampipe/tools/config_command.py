@@ -78,14 +78,14 @@ def check(words: Sequence[str], *, num_ranks: int | None) -> Resolved:
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import pretrain, settings
+    from megatron_ampipe.launch import command_line, settings
 
     # Some libraries greet on standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        pretrain.import_megatron()
-        parser = pretrain.full_parser()
+        command_line.import_megatron()
+        parser = command_line.full_parser()
     resolved = settings.resolve(words, parser)
-    pretrain.check_settings(resolved, parser)
+    command_line.check_settings(resolved, parser)
     # Refuses what is no flag at all.
     parser.parse_args(resolved.words)
     if num_ranks is not None:

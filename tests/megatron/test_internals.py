@@ -599,12 +599,12 @@ INTERNALS = [
     # The launch.
     Internal(
         "training.models.gpt.GPTModelConfig",
-        "launch/attach.py",
+        "launch/pretrain.py",
         (fields("transformer", "transformer_layer_spec"),),
     ),
     Internal(
         "training.models.gpt.GPTModelBuilder",
-        "launch/attach.py",
+        "launch/pretrain.py",
         (
             says(
                 "callable(transformer_layer_spec)",
@@ -614,7 +614,7 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "training.models.gpt.default_layer_spec", "launch/attach.py", (begins_with("config", "vp_stage"),)
+        "training.models.gpt.default_layer_spec", "launch/pretrain.py", (begins_with("config", "vp_stage"),)
     ),
     Internal("core.utils.unwrap_model", "launch/trace.py launch/hooks.py", (begins_with("model"),)),
     Internal(
@@ -633,7 +633,7 @@ INTERNALS = [
         "launch/pretrain.py launch/hooks.py",
         (takes("extra_args_provider", "args_defaults"), says("parse_args(", "validate_args(")),
     ),
-    Internal("training.arguments.add_megatron_arguments", "launch/pretrain.py", (begins_with("parser"),)),
+    Internal("training.arguments.add_megatron_arguments", "launch/command_line.py", (begins_with("parser"),)),
     Internal(
         "training.arguments.parse_args",
         "launch/pretrain.py launch/hooks.py",
@@ -668,7 +668,7 @@ INTERNALS = [
     Internal("core.enums.ModelType", "launch/pretrain.py", (has("encoder_or_decoder"),)),
     Internal(
         "training.training",
-        "launch/pretrain.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
+        "launch/command_line.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
     ),
     Internal(
