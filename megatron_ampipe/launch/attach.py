@@ -1,4 +1,4 @@
-"""Settles how the blocks of a run are pipelined: rules, choice, start-up table. Called by :mod:`.session`."""
+"""Decides how the blocks of a run are pipelined: rules, choice, start-up table. Called by :mod:`.session`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_context(
     adjustments: Sequence[host.Adjustment],
     read_plan: flags.PlanReader,
 ) -> AMPipeContext | None:
-    """Check the arguments against every rule, and print the start-up table on rank 0.
+    """Check the arguments against all rules, and print the start-up table on rank 0.
 
     Args:
         args: Megatron's validated arguments.
@@ -89,7 +89,7 @@ def make_context(
 def _choose(
     args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout, plan: Plan | None
 ) -> list[tuple[str, str]]:
-    """Settle how blocks are run, or who will; the rows about it in the start-up table."""
+    """Decide how blocks are run, or have it decided later; the rows about it in the start-up table."""
     config, choice = context.config, None
     if plan is not None:
         choice = choice_of_plan(args, plan, str(config.plan))
@@ -143,8 +143,8 @@ def _random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
     if not args.moe_router_force_load_balancing:
         return []
     note = (
-        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws for "
-        "itself: the same distribution as in a stock run, and other numbers"
+        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws its "
+        "own numbers: the distribution is that of a stock run, the numbers are not"
     )
     return [("warning", note)]
 
@@ -158,7 +158,7 @@ def _saved(file: str | None) -> list[tuple[str, str]]:
 
 
 def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:
-    """The kernel of the layers, and why it is not a better one."""
+    """The kernel of the layers, and why a faster one is not used."""
     choice = choose_kernel(
         local=args.transformer_impl == "local",
         on_gpu=on_gpu,
@@ -173,7 +173,7 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str,
 
 
 def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """A row that says that losses cannot be compared with those of another degree, where that is so."""
+    """A row about losses that cannot be compared with those of another degree; none without dropout."""
     rates = {"attention": args.attention_dropout, "hidden": args.hidden_dropout}
     drawing = " ".join(f"--{name}-dropout {rate:g}" for name, rate in rates.items() if rate > 0)
     if not drawing:
@@ -182,12 +182,12 @@ def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
         (
             "note",
             f"{drawing}: every degree draws other random numbers, so losses differ from those of a stock "
-            "run, and mean the same; to compare runs digit by digit use 0 for both",
+            "run but mean the same; to compare runs digit by digit use 0 for both",
         )
     ]
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:
-    """Where the first rank's rows are cut, as rows of its residual stream."""
+    """Where the rows of the first rank are cut, as rows of its residual stream."""
     ends = [chunk.hidden[-1].local_end for chunk in chunks]
     return " ".join(map(str, [0, *ends])) + f" of the {ends[-1]} rows of a rank"

@@ -38,9 +38,9 @@ def add_arguments(
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="YAML files of settings, or names of ours such as mixtral-8x7b: Megatron's flags without the "
-        "dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, and the "
-        "command line over all",
+        help="YAML files of settings, or names of included ones such as mixtral-8x7b: Megatron's flags "
+        "without the dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, "
+        "and the command line over all",
     )
     group.add_argument(
         "--ampipe-degree",
@@ -55,7 +55,7 @@ def add_arguments(
         type=int,
         default=None,
         metavar="N",
-        help="degree of the backward pass, where it shall be another one; it divides --ampipe-degree or is "
+        help="degree of the backward pass, if it is to be another one; it divides --ampipe-degree or is "
         "divided by it (default: as --ampipe-degree)",
     )
     group.add_argument(
@@ -69,7 +69,7 @@ def add_arguments(
         "--ampipe-cluster",
         default=None,
         metavar="FILE",
-        help="cluster file that 'ampipe profile' wrote, or the name of one of ours: --ampipe-degree auto "
+        help="cluster file that 'ampipe profile' wrote, or the name of an included one: --ampipe-degree auto "
         "then plans at the start and tries nothing",
     )
     group.add_argument(
@@ -107,11 +107,11 @@ def add_arguments(
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
-    _put_aside_when_parsed(parser, read_plan)
+    _disable_overlaps_when_parsed(parser, read_plan)
     return parser
 
 
-def _put_aside_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
+def _disable_overlaps_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
     """Switch off other overlaps as soon as flags are parsed; the start-up table says so (:mod:`.attach`)."""
     parse = parser.parse_known_args
 
@@ -173,7 +173,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
     if args.ampipe_plan is not None:
-        _refuse_beside_a_plan(args)
+        _refuse_next_to_plan(args)
         return _of_plan(args, args.ampipe_plan, read_plan)
     if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
         raise BadInput(
@@ -239,7 +239,7 @@ def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeCon
             "--ampipe-schedule",
             args.ampipe_schedule,
             rule=f"is not that of the plan in {args.ampipe_save_plan}, which is {chosen}",
-            remedy="Remove the file, or name another one, to choose anew.",
+            remedy="Remove the file, or name another one, to choose again.",
         )
     return _of_plan(args, args.ampipe_save_plan, read_plan)
 
@@ -254,7 +254,7 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
     )
 
 
-def _refuse_beside_a_plan(args: argparse.Namespace) -> None:
+def _refuse_next_to_plan(args: argparse.Namespace) -> None:
     for name in ("degree", "backward_degree", "chunks", "cluster", "schedule"):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"

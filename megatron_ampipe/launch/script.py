@@ -3,7 +3,7 @@
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
 The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
-``megatron`` package beside it is the one that is imported. What reaches into it is in :mod:`.hooks`.
+``megatron`` package next to it is the one that is imported. :mod:`.hooks` wraps the functions that it calls.
 Called by ``python -m megatron_ampipe.launch``.
 """
 
@@ -22,10 +22,10 @@ from megatron_ampipe.launch.session import TrainingSession
 USAGE = """\
 usage: torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS...
 
-Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags beside its own.
+Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags in addition to its own.
 
-  PATH/pretrain_gpt.py   the script; the megatron package beside it is the one that is used
-  FLAGS                  the script's own, and --ampipe-degree N and its like; after the script,
+  PATH/pretrain_gpt.py   the script; the megatron package next to it is the one that is used
+  FLAGS                  the script's own, and --ampipe-degree N and the like; after the script,
                          --help lists them all
 """
 
@@ -82,7 +82,7 @@ def run_script(script: Path, session: TrainingSession) -> int:
     Raises:
         AMPipeError: Bad input, or something missing.
     """
-    # In place of what "python -m" put there, as if the script had been named on python's command line.
+    # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
     words = session.prepare_platform()
     hooks = Hooks(session)

@@ -1,7 +1,7 @@
 """Reads a model file without Megatron, and makes a workload of it.
 
 A model file holds Megatron's flags without their dashes (``num-layers: 12``) and, in a section ``ampipe:``,
-those of AMPipe. Flags that no size depends on are accepted when Megatron has them. Called by ``ampipe plan``.
+those of AMPipe. Flags that no size depends on are accepted if Megatron has them. Called by ``ampipe plan``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelFile:
     Attributes:
         path: The file.
         values: Megatron's flags, and what was set on the command line over them.
-        lines: Where each stands; 0 for what was set on the command line.
+        lines: The line of each; 0 for what was set on the command line.
         capacity_scope: Over which tokens an expert's capacity counts, by the section ``ampipe:``.
     """
 

@@ -25,7 +25,7 @@ class Workload:
         experts: Experts over all ranks.
         topk: Experts of a token.
         ffn: Width inside an expert.
-        gated: Experts have a gate beside the up-projection (SwiGLU).
+        gated: Experts have a gate in addition to the up-projection (SwiGLU).
         shared_ffn: Width inside the shared experts together; None without.
         capacity: Capacity factor; None if no token is dropped.
         capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
