@@ -113,15 +113,15 @@ class TrainingSession:
 
         with refuse_as_bad_input():
             config = flags.config_from_args(args, read_plan=self._read_plan)
-            is_ours = config.pipelined or not self._is_patch
-            if is_ours:
+            is_active = config.pipelined or not self._is_patch
+            if is_active:
                 self._check_run(args)
             keep_from_children(args)
             self.args = args
             self.context = make_context(
                 args, config, adjustments=self._adjustments, read_plan=self._read_plan
             )
-        if is_ours and int(os.environ.get("RANK", "0")) == 0:
+        if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
                 parser = command_line.full_parser(read_plan=self._read_plan)
                 self._resolved = settings.resolve(self._words, parser)
