@@ -82,7 +82,7 @@ class AMPipeConfig:
 
     @property
     def degree(self) -> int | str:
-        """The value of ``--ampipe-degree`` that says so."""
+        """The value of ``--ampipe-degree`` for this configuration."""
         return AUTO if self.automatic else self.pipeline.degree
 
     @property

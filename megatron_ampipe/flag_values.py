@@ -1,7 +1,7 @@
-"""Values of Megatron's flags that no run can have, at any degree, refused before Megatron trips over them.
+"""Values of Megatron's flags that no run can have, at any degree, refused before Megatron fails at them.
 
-Megatron checks some of them by arithmetic (a division by zero), by a bare assertion, or not at all, and then
-says something else. What AMPipe does not run is in :mod:`.refusals`. Imports neither torch nor Megatron;
+Megatron finds some of them by accident (a division by zero), by a bare assertion, or not at all, and its
+message then misleads. What AMPipe does not run is in :mod:`.refusals`. Imports neither torch nor Megatron;
 called where a command line has been parsed.
 """
 
@@ -33,7 +33,7 @@ class Range:
 
     @property
     def rule(self) -> str:
-        """As a clause."""
+        """The rule, as a clause."""
         if self.most is None:
             return f"must be at least {self.least:g}"
         return f"must lie between {self.least:g} and {self.most:g}"
@@ -178,7 +178,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--load",
         _empty("load"),
-        "names nothing, so that a run would begin anew",
+        "names nothing, so that a run would start from the beginning",
         "Name a folder, or leave it out.",
     ),
     Conflict(
@@ -227,7 +227,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 
 def refuse_values(arguments: Any) -> None:
-    """Hold parsed arguments, defaults included, against the tables of this page.
+    """Check parsed arguments, defaults included, against the tables of this module.
 
     Args:
         arguments: An ``argparse.Namespace`` of Megatron's flags; those that are absent are not looked at.
@@ -252,7 +252,7 @@ def refuse_values(arguments: Any) -> None:
 
 
 def _numbers(value: object) -> Iterator[float]:
-    """The numbers of one flag; a script of somebody else's may have put something else there."""
+    """The numbers of one flag; a custom script may use its name for another type."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, int | float) and not isinstance(one, bool):
             yield one

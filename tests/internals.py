@@ -690,14 +690,14 @@ INTERNALS = [
     # The launch.
     Internal(
         "training.models.gpt.GPTModelConfig",
-        "launch/attach.py",
+        "launch/pretrain.py",
         "`transformer_layer_spec` receives our specification",
         "layers stay stock",
         (fields("transformer", "transformer_layer_spec"),),
     ),
     Internal(
         "training.models.gpt.GPTModelBuilder",
-        "launch/attach.py",
+        "launch/pretrain.py",
         "calls `transformer_layer_spec` where it is callable",
         "start-up fails, or layers stay stock",
         (
@@ -710,7 +710,7 @@ INTERNALS = [
     ),
     Internal(
         "training.models.gpt.default_layer_spec",
-        "launch/attach.py",
+        "launch/pretrain.py",
         "the specification that is rewritten: Megatron's own choice",
         "another model than the stock run's",
         (begins_with("config", "vp_stage"),),
@@ -746,7 +746,7 @@ INTERNALS = [
     ),
     Internal(
         "training.arguments.add_megatron_arguments",
-        "launch/pretrain.py",
+        "launch/command_line.py",
         "every flag, with its type and choices: what files are checked against",
         "files of settings cannot be checked",
         (begins_with("parser"),),
@@ -815,7 +815,7 @@ INTERNALS = [
     ),
     Internal(
         "training.training",
-        "launch/pretrain.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
+        "launch/command_line.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
         (
             "imported first, so that the environment is checked early; `initialize_megatron` is "
             "replaced in it on the host platform, `training_log` while a run lasts; `train_step` is "

@@ -1,4 +1,4 @@
-"""Arguments that are changed for pipelined blocks, each with its row of the start-up table.
+"""Arguments that are changed for pipelined blocks, each with a row in the start-up table.
 
 What cannot be changed without changing what is computed is refused instead (``refusals.py``). Called by
 :mod:`.attach`, before any process group is made.
@@ -17,7 +17,7 @@ EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:
-    """Change what has to be changed, and say so.
+    """Change the arguments that have to be changed, and return what was changed.
 
     Args:
         args: Megatron's validated arguments, above degree 1.
@@ -28,31 +28,31 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
         *_drop_padding(args),
         *_put_aside(args),
         *_gather_keys_and_values(args),
-        *(_let_exchanges_go_first(args) if on_gpu else []),
+        *(_prioritize_exchanges(args) if on_gpu else []),
     ]
 
 
-def _let_exchanges_go_first(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Have NCCL run the exchanges at high priority: its kernels run on streams of its own.
+def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Have NCCL run the exchanges on high-priority streams.
 
-    Otherwise a collective that is ready stands behind the blocks of a product that has filled the device.
+    Otherwise a collective that is ready waits until a matrix product that fills the device has finished.
     """
     missing = [name for name in EXCHANGE_GROUPS if name not in args.high_priority_stream_groups]
     if not missing:
         return []
-    # Megatron adds to the list in place as well, for its own overlaps.
+    # Megatron also adds to the list in place, for its own overlaps.
     args.high_priority_stream_groups.extend(missing)
     return [
         host.Adjustment(
             flag="--high-priority-stream-groups",
             value=" ".join(args.high_priority_stream_groups),
-            reason="collectives that are ready do not stand behind computation",
+            reason="collectives that are ready do not wait for computation",
         )
     ]
 
 
 def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Keep the data loader from building a mask of sequence length squared that nothing reads."""
+    """Keep the data loader from building a mask of sequence length squared that nobody reads."""
     if not args.create_attention_mask_in_dataloader:
         return []
     args.create_attention_mask_in_dataloader = False
@@ -66,20 +66,20 @@ def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
 
 
 def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say that padding is not sent; the dispatcher of a chunk leaves it out."""
+    """Report that padding is not sent: the dispatcher of a chunk leaves it out."""
     if not args.moe_pad_expert_input_to_capacity:
         return []
     return [
         host.Adjustment(
             flag="--moe-pad-expert-input-to-capacity",
             value=None,
-            reason="ignored: chunks send the kept tokens alone, with the same result",
+            reason="ignored: chunks send only the kept tokens, with the same result",
         )
     ]
 
 
 def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say which other overlaps were switched off when the flags were parsed."""
+    """Report which other overlaps were switched off when the flags were parsed."""
     return [
         host.Adjustment(flag=one.setting, value=None, reason=f"switched off: {one.reason}")
         for one in SWITCHED_OFF
@@ -88,7 +88,7 @@ def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
 
 
 def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Say that context parallelism gathers, where another way was asked for, and what memory that costs."""
+    """Report that context parallelism gathers where another method was asked for, and its memory."""
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
     ranks = args.context_parallel_size
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]

@@ -1,7 +1,4 @@
-"""Puts AMPipe into a Megatron run: checks, layer specification, start-up table.
-
-Called by :mod:`.pretrain` and :mod:`.hooks`.
-"""
+"""Decides how the blocks of a run are pipelined: rules, choice, start-up table. Called by :mod:`.session`."""
 
 from __future__ import annotations
 
@@ -9,51 +6,42 @@ import argparse
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.training import training
 
 from megatron_ampipe import compat
-from megatron_ampipe.config import TRACED_ITERATIONS
+from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.metrics import tokens_travel
-from megatron_ampipe.launch.planned import layout_of_args, planner_of, read_pipeline
+from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
-from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Chunk, SequenceLayout
 
 
-def attach(
-    args: argparse.Namespace, model_config: Any, *, adjustments: Sequence[host.Adjustment]
+def make_context(
+    args: argparse.Namespace,
+    config: AMPipeConfig,
+    *,
+    adjustments: Sequence[host.Adjustment],
+    read_plan: flags.PlanReader,
 ) -> AMPipeContext | None:
-    """As :func:`prepare`, and make ``model_config`` build pipelined layers.
+    """Check the arguments against all rules, and print the start-up table on rank 0.
 
     Args:
         args: Megatron's validated arguments.
-        model_config: Megatron's ``GPTModelConfig``; left as it is at degree 1.
+        config: What AMPipe's flags resolve to.
         adjustments: What the host platform chose, for the table.
-    """
-    context = prepare(args, adjustments=adjustments)
-    if context is not None:
-        model_config.transformer_layer_spec = functools.partial(_layer_spec, context)
-    return context
-
-
-def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment]) -> AMPipeContext | None:
-    """Hold the arguments against every rule, and print the start-up table on rank 0.
-
-    Args:
-        args: Megatron's validated arguments.
-        adjustments: What the host platform chose, for the table.
+        read_plan: Reads a plan file.
 
     Returns:
         What the layers share, None at degree 1.
@@ -61,12 +49,12 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
     Raises:
         BadInput: a flag is wrong or a combination is not supported.
     """
-    config = flags.config_from_args(args)
     megatron = ("Megatron", compat.describe_megatron())
+    plan = None if config.plan is None else read_plan(Path(config.plan))
     if not config.pipelined:
         rows = [megatron, ("degree", "1: Megatron's own layers")]
-        if config.plan is not None:
-            choice = read_pipeline(args, config.plan)
+        if plan is not None:
+            choice = choice_of_plan(args, plan, str(config.plan))
             rows += [("why", choice.reason), *_notes(choice)]
             # Another rank may have read another plan, or found none where --ampipe-save-plan names it.
             training.train_step = agreed_upon(choice.pipeline, training.train_step)
@@ -86,7 +74,7 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
     layout = layout_of_args(args)
     rows = [
         megatron,
-        *_choose(args, context, layout),
+        *_choose(args, context, layout, plan),
         _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -99,12 +87,12 @@ def prepare(args: argparse.Namespace, *, adjustments: Sequence[host.Adjustment])
 
 
 def _choose(
-    args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout
+    args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout, plan: Plan | None
 ) -> list[tuple[str, str]]:
-    """Settle how blocks are run, or who will; the rows about it in the start-up table."""
+    """Decide how blocks are run, or have it decided later; the rows about it in the start-up table."""
     config, choice = context.config, None
-    if config.plan is not None:
-        choice = read_pipeline(args, config.plan)
+    if plan is not None:
+        choice = choice_of_plan(args, plan, str(config.plan))
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         training.train_step = agreed_upon(choice.pipeline, training.train_step)
     elif config.automatic:
@@ -155,8 +143,8 @@ def _random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
     if not args.moe_router_force_load_balancing:
         return []
     note = (
-        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws for "
-        "itself: the same distribution as in a stock run, and other numbers"
+        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws its "
+        "own numbers: the distribution is that of a stock run, the numbers are not"
     )
     return [("warning", note)]
 
@@ -170,7 +158,7 @@ def _saved(file: str | None) -> list[tuple[str, str]]:
 
 
 def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:
-    """The kernel of the layers, and why it is not a better one."""
+    """The kernel of the layers, and why a faster one is not used."""
     choice = choose_kernel(
         local=args.transformer_impl == "local",
         on_gpu=on_gpu,
@@ -185,7 +173,7 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str,
 
 
 def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """A row that says that losses cannot be compared with those of another degree, where that is so."""
+    """A row about losses that cannot be compared with those of another degree; none without dropout."""
     rates = {"attention": args.attention_dropout, "hidden": args.hidden_dropout}
     drawing = " ".join(f"--{name}-dropout {rate:g}" for name, rate in rates.items() if rate > 0)
     if not drawing:
@@ -194,19 +182,12 @@ def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:
         (
             "note",
             f"{drawing}: every degree draws other random numbers, so losses differ from those of a stock "
-            "run, and mean the same; to compare runs digit by digit use 0 for both",
+            "run but mean the same; to compare runs digit by digit use 0 for both",
         )
     ]
 
 
 def _boundaries(chunks: Sequence[Chunk]) -> str:
-    """Where the first rank's rows are cut, as rows of its residual stream."""
+    """Where the rows of the first rank are cut, as rows of its residual stream."""
     ends = [chunk.hidden[-1].local_end for chunk in chunks]
     return " ".join(map(str, [0, *ends])) + f" of the {ends[-1]} rows of a rank"
-
-
-def _layer_spec(context: AMPipeContext, model_config: Any, vp_stage: int | None = None) -> Any:
-    """A ``GPTModelConfig.transformer_layer_spec``: Megatron's own choice, its MoE layers pipelined."""
-    from megatron.training.models.gpt import default_layer_spec
-
-    return pipelined(default_layer_spec(model_config, vp_stage), context)

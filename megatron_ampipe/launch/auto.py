@@ -1,8 +1,8 @@
 """``--ampipe-degree auto``: which pipeline the blocks run with, decided between iterations.
 
-With a cluster file the decision is a plan; without one, :mod:`.trials` during the first iterations. Whatever
-a rank measures is reduced over all ranks before anything is decided from it, and a plan is compared over the
-ranks before it is used: every rank must issue the same collectives. Called by :mod:`.attach`.
+With a cluster file the decision is a plan; without one, :mod:`.trials` decides during the first iterations.
+What a rank measures is reduced over all ranks before it is used, and a plan is compared over the ranks before
+it is used: every rank must issue the same collectives. Called by :mod:`.attach`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
-from megatron_ampipe.launch.trials import Choice, Trials, candidates, longest
+from megatron_ampipe.launch.trials import Choice, Trials, candidates, most_iterations
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Pipeline, to_text
 
@@ -24,21 +24,21 @@ Shape = tuple[int, int]
 """Rows of the residual stream that a rank holds, and batch."""
 
 Planner = Callable[[Shape], Choice]
-"""Chooses from figures that are known beforehand; the same on every rank."""
+"""Chooses without measuring, from a cluster file; the same on every rank."""
 
 TrainStep = Callable[..., Any]
 
 
 class AutoDegree:
-    """Chooses a pipeline for each shape of input that training meets, once.
+    """Chooses a pipeline once for each shape of input that training has.
 
     Args:
         context: Whose pipeline is set.
         planner: Chooses without measuring; without one, the first iterations are measured.
-        say: Tells the user a line; called on every rank.
-        keep: Told of every new choice and its shape, on every rank.
-        iterations_left: How many iterations the run has left, the present one counted; None if it is not
-            known. A run that ends before its trials do is told so.
+        say: Prints a line to the log; called on every rank.
+        keep: Called with every new choice and its shape, on every rank.
+        iterations_left: How many iterations the run has left, including the current one; None if it is not
+            known. The log warns where a run ends before its trials do.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AutoDegree:
         self._next = Choice(context.pipeline, "what the flags say")
 
     def start(self, shape: Shape) -> Choice | None:
-        """Plan for the shape that the flags announce, before process groups exist; None without a planner."""
+        """Plan for the shape that the flags give, before process groups exist; None without a planner."""
         if self._planner is None:
             return None
         choice = self._planner(shape)
@@ -77,7 +77,7 @@ class AutoDegree:
             if not self._agreed:
                 require_agreement(self._context.pipeline)
                 self._agreed = True
-            # Not as soon as it is decided: what is logged about an iteration names the pipeline that ran it.
+            # Not as soon as it is decided: the log of an iteration names the pipeline that ran it.
             self._use_next()
             passes = self._context.recorder.passes
             passes.restart()
@@ -104,20 +104,20 @@ class AutoDegree:
             # No rank ran a block, as when Megatron skips an iteration.
             return
         if shape != self._shape:
-            self._meet(shape)
+            self._begin_shape(shape)
         elif self._trials is not None:
-            self._trials.tell(*times_us)
+            self._trials.add_times(*times_us)
         if self._trials is not None:
             self._next = Choice(self._trials.pipeline, "on trial")
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
             elif self._iterations_left() == 1:
-                self._say("the run ends before a degree was chosen; one that goes on from here tries again")
+                self._say("the run ends before a degree was chosen; a restart tries again")
 
-    def _meet(self, shape: Shape) -> None:
-        """Another shape than in the iteration before; its times say nothing about this one."""
+    def _begin_shape(self, shape: Shape) -> None:
+        """Handle another shape than in the last iteration, whose times do not apply to this one."""
         self._shape, self._trials = shape, None
-        # This iteration, which is about to be logged, is not what was predicted.
+        # The prediction was for another shape than that of this iteration, which is about to be logged.
         self._context.predicted_ms = None
         if shape in self._choices:
             self._settle(self._choices[shape])
@@ -130,7 +130,7 @@ class AutoDegree:
             self._trials = Trials(degrees, schedule=self._context.config.pipeline.schedule)
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, an iteration each")
-            left, needed = self._iterations_left(), longest(len(degrees))
+            left, needed = self._iterations_left(), most_iterations(len(degrees))
             if left is not None and left < needed:
                 self._say(
                     f"the run has {left} iterations left, and trying takes up to {needed}: it may end before "
@@ -164,7 +164,7 @@ def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
 
 
 def require_agreement(pipeline: Pipeline) -> None:
-    """Hold a pipeline that every rank chose by itself against the first rank's.
+    """Compare the pipeline that every rank chose by itself with the first rank's.
 
     Raises:
         RunFailed: on every rank, if some rank chose otherwise.

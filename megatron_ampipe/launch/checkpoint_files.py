@@ -2,7 +2,7 @@
 
 Knows the folders that Megatron writes (``latest_checkpointed_iteration.txt``, ``iter_0000004/``) in its
 formats ``torch_dist`` and ``torch``. Looks at names, sizes and headers; reads no weights, and runs nothing
-that a file asks for. Called by :mod:`.checkpoints`.
+that a file names. Called by :mod:`.checkpoints`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def find_checkpoint(flag: str, folder: Path, *, step: int | None) -> Saved | Non
         step: The value of ``--ckpt-step``.
 
     Raises:
-        BadInput: The folder is a file, its note of the newest checkpoint says nothing that can be used, or
+        BadInput: The folder is a file, its note of the newest checkpoint cannot be used, or
             that
             checkpoint is not there.
     """
@@ -198,7 +198,7 @@ def _check_shards(saved: Saved) -> None:
             raise saved.refuse(f"{path} is missing")
         size = path.stat().st_size
         if size < ends[name]:
-            raise saved.refuse(f"{path} is cut off: it has {size} bytes, and {index} tells of {ends[name]}")
+            raise saved.refuse(f"{path} is cut off: it has {size} bytes, and {index} says {ends[name]}")
         with path.open("rb") as file:
             file.seek(starts[name])
             start = file.read(len(_ZIP))
@@ -248,4 +248,4 @@ _HARMLESS: Iterable[tuple[str, str]] = frozenset(
         ("pathlib", "PurePosixPath"),
     }
 )
-"""What torch puts into an index besides its own records."""
+"""What torch puts into an index in addition to its own records."""

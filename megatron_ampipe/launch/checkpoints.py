@@ -1,7 +1,7 @@
-"""Whether a run can go on from the checkpoint that it names, before it starts.
+"""Whether a run can continue from the checkpoint that it names, before it starts.
 
 What is checked: that there is one where one is asked for, that its files are whole, and that model and
-learning rate are those that were saved. Called by :mod:`.pretrain` and :mod:`.hooks`.
+learning rate are those that were saved. Called by :mod:`.session`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _chosen(args: argparse.Namespace) -> Saved | None:
     for flag, folder in (("--load", args.load), ("--pretrained-checkpoint", pretrained)):
         if folder is None:
             continue
-        # Object stores are looked at by Megatron itself.
+        # Megatron itself checks object stores.
         if "://" in str(folder):
             return None
         if (saved := find_checkpoint(flag, Path(folder), step=step)) is not None:
@@ -76,7 +76,7 @@ def _chosen(args: argparse.Namespace) -> Saved | None:
             rule="holds no checkpoint, and neither does the folder of --load",
             remedy="Name the folder that a run saved to.",
         )
-    # A checkpoint of the other kind lies elsewhere.
+    # A non-persistent checkpoint is stored elsewhere.
     if args.load is not None and args.exit_on_missing_checkpoint and not args.non_persistent_ckpt_type:
         raise BadInput(
             "--load",
@@ -89,7 +89,7 @@ def _chosen(args: argparse.Namespace) -> Saved | None:
 
 
 def _common_state(saved: Saved) -> dict[str, Any]:
-    """What all ranks saved alike: arguments, iteration, learning rate. Read by Megatron."""
+    """What all ranks saved identically: arguments, iteration, learning rate. Read by Megatron."""
     from megatron.core import dist_checkpointing
 
     try:
@@ -102,7 +102,7 @@ def _common_state(saved: Saved) -> dict[str, Any]:
 
 def _compare_sizes(saved: Saved, then: Any, args: argparse.Namespace) -> None:
     for name in _SIZES:
-        # Layers of a hybrid model are counted otherwise than those of the GPT model that it can start from.
+        # Layers of a hybrid model are counted in another way than those of the GPT model it may start from.
         if name == "num_layers" and getattr(args, "hybrid_layer_pattern", None):
             continue
         if not hasattr(then, name) or not hasattr(args, name):
@@ -128,14 +128,14 @@ def _remedy(flag: str, saved_value: object) -> str:
 
 
 def _compare_schedules(saved: Saved, schedule: Any, then: Any, args: argparse.Namespace) -> None:
-    """Megatron demands that the learning rate goes on as it began, unless a flag says otherwise."""
+    """Megatron demands that the learning rate continues as it was planned, unless a flag says otherwise."""
     for flag, value, unit, saved_value in _schedules(schedule, then, args):
         if value != saved_value:
             raise BadInput(
                 flag,
                 value,
                 rule=f"the learning rate of the checkpoint {saved.path} was planned with {saved_value}{unit}",
-                remedy="Add --override-opt-param-scheduler to plan it anew, or "
+                remedy="Add --override-opt-param-scheduler to plan it again, or "
                 "--use-checkpoint-opt-param-scheduler to keep the plan.",
             )
 

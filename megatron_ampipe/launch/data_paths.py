@@ -1,8 +1,7 @@
 """Checks of the data that a run names, before the run starts.
 
 What is checked: that the files are there and whole, that index and data belong together, that the tokens are
-in the vocabulary, and that training, validation and test have documents. Called by :mod:`.pretrain` and
-:mod:`.hooks`.
+in the vocabulary, and that training, validation and test have documents. Called by :mod:`.session`.
 """
 
 import argparse
@@ -26,7 +25,7 @@ def check_data_paths(args: argparse.Namespace, *, of_script: bool = False) -> No
 
     Args:
         args: Megatron's parsed arguments.
-        of_script: A script that is not ours reads the data: what is no indexed dataset is its own affair.
+        of_script: A custom script reads the data, so that what is no indexed dataset is not checked.
 
     Raises:
         BadInput: No data is named, or a dataset cannot be used as it is.
@@ -67,7 +66,7 @@ def check_data_paths(args: argparse.Namespace, *, of_script: bool = False) -> No
 
 
 def _check_lists(args: argparse.Namespace) -> None:
-    """What names datasets, or keeps what was made of them, and is read before a dataset is."""
+    """Check files that list datasets, and the cache folder, which are read before any dataset."""
     for flag in ("--data-args-path", "--per-split-data-args-path"):
         path = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
         if path is not None and not Path(path).is_file():
@@ -81,7 +80,7 @@ def _check_lists(args: argparse.Namespace) -> None:
 
 
 def _check_each_part(blends: list[Blend | None], args: argparse.Namespace, *, of_script: bool) -> None:
-    """The same where training, validation and test have datasets of their own."""
+    """The same where training, validation and test each have their own datasets."""
     uses = uses_of(args)
     for flag, name, blend, use in zip(_PART_FLAGS, PARTS, blends, uses, strict=True):
         if blend is None:
@@ -118,7 +117,7 @@ def _read(flag: str, blend: Blend, args: argparse.Namespace, *, of_script: bool)
             remedy=f"Write for example {flag} 0.3 {blend[0][0]} 0.7 {blend[0][-1]}.",
         )
     for prefix in blend[0]:
-        # Object stores are looked at by Megatron itself.
+        # Megatron itself checks object stores.
         if "://" in prefix:
             continue
         if of_script and not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
@@ -133,7 +132,7 @@ def _vocabulary(args: argparse.Namespace) -> int | None:
     """How many tokens there are, where the command line says so: the tokenizer is not built yet."""
     if args.tokenizer_type != "NullTokenizer" or args.vocab_size is None:
         return None
-    # Up to 0.17 it adds a token for the end of a document to those that it is given.
+    # Up to 0.17 it adds a token for the end of a document to the given ones.
     version = compat.found_version("megatron-core")
     return int(args.vocab_size) + (version is not None and version < Version("0.18"))
 

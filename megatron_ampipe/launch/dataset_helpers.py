@@ -1,8 +1,8 @@
-"""The compiled index builder of Megatron's datasets: is it there, and could it be made?
+"""The compiled index builder of Megatron's datasets: whether it is there, and whether it could be compiled.
 
 A wheel of Megatron holds it. A checkout compiles it with ``make`` at every start, for which it needs a
-compiler, pybind11 and the ``python3-config`` of the Python that runs. Called by :mod:`.pretrain`,
-:mod:`.script` and ``ampipe doctor``; imports neither torch nor Megatron by itself.
+compiler, pybind11 and the ``python3-config`` of the Python that runs. Called by :mod:`.session`
+and ``ampipe doctor``; imports neither torch nor Megatron by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def require_compilable(folder: Path) -> None:
         raise EnvironmentMissing(
             f"this checkout of Megatron compiles its dataset helper ({folder}/helpers.cpp) when a "
             "run starts, and "
-            f"{' and '.join(missing)}. To mend it: {REMEDY}. What is built once is not built again."
+            f"{' and '.join(missing)}. To repair it: {REMEDY}. What is built once is not built again."
         )
 
 
@@ -82,17 +82,17 @@ def missing_tools() -> list[str]:
     if shutil.which(compiler[0]) is None:
         missing.append(f"there is no C++ compiler ({compiler[0]})")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    found = _said("python3-config", "--extension-suffix")
+    found = _output_of("python3-config", "--extension-suffix")
     if found is None:
         missing.append("python3-config is not on the PATH, or fails")
     elif found != suffix:
         missing.append(f"python3-config is of another Python: it says {found}, and this one is {suffix}")
-    if shutil.which("python3") is not None and _said("python3", "-m", "pybind11", "--includes") is None:
+    if shutil.which("python3") is not None and _output_of("python3", "-m", "pybind11", "--includes") is None:
         missing.append("the python3 on the PATH has no pybind11")
     return missing
 
 
-def _said(*command: str) -> str | None:
+def _output_of(*command: str) -> str | None:
     """What a command prints; None where it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)

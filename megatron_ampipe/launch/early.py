@@ -1,7 +1,7 @@
 """What can be refused of a launch before torch is imported: AMPipe's own flags, and torchrun's variables.
 
-Megatron's flags wait for Megatron's parser. Where files of settings are named, only the types of ours are
-checked here: what they mean together is known only with what the files say. Called by the ways to launch.
+Megatron's flags are left to Megatron's parser. Where files of settings are named, only the types of AMPipe's
+flags are checked here: how they combine is known only with what the files say. Called by :mod:`.session`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_ampipe.launch.refuse import report_parser_errors
 
 _PREFIX = "--ampipe"
 _RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-"""Variables of torchrun: which one of how many."""
+"""Variables of torchrun: the index of a rank, and how many ranks there are."""
 
 
 def check_rank_variables() -> None:
-    """Refuse variables of torchrun, where they are set, by which no rank could find its place.
+    """Refuse wrong values of torchrun's variables, where they are set.
 
     Raises:
         BadInput: One is no whole number, or the number of a rank is not below how many there are.
@@ -37,24 +37,25 @@ def check_rank_variables() -> None:
             raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
 
 
-def check_own_flags(words: Sequence[str]) -> None:
-    """Refuse a wrong flag of ours in a command line.
+def check_own_flags(words: Sequence[str], *, read_plan: flags.PlanReader) -> None:
+    """Refuse a wrong flag of AMPipe's in a command line.
 
     Args:
         words: The command line without the program name.
+        read_plan: Reads the plan file that it names.
 
     Raises:
-        BadInput: There is no such flag, or its value is wrong, or it does not go with another one of ours.
+        BadInput: There is no such flag, or its value is wrong, or it contradicts another one of AMPipe's.
     """
     if not any(word.startswith(_PREFIX) for word in words) or {"-h", "--help"} & set(words):
         return
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     report_parser_errors(parser)
-    args, others = flags.add_arguments(parser).parse_known_args(list(words))
+    args, others = flags.add_arguments(parser, read_plan=read_plan).parse_known_args(list(words))
     for index, word in enumerate(others):
         if word.startswith(_PREFIX):
             values = itertools.takewhile(lambda other: not other.startswith("-"), others[index + 1 :])
             parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
-    # A --yaml-cfg replaces all flags, which is said when Megatron has read it.
+    # A --yaml-cfg replaces all flags; that is refused once Megatron has read it.
     if not settings.names_files(words) and "--yaml-cfg" not in words:
-        flags.config_from_args(args)
+        flags.config_from_args(args, read_plan=read_plan)

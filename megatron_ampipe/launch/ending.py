@@ -1,8 +1,8 @@
-"""How a process of a launch ends: with the right exit code, and with the cause as its last words.
+"""How a process of a launch ends: with the right exit code, and with the cause as its last message.
 
 Bad input ends every rank with the same code and one message. A failure during training keeps its traceback.
-torchrun closes its output with a block about the ranks that failed: what stands there is the message, or the
-traceback, that is left for it here. Called by the ways to launch. Imports torch only where a run does anyway.
+torchrun ends its output with a block about the ranks that failed: it shows the message, or the traceback,
+that is written here for it. Called by the entry points. Imports torch only where a run does so as well.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_ampipe.launch.early import check_rank_variables
 
 INTERRUPTED = 130
 PEER_GRACE_S = 20.0
-"""How long another rank leaves rank 0 to print the message before it takes the error for its own."""
+"""How long the other ranks wait for rank 0 to print the message before they print it themselves."""
 PEER_LAG_S = 2.0
-"""How long rank 0 stays after the message: a rank that is slower finds the same error, and is ended only
-after it has."""
+"""How long rank 0 waits after the message: a slower rank finds the same error, and should be ended only after
+that."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for the cause of a rank's failure."""
 
@@ -43,11 +43,11 @@ def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
     try:
         check_rank_variables()
     except AMPipeError as error:
-        # Which rank speaks, and which waits, is what these variables would say.
+        # These variables would say which rank prints and which ones wait.
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     try:
-        with _hearing_interrupts():
+        with _handling_interrupts():
             check()
             return _recorded(work)()
     except KeyboardInterrupt:
@@ -61,20 +61,20 @@ def run_to_end(check: Callable[[], None], work: Callable[[], int]) -> int:
 def end_with(error: AMPipeError) -> int:
     """Print ``error`` once and return its exit code.
 
-    The launcher ends every rank as soon as one has exited, so a rank that left at once could silence rank 0,
-    which prints the message. The others therefore wait to be ended; a rank that is not has failed alone, and
-    prints it: first one of each node, later the rest.
+    torchrun ends all ranks as soon as one has exited. Rank 0 prints the message, so the other ranks wait
+    until they are ended. A rank that is not ended is the only one that failed: it prints the message itself,
+    the first rank of each node before the others.
     """
-    speaks = int(os.environ.get("RANK", "0")) == 0
-    if not speaks:
+    prints = int(os.environ.get("RANK", "0")) == 0
+    if not prints:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(error.exit_code))
     leave_for_torchrun(f"error: {error}")
-    if not speaks:
+    if not prints:
         is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
         time.sleep(PEER_GRACE_S if is_first else PEER_GRACE_S + PEER_LAG_S)
-    # A line of its own, whatever another rank has just left unfinished.
+    # On a new line: another rank may have left one unfinished.
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
-    if speaks and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if prints and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(PEER_LAG_S)
     return error.exit_code
 
@@ -82,23 +82,24 @@ def end_with(error: AMPipeError) -> int:
 def end_after_failure(error: Exception) -> int:
     """Print an exception and what it means, and return the exit code of a failed run."""
     traceback.print_exception(error)
-    said = f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above."
+    message = f"error: rank {os.environ.get('RANK', '0')} failed; the cause is above."
     if failures.lost_a_peer(error):
         silent = failures.describe_silent_ranks()
-        said = f"error: rank {os.environ.get('RANK', '0')} failed: it has lost a peer, see above. " + (
+        message = f"error: rank {os.environ.get('RANK', '0')} failed: it has lost a peer, see above. " + (
             silent or "The cause is in that peer's output."
         )
-        # Behind the traceback, where torchrun shows it last.
-        leave_for_torchrun("".join(traceback.format_exception(error)) + said, later_s=1)
-    print(said, file=sys.stderr, flush=True)
+        # After the traceback, where torchrun shows it last.
+        leave_for_torchrun("".join(traceback.format_exception(error)) + message, later_s=1)
+    print(message, file=sys.stderr, flush=True)
     return RunFailed.exit_code
 
 
 def end_interrupted() -> int:
-    """Say on rank 0 that Ctrl-C ended the run, and return the exit code for that."""
+    """Print on rank 0 that Ctrl-C ended the run, and return the exit code for that."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(
-            "\ninterrupted. A run that was started with --save goes on from its last checkpoint with --load.",
+            "\ninterrupted. A run that was started with --save continues from its last checkpoint "
+            "with --load.",
             file=sys.stderr,
             flush=True,
         )
@@ -106,7 +107,7 @@ def end_interrupted() -> int:
 
 
 def leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
-    """Leave what torchrun's last block is to say of this rank, in the form of torch's ``@record``.
+    """Write what torchrun's last block shows for this rank, in the form of torch's ``@record``.
 
     Args:
         message: What is shown under ``traceback``.
@@ -125,7 +126,7 @@ def leave_for_torchrun(message: str, *, later_s: int = 0) -> None:
 
 
 def _recorded(work: Callable[[], int]) -> Callable[[], int]:
-    """``work`` under torch's ``@record``; where torch is missing, as it is: it will say so itself."""
+    """``work`` under torch's ``@record``; unchanged where torch is missing: ``work`` reports that."""
     try:
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
     except ImportError:
@@ -142,7 +143,7 @@ def _recorded(work: Callable[[], int]) -> Callable[[], int]:
     def translated() -> int:
         try:
             return work()
-        # Some of torch's own are no Exception.
+        # Some exceptions of torch are no Exception.
         except BaseException as error:
             known = failures.known_cause(error)
             if known is not None:
@@ -155,17 +156,17 @@ def _recorded(work: Callable[[], int]) -> Callable[[], int]:
 
 
 @contextlib.contextmanager
-def _hearing_interrupts() -> Iterator[None]:
-    """Have Ctrl-C end the run once, in silence: neither a second one nor a library's log follows."""
+def _handling_interrupts() -> Iterator[None]:
+    """Have Ctrl-C end the run once: a second one and the logs of libraries are ignored."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         logging.disable()
         raise KeyboardInterrupt
 
-    # A process in the background of a shell ignores it, and stays so.
-    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_heard or threading.current_thread() is not threading.main_thread():
+    # A background process of a shell ignores it, and still does.
+    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_handled or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, interrupt)

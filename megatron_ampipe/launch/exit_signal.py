@@ -1,8 +1,8 @@
-"""The signal that asks a run to save and leave, kept from the processes that a rank starts.
+"""Keeps the signal that asks a run to save and exit from the processes that a rank starts.
 
-SLURM sends a signal to every process of a step. A rank listens for it (Megatron's ``--exit-signal-handler``);
-what it has started with ``exec``, such as the process that Megatron hands the results of writing a checkpoint
-through, would be ended by it, and the checkpoint that was asked for would fail. Called by :mod:`.pretrain`.
+SLURM sends a signal to every process of a step. A rank handles it (Megatron's ``--exit-signal-handler``). A
+process that it has started with ``exec``, such as the one that passes the results of writing a checkpoint to
+Megatron, would be ended by it, and that checkpoint would fail. Called by :mod:`.session`.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import threading
 
 
 def keep_from_children(args: argparse.Namespace) -> None:
-    """Block the exit signal wherever processes are started from, and let one thread receive it.
+    """Block the exit signal in every thread that starts processes, and receive it in one that does not.
 
     Processes inherit what their parent's thread blocks, so they never see it; threads that are started later
     do as well. Python runs the handler in the main thread, whichever thread received the signal. Nothing is

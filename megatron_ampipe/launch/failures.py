@@ -21,7 +21,7 @@ from megatron_ampipe.launch.refuse import origin, raised_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITER = ("PytorchStreamWriter", "unexpected pos")
-"""What torch says where a write fails: it gives no reason."""
+"""Torch's messages where a write fails; they give no reason."""
 _READER = "PytorchStreamReader"
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 ANSWER_S = 5.0
@@ -99,7 +99,7 @@ def _stopped_by_megatron(stop: SystemExit) -> RunFailed | None:
         return None
     place = origin(stop)
     return RunFailed(
-        "Megatron ended the run and says above, on rank 0, why. It did so at "
+        "Megatron ended the run and printed the reason above, on rank 0. It did so at "
         f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}."
     )
 
@@ -117,7 +117,8 @@ def _unwritable(what: str, reason: str) -> RunFailed:
     except OSError:
         return RunFailed(f"{said} No checkpoint is there yet: make room, and start again.")
     return RunFailed(
-        f"{said} The last whole checkpoint is of iteration {last}: make room, and go on with --load {folder}."
+        f"{said} The last whole checkpoint is of iteration {last}: make room, and continue with --load "
+        f"{folder}."
     )
 
 

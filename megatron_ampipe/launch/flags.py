@@ -1,9 +1,10 @@
-"""The ``--ampipe-*`` flags: how they are parsed, and what they resolve to. Called by :mod:`.pretrain`."""
+"""The ``--ampipe-*`` flags: how they are parsed, and what they resolve to. Called by :mod:`.session`."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
+PlanReader = Callable[[Path], Plan]
+"""Reads a plan file. A launch hands in one that remembers what it read."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
+) -> argparse.ArgumentParser:
     """Add the ``ampipe`` argument group to Megatron's parser, and return the parser."""
     group = parser.add_argument_group(
         title="ampipe",
@@ -32,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="FILE",
-        help="YAML files of settings, or names of ours such as mixtral-8x7b: Megatron's flags without the "
-        "dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, and the "
-        "command line over all",
+        help="YAML files of settings, or names of included ones such as mixtral-8x7b: Megatron's flags "
+        "without the dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, "
+        "and the command line over all",
     )
     group.add_argument(
         "--ampipe-degree",
@@ -49,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=None,
         metavar="N",
-        help="degree of the backward pass, where it shall be another one; it divides --ampipe-degree or is "
+        help="degree of the backward pass, if it is to be another one; it divides --ampipe-degree or is "
         "divided by it (default: as --ampipe-degree)",
     )
     group.add_argument(
@@ -63,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--ampipe-cluster",
         default=None,
         metavar="FILE",
-        help="cluster file that 'ampipe profile' wrote, or the name of one of ours: --ampipe-degree auto "
+        help="cluster file that 'ampipe profile' wrote, or the name of an included one: --ampipe-degree auto "
         "then plans at the start and tries nothing",
     )
     group.add_argument(
@@ -101,11 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
     )
-    _put_aside_when_parsed(parser)
+    _disable_overlaps_when_parsed(parser, read_plan)
     return parser
 
 
-def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
+def _disable_overlaps_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
     """Switch off other overlaps as soon as flags are parsed; the start-up table says so (:mod:`.attach`)."""
     parse = parser.parse_known_args
 
@@ -114,7 +120,9 @@ def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
         found, rest = parse(*args, **kwargs)
         asked = any(getattr(found, one.name, False) for one in SWITCHED_OFF)
         found.ampipe_put_aside = ()
-        if asked and getattr(found, "yaml_cfg", None) is None and config_from_args(found).pipelined:
+        if not asked or getattr(found, "yaml_cfg", None) is not None:
+            return found, rest
+        if config_from_args(found, read_plan=read_plan).pipelined:
             # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
             found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))
         return found, rest
@@ -131,8 +139,12 @@ def _degree(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
 
 
-def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
+def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.read) -> AMPipeConfig:
     """What the flags resolve to.
+
+    Args:
+        args: The parsed flags.
+        read_plan: Reads the plan file that they name.
 
     Raises:
         BadInput: a value is wrong, or a flag could have no effect.
@@ -161,8 +173,8 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
     if args.ampipe_plan is not None:
-        _refuse_beside_a_plan(args)
-        return _of_plan(args, args.ampipe_plan)
+        _refuse_next_to_plan(args)
+        return _of_plan(args, args.ampipe_plan, read_plan)
     if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
         raise BadInput(
             "--ampipe-schedule",
@@ -179,7 +191,7 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
         trace_dir=args.ampipe_trace_dir,
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
-        return _of_saved_plan(args)
+        return _of_saved_plan(args, read_plan)
     if config.pipeline.degree == 1 and not config.automatic:
         for flag, value in (
             ("--ampipe-backward-degree", args.ampipe_backward_degree),
@@ -219,31 +231,30 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None) -> Pip
     return Pipeline.of(1, schedule=schedule)
 
 
-def _of_saved_plan(args: argparse.Namespace) -> AMPipeConfig:
+def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of what an earlier run of this command line chose."""
-    chosen = Plan.read(Path(args.ampipe_save_plan)).schedule.name
+    chosen = read_plan(Path(args.ampipe_save_plan)).schedule.name
     if args.ampipe_schedule not in (None, chosen):
         raise BadInput(
             "--ampipe-schedule",
             args.ampipe_schedule,
             rule=f"is not that of the plan in {args.ampipe_save_plan}, which is {chosen}",
-            remedy="Remove the file, or name another one, to choose anew.",
+            remedy="Remove the file, or name another one, to choose again.",
         )
-    return _of_plan(args, args.ampipe_save_plan)
+    return _of_plan(args, args.ampipe_save_plan, read_plan)
 
 
-def _of_plan(args: argparse.Namespace, file: str) -> AMPipeConfig:
-    """The settings of a plan file; its order of stages is read again where layers are attached."""
-    plan = Plan.read(Path(file))
+def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPipeConfig:
+    """The settings of a plan file."""
     return AMPipeConfig(
-        pipeline=plan.pipeline(),
+        pipeline=read_plan(Path(file)).pipeline(),
         plan=file,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
 
 
-def _refuse_beside_a_plan(args: argparse.Namespace) -> None:
+def _refuse_next_to_plan(args: argparse.Namespace) -> None:
     for name in ("degree", "backward_degree", "chunks", "cluster", "schedule"):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"

@@ -1,7 +1,7 @@
 """One GPT training step, and the data it reads: the functions that ``megatron.training.pretrain`` calls back.
 
-The same steps as in Megatron's own GPT pretraining script, which the wheel does not contain. Imports
-Megatron, so on a machine without a GPU only after the host platform is in place. Handed to ``pretrain`` by
+The same steps as in Megatron's own GPT pretraining script, which is not in the wheel. Imports
+Megatron, so on a machine without a GPU only after the host platform is in place. Passed to ``pretrain`` by
 :mod:`.pretrain`.
 """
 
@@ -215,7 +215,7 @@ def loss_func(
 
 
 def _check_loss(loss: torch.Tensor) -> None:
-    """Let Megatron's rerun machine judge this rank's loss, before it is averaged with the others'."""
+    """Let Megatron's rerun state machine check this rank's loss, before it is averaged with the others'."""
     args = get_args()
     machine = get_rerun_state_machine()
     checks: list[tuple[Callable[..., Any], str, bool]] = []

@@ -34,18 +34,19 @@ _TOKEN_TYPES = {
 """Megatron's codes. Its codes 6 and 7 are for floating-point numbers, which are no tokens."""
 
 _BLOCK = 1 << 20
-"""Sequences that are looked at together."""
+"""Sequences that are checked together."""
 CHECKED_SEQUENCES = 1 << 24
-"""How many sequences are looked at one by one, half of them from the beginning and half from the end; of
-those in between the files' sizes alone speak."""
+"""How many sequences are checked one by one, half of them from the beginning and half from the end.
+For those in between, only the files' sizes are checked."""
 SAMPLED_BLOCKS = 64
 SAMPLED_BLOCK_TOKENS = 16384
-"""How many tokens are compared with the vocabulary where no ``.json`` says more: 64 blocks, evenly spread."""
+"""Without a ``.json`` that describes all tokens, this many blocks are compared with the vocabulary, evenly
+spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedDataset:
-    """What the index says.
+    """What the index contains.
 
     Attributes:
         flag: The flag that named the dataset, for messages.
@@ -174,9 +175,7 @@ def _read_index(flag: str, prefix: str, index: Path) -> IndexedDataset:
     expected = _HEADER.size + sequences * (4 + 8) + ends * 8
     if size not in (expected, expected + sequences):
         is_cut = "is cut off" if size < expected else "has bytes too many"
-        rule = (
-            f"{index} {is_cut}: its header tells of {sequences} sequences, which take {expected} bytes, and "
-        )
+        rule = f"{index} {is_cut}: its header names {sequences} sequences, which take {expected} bytes, and "
         raise BadInput(flag, prefix, rule=f"{rule}it has {size}", remedy=remedy)
     raw = numpy.memmap(index, mode="r", dtype=numpy.uint8)
     lengths_end = _HEADER.size + 4 * sequences
@@ -233,7 +232,7 @@ def _looked_at(sequences: int) -> Iterator[tuple[int, int]]:
 def _described_vocabulary(dataset: IndexedDataset) -> int | None:
     """The size of the vocabulary that ``ampipe data`` wrote down for these files; None where it did not."""
     manifest = read_manifest(DatasetPaths(Path(dataset.prefix)))
-    # A file of another dataset under the same name says nothing of this one.
+    # A file of another dataset under the same name does not describe this one.
     if manifest is None or manifest.documents != dataset.num_documents:
         return None
     return manifest.vocabulary

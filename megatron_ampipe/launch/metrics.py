@@ -45,7 +45,7 @@ class Metric:
 
 @contextlib.contextmanager
 def logged(context: AMPipeContext | None, args: argparse.Namespace) -> Iterator[None]:
-    """While this lasts, Megatron's ``training_log`` is followed by ours.
+    """Within this context, Megatron's ``training_log`` is followed by ours.
 
     Args:
         context: What the layers share; None at degree 1, where there is nothing to add.
@@ -88,7 +88,7 @@ def tokens_travel(args: argparse.Namespace) -> bool:
 
 
 def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> list[Metric]:
-    """What the recorder knows of an iteration, and what the plan predicted of it, if one was followed.
+    """What the recorder has of an iteration, and what the plan predicted, if there is one.
 
     Empty where this rank has no pipelined layer.
 
@@ -96,7 +96,7 @@ def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> 
         context: What the layers share.
         iteration: Counted from 1.
         travels: Whether tokens go to other ranks. What a rank copies to itself is no communication, and
-            nothing is said of any then.
+            it is then not reported.
     """
     timeline = context.recorder.timeline(rank=torch.distributed.get_rank(), labels={}, iteration=iteration)
     if not timeline.spans:
@@ -120,7 +120,7 @@ def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> 
 
 
 def _of_block(name: str, measured_ms: float, predicted_ms: float | None) -> list[Metric]:
-    """One direction: what a pass took, and beside it what the plan predicted."""
+    """One direction: what a pass took, and what the plan predicted."""
     tag = f"ampipe/{name.replace(' ', '-')}"
     found = [Metric(f"{tag}-ms", measured_ms, f"{name} (ms): {measured_ms:.2f}")]
     if predicted_ms:
@@ -133,7 +133,7 @@ def _of_block(name: str, measured_ms: float, predicted_ms: float | None) -> list
 
 
 def _write(iteration: int, found: list[Metric]) -> None:
-    """To every place that this run has."""
+    """Write to all outputs of this run: log, TensorBoard, Weights & Biases."""
     if not found:
         return
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -1,101 +1,104 @@
 """What the patches in ``patches/`` call from inside a Megatron-LM tree: one function per inserted spot.
 
-For people who want the flags in their own tree, without our launcher. Holds the state of the one run that a
-process makes. Where one of our launchers is at work, it does all this itself, and these functions hand on
-what they are given. Nothing here stands in for a GPU.
+For people who want the flags in their own tree, without our launcher. What is done there is in
+:mod:`.session`; this module holds the session of the one run that a process makes, and ends the process with
+our message where the run is refused. Where one of our launchers was used, it does all this itself, and these
+functions pass on what they are given. Nothing here replaces a GPU.
 """
 
 import argparse
 import atexit
+import contextlib
+import functools
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_ampipe.errors import AMPipeError, BadInput
+from megatron_ampipe.errors import AMPipeError
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.ending import end_with
 
-_args: Any = None
-_context: Any = None
-_gives_way = False
-_is_reached = False
+_session: Any = None
+_is_active = True
 
 
-def give_way() -> None:
+def deactivate() -> None:
     """Do nothing from now on. Called by our launchers, which work on a patched tree as on any other."""
-    global _gives_way
-    _gives_way = True
+    global _is_active
+    _is_active = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags; called in ``parse_args``, before it parses."""
-    return parser if _gives_way else flags.add_arguments(parser)
-
-
-def accept(args: Any) -> None:
-    """Check the arguments and print the start-up table; called at the end of ``validate_args``.
-
-    Ends the process, with our message and exit code, where they are refused.
-    """
-    global _args, _context
-    if _gives_way:
-        return
-    from megatron_ampipe import compat
-    from megatron_ampipe.launch.attach import prepare
-    from megatron_ampipe.launch.exit_signal import keep_from_children
-    from megatron_ampipe.launch.trace import write_trace
-
-    try:
-        compat.require_peers()
-        _args, _context = args, prepare(args, adjustments=[])
-    except AMPipeError as error:
-        sys.exit(end_with(error))
-    keep_from_children(args)
-    # The training loop has no place of ours to write it in; a run that fails leaves a trace as well.
-    atexit.register(write_trace, _context)
+    """Add AMPipe's flags; called in ``parse_args``, before it parses."""
+    if not _is_active:
+        return parser
+    if not any(word.startswith("--ampipe") for word in sys.argv):
+        # What is wrong with a command line without AMPipe is Megatron's to say.
+        return flags.add_arguments(parser)
+    parser = _own_session().add_arguments(parser)
+    for name in ("parse_args", "parse_known_args"):
+        setattr(parser, name, _ending_the_process(getattr(parser, name)))
+    return parser
 
 
 def refuse_yaml(args: Any) -> None:
-    """Refuse our flags beside a ``--yaml-cfg``, which replaces them; called at the end of ``parse_args``."""
-    if _gives_way or hasattr(args, "ampipe_degree"):
+    """Refuse our flags next to a ``--yaml-cfg``, which replaces them; called at the end of ``parse_args``."""
+    if _is_active:
+        with _ended_with_message():
+            _own_session().check_parsed(args)
+
+
+def accept(args: Any) -> None:
+    """Check the arguments and print the start-up table; called at the end of ``validate_args``."""
+    if not _is_active:
         return
-    if any(word.startswith("--ampipe") for word in sys.argv):
-        try:
-            flags.config_from_args(args)
-        except BadInput as error:
-            sys.exit(end_with(error))
+    from megatron_ampipe import compat
+
+    with _ended_with_message():
+        compat.require_peers()
+        _own_session().accept(args)
+    # The training loop has no spot of ours to write the trace in; a run that fails leaves one as well.
+    atexit.register(_own_session().end)
 
 
 def layer_spec(spec: Any) -> Any:
     """The model's layer specification with its MoE layers pipelined; called in ``GPTModel.__init__``."""
-    global _is_reached
-    if _context is None:
-        return spec
-    from megatron_ampipe.layers.spec import pipelined
-
-    _is_reached = True
-    return pipelined(spec, _context)
+    return spec if _session is None else _session.layer_spec(spec)
 
 
 def forward_step(step: Any) -> Any:
     """The forward step, which tells the recorder its iteration; called in ``pretrain``."""
-    if _gives_way:
+    if not _is_active:
         return step
-    from megatron_ampipe.launch.trace import recorded_when_called
+    with _ended_with_message():
+        return _ending_the_process(_own_session().recorded(step))
 
-    return recorded_when_called(step, _settings)
+
+def _own_session() -> Any:
+    """The session of this process."""
+    global _session
+    if _session is None:
+        from megatron_ampipe.launch.session import TrainingSession
+
+        _session = TrainingSession(sys.argv[1:], script=sys.argv[0], is_patch=True)
+    return _session
 
 
-def _settings() -> tuple[Any, Any]:
-    """The context and the arguments, once the models are built."""
-    if _context is not None and not _is_reached:
-        sys.exit(
-            end_with(
-                BadInput(
-                    "--ampipe-degree",
-                    _context.config.degree,
-                    rule="this script builds no GPT model of Megatron's, so nothing is pipelined",
-                    remedy="Leave it out, or train with pretrain_gpt.py.",
-                )
-            )
-        )
-    return _context, _args
+@contextlib.contextmanager
+def _ended_with_message() -> Iterator[None]:
+    """End the process with the message and exit code of an error of ours."""
+    try:
+        yield
+    except AMPipeError as error:
+        sys.exit(end_with(error))
+
+
+def _ending_the_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Likewise for every call of a function."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _ended_with_message():
+            return function(*args, **kwargs)
+
+    return called

@@ -1,6 +1,6 @@
 """From Megatron's arguments and a cluster file, or from a plan file, to a pipeline. Called by :mod:`.attach`.
 
-The only place where a run meets ``plan``: layers and runtime get a ``schedule.Pipeline``.
+The only module that uses ``plan`` in a run: layers and runtime get a ``schedule.Pipeline``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
@@ -20,16 +21,15 @@ from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
 from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 
 def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
-    """Plans for a shape of input; deterministic, so that every rank that reads the same file plans alike.
+    """Plans for a shape of input; deterministic, so that ranks that read the same file make the same plan.
 
     Args:
         args: Megatron's validated arguments.
-        cluster_file: What stands behind ``--ampipe-cluster``.
+        cluster_file: The value of ``--ampipe-cluster``.
 
     Raises:
         BadInput: the file is wrong, or lacks a figure that this model needs.
@@ -52,14 +52,17 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
     return plan
 
 
-def read_pipeline(args: argparse.Namespace, plan_file: str) -> Choice:
-    """What a plan file says, and in what this run is not what the plan was made for.
+def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
+    """The pipeline of a plan, with notes on how this run differs from what the plan was made for.
+
+    Args:
+        args: Megatron's validated arguments.
+        plan: What was read.
+        plan_file: From where, as the user named it.
 
     Raises:
-        BadInput: the file is wrong, was made for other blocks, or its order or cut is not one of this model's
-            blocks.
+        BadInput: the plan was made for other blocks, or its order or cut is not one of this model's blocks.
     """
-    plan = Plan.read(Path(plan_file))
     notes = _compare(args, plan, plan_file)
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
@@ -90,19 +93,19 @@ _REMEDY = "Make one with ampipe plan from a model file with this run's flags."
 
 
 def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str, ...]:
-    """What the user should know of a plan that fits; a sentence each.
+    """Notes on a plan that can be used, a sentence each.
 
     Raises:
-        BadInput: the plan was made for other blocks, or for another spread over the ranks.
+        BadInput: the plan was made for other blocks, or for other parallel sizes.
     """
     if plan.made_for is None:
-        return (f"{plan_file} does not say for what it was made, so that was not checked",)
+        return (f"{plan_file} does not say for what it was made, so this was not checked",)
     found = differences(plan.made_for, made_for_of_args(args))
     essential = [str(one) for one in found if one.essential]
     if essential:
-        remedy = f"{_REMEDY} To run this one as it stands, take its section made_for out."
+        remedy = f"{_REMEDY} To run this one unchanged, remove its section made_for."
         if args.ampipe_save_plan is not None:
-            remedy = "Remove the file, or name another one, to choose anew."
+            remedy = "Remove the file, or name another one, to choose again."
         raise BadInput(
             "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan",
             plan_file,
@@ -111,12 +114,12 @@ def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str,
         )
     notes = [f"the plan was made on: {plan.made_for.cluster}"]
     if found:
-        notes.append(f"the plan was made for {', '.join(map(str, found))}; what it predicts may be off")
+        notes.append(f"the plan was made for {', '.join(map(str, found))}; its predictions may be wrong")
     return tuple(notes)
 
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
-    """What a plan for this run would say that it was made for."""
+    """The record of this run's block and machines, as a plan for it would have."""
     return MadeFor.of(
         workload_of_args(args, None),
         cluster=f"the machines of a run on {args.world_size} ranks",
@@ -125,7 +128,7 @@ def made_for_of_args(args: argparse.Namespace) -> MadeFor:
 
 
 def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
-    """How the rows of a sequence lie on the ranks."""
+    """How the rows of a sequence are distributed over the ranks."""
     return SequenceLayout(
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
@@ -133,19 +136,12 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
-    """What the blocks contain while training, as ``layers.block`` finds it out from the modules."""
-    has_capacity = (args.moe_expert_capacity_factor or -1.0) >= 0
-    return BlockFeatures(
-        losses=router_has_losses(
-            args.moe_router_load_balancing_type,
-            coefficients=args.moe_aux_loss_coeff,
-            z_loss_coefficient=args.moe_z_loss_coeff,
-        ),
-        shared=args.moe_shared_expert_intermediate_size is not None,
-        ordered_routing=has_capacity and args.ampipe_capacity_scope != "chunk",
-        chunked_qkv=args.tensor_model_parallel_size * args.context_parallel_size == 1
-        and not args.multi_latent_attention,
-    )
+    """What the blocks contain in training."""
+    return features_of_settings(args, capacity_scope=_capacity_scope(args))
+
+
+def _capacity_scope(args: argparse.Namespace) -> str:
+    return args.ampipe_capacity_scope or "sequence"
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
@@ -156,11 +152,12 @@ def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workl
         if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }
     if values.get("moe-expert-capacity-factor", 0.0) < 0:
-        # Megatron takes a negative factor for none; at degree 1 nobody refuses it.
+        # To Megatron a negative factor means none; at degree 1 it is not refused.
         del values["moe-expert-capacity-factor"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    workload, _ = workload_of(ModelFile(Path("arguments"), values, {}), cluster, ranks=args.world_size)
+    model = ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
+    workload, _ = workload_of(model, cluster, ranks=args.world_size)
     if not args.bf16 and not args.fp16:
-        # A model file cannot say so: without a precision, it means the cluster's.
+        # A model file cannot express this: without a precision, it means the cluster's.
         workload = dataclasses.replace(workload, dtype="fp32")
     return workload

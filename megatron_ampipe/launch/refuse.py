@@ -1,4 +1,5 @@
-"""Turns what Megatron and argparse object to into :class:`BadInput`. Called by the ways to launch.
+"""Turns errors of Megatron's checks and of argparse into :class:`BadInput`. Called by :mod:`.session` and its
+adapters.
 
 How a launch then ends is in :mod:`.ending`.
 """
@@ -25,15 +26,15 @@ def refuse_as_bad_input() -> Iterator[None]:
     """Turn what Megatron raises while it checks arguments into :class:`BadInput`.
 
     Megatron checks with assertions, some of them bare, as well as with ValueError; a missing file is an
-    OSError. Some wrong values trip it in other ways (a division by zero, an attribute of None): those are
-    bad input as well, unless they come from our own code.
+    OSError. Some wrong values make it fail in other ways (a division by zero, an attribute of None): those
+    are bad input as well, unless they come from AMPipe's own code.
     """
     try:
         yield
     except AMPipeError:
         raise
     except SystemExit as stop:
-        # So Megatron ends where it has printed what it objects to; with --help, the code is 0.
+        # Megatron ends like this after it has printed what is wrong; with --help, the code is 0.
         if stop.code is not None or not raised_in("megatron", stop):
             raise
         place = origin(stop)
@@ -58,9 +59,9 @@ def refuse_as_bad_input() -> Iterator[None]:
 
 
 def raised_in(package: str, error: BaseException) -> bool:
-    """Whether the line that raised ``error`` stands in a module of ``package``.
+    """Whether the line that raised ``error`` is in a module of ``package``.
 
-    Asked of the module: a folder above it may have any name, as a checkout's with its environment in it.
+    By the module's name, not by its path: a folder of a checkout may be named like a package.
     """
     module = origin(error).tb_frame.f_globals.get("__name__") or ""
     return module.partition(".")[0] == package
@@ -90,14 +91,14 @@ def report_parser_errors(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
-    """Refuse values that no run can have as soon as they are parsed: Megatron's own words mislead."""
+    """Refuse values that no run can have as soon as they are parsed: Megatron's own messages mislead."""
     parse = parser.parse_known_args
 
     @functools.wraps(parse)
     def parsing(*args: Any, **kwargs: Any) -> Any:
         found, rest = parse(*args, **kwargs)
         if not rest:
-            # Else a flag that does not exist is what to say.
+            # Otherwise the flag that does not exist is reported.
             refuse_values(found)
         return found, rest
 
@@ -105,7 +106,7 @@ def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
 
 
 def _repair_help(action: argparse.Action) -> None:
-    """Let ``--help`` work although a text of Megatron's has a bare percent sign, which argparse chokes on."""
+    """Let ``--help`` work although a text of Megatron's has a single percent sign; argparse fails at it."""
     if not action.help:
         return
     try:
@@ -115,7 +116,7 @@ def _repair_help(action: argparse.Action) -> None:
 
 
 def _name_choices(action: argparse.Action) -> None:
-    """Let a wrong name of an enum be an error that says the flag; Megatron's is a bare KeyError."""
+    """Make a wrong name of an enum an error that names the flag; Megatron's is a bare KeyError."""
     names = [choice.name for choice in action.choices or () if isinstance(choice, enum.Enum)]
     convert = action.type
     if not names or not callable(convert):
@@ -135,7 +136,7 @@ _REMEDIES = {
     "expected one argument": "Write a value after the flag.",
     "expected at least one argument": "Write one or more values after the flag.",
 }
-"""What to do about what argparse says."""
+"""Remedies for argparse's messages."""
 
 
 def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
@@ -159,5 +160,5 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
     rule, _, value = rule.partition(": ")
     remedy = f"Use one of: {choices.removesuffix(')')}." if choices else _REMEDIES.get(rule)
     return BadInput(
-        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its kind."
+        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its type."
     )

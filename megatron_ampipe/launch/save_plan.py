@@ -18,10 +18,10 @@ from megatron_ampipe.plan.plan_file import Plan
 
 
 def prepare_plan_file(path: Path) -> None:
-    """Make its folder.
+    """Make the folder of the plan file.
 
     Raises:
-        BadInput: nothing can be written there, which a run had better know before it starts.
+        BadInput: nothing can be written there, which is reported before the run starts.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,19 +36,19 @@ def prepare_plan_file(path: Path) -> None:
             "--ampipe-save-plan",
             path,
             rule=f"cannot be written ({error.strerror})",
-            remedy="Name a file in a folder of yours, for example --ampipe-save-plan plan.yaml.",
+            remedy="Name a file in a folder that you can write to, for example --ampipe-save-plan plan.yaml.",
         ) from error
 
 
 def keeper_of(
     args: argparse.Namespace, file: str | None, announced: Shape
 ) -> Callable[[Shape, Choice], None]:
-    """What :class:`.auto.AutoDegree` tells of its choices.
+    """What :class:`.auto.AutoDegree` calls with its choices.
 
     Args:
         args: Megatron's validated arguments.
         file: Where the first rank writes the choice; None writes nothing.
-        announced: The shape of input that the flags announce. A plan holds one choice, that for it.
+        announced: The shape of input that the flags give. A plan holds one choice, the one for this shape.
     """
 
     def keep(shape: Shape, choice: Choice) -> None:
@@ -57,7 +57,7 @@ def keeper_of(
         try:
             _write_choice(args, Path(file), choice)
         except OSError as error:
-            # Training goes on: the choice is made, and the line above has it.
+            # Training continues: the choice is made, and was logged above.
             print_on_first_rank(
                 f"the plan cannot be written to {file} ({error.strerror}); a restart tries again"
             )
@@ -66,7 +66,7 @@ def keeper_of(
 
 
 def iterations_left(args: argparse.Namespace) -> int | None:
-    """Iterations of training up to the end of the run, the present one counted; None if that is not known."""
+    """Iterations of training up to the end of the run, including the current one; None if it is not known."""
     done: int | None = getattr(args, "curr_iteration", None)
     if done is None or not args.train_iters:
         return None
@@ -76,7 +76,7 @@ def iterations_left(args: argparse.Namespace) -> int | None:
 
 
 def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
-    """Write what ``--ampipe-degree auto`` chose for the input that the flags announce, as a plan."""
+    """Write what ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
     pipeline = choice.pipeline
     count = pipeline.num_chunks
     forward_ms, backward_ms = choice.predicted_ms or (None, None)

@@ -3,7 +3,7 @@
     torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py <its flags> --ampipe-degree 4
 
 The script runs as ``__main__``, with its own folder first on the path, as when it is launched by hand: the
-``megatron`` package beside it is the one that is imported. What reaches into it is in :mod:`.hooks`.
+``megatron`` package next to it is the one that is imported. :mod:`.hooks` wraps the functions that it calls.
 Called by ``python -m megatron_ampipe.launch``.
 """
 
@@ -13,21 +13,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import AMPipeError, BadInput
-from megatron_ampipe.launch.dataset_helpers import use_built_helpers
-from megatron_ampipe.launch.early import check_own_flags
 from megatron_ampipe.launch.ending import run_to_end
 from megatron_ampipe.launch.failures import known_cause
 from megatron_ampipe.launch.hooks import Hooks
-from megatron_ampipe.launch.pretrain import prepare_platform
 from megatron_ampipe.launch.refuse import raised_in, refuse_as_bad_input
+from megatron_ampipe.launch.session import TrainingSession
 
 USAGE = """\
 usage: torchrun ... -m megatron_ampipe.launch PATH/pretrain_gpt.py FLAGS...
 
-Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags beside its own.
+Runs a training script of a Megatron-LM checkout, unedited, with AMPipe's flags in addition to its own.
 
-  PATH/pretrain_gpt.py   the script; the megatron package beside it is the one that is used
-  FLAGS                  the script's own, and --ampipe-degree N and its like; after the script,
+  PATH/pretrain_gpt.py   the script; the megatron package next to it is the one that is used
+  FLAGS                  the script's own, and --ampipe-degree N and the like; after the script,
                          --help lists them all
 """
 
@@ -43,11 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
 
+    session = TrainingSession(words[1:], script="".join(words[:1]))
+
     def check() -> None:
         find_script(words)
-        check_own_flags(words[1:])
+        session.check_command_line()
 
-    return run_to_end(check, lambda: run_script(find_script(words), words[1:]))
+    return run_to_end(check, lambda: run_script(find_script(words), session))
 
 
 def find_script(words: Sequence[str]) -> Path:
@@ -73,7 +73,7 @@ def find_script(words: Sequence[str]) -> Path:
     return script
 
 
-def run_script(script: Path, arguments: Sequence[str]) -> int:
+def run_script(script: Path, session: TrainingSession) -> int:
     """Run ``script`` in this process.
 
     Returns:
@@ -82,13 +82,12 @@ def run_script(script: Path, arguments: Sequence[str]) -> int:
     Raises:
         AMPipeError: Bad input, or something missing.
     """
-    # In place of what "python -m" put there, as if the script had been named on python's command line.
+    # In place of what "python -m" set, as if the script had been named on python's command line.
     sys.path[0] = str(script.resolve().parent)
-    adjusted, adjustments = prepare_platform(arguments)
-    use_built_helpers()
-    hooks = Hooks(str(script), arguments, adjustments)
+    words = session.prepare_platform()
+    hooks = Hooks(session)
     hooks.install()
-    sys.argv = [str(script), *adjusted]
+    sys.argv = [str(script), *words]
     code = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -103,8 +102,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> int:
         with refuse_as_bad_input():
             raise
     finally:
-        # Also what was recorded before a failure is worth seeing.
-        hooks.write_trace()
+        session.end()
     if code == 0:
         hooks.require_reached()
     return code

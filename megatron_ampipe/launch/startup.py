@@ -39,6 +39,6 @@ def print_startup_table(
             "CUDA_DEVICE_MAX_CONNECTIONS=1",
             "one hardware queue: keeps communication from overlapping",
         )
-    # A log file is as wide as it needs to be; only a terminal has an edge.
+    # A log file has any width; only a terminal is limited.
     console = Console(width=None if Console().is_terminal else 140)
     console.print(table)

@@ -1,12 +1,11 @@
-"""What of a run is recorded, and the trace that each rank writes.
+"""Which iterations of a run are recorded, and the trace that each rank writes.
 
-Called by :mod:`.pretrain`, :mod:`.hooks` and :mod:`.patched`.
+Called by :mod:`.session`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -16,17 +15,17 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.metrics import is_measured, logged
+from megatron_ampipe.launch.metrics import is_measured
 from megatron_ampipe.layers.context import AMPipeContext
 
 ForwardStep = Callable[..., Any]
 
 
 def prepare_trace_dir(folder: Path) -> None:
-    """Make the folder and take the traces of an earlier run out of it.
+    """Make the folder and remove the traces of an earlier run from it.
 
     Raises:
-        BadInput: nothing can be written there, which a run had better know before it starts.
+        BadInput: nothing can be written there, which is reported before the run starts.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,16 +38,16 @@ def prepare_trace_dir(folder: Path) -> None:
             "--ampipe-trace-dir",
             folder,
             rule=f"cannot be written to ({error.strerror})",
-            remedy="Name a folder of yours, for example --ampipe-trace-dir traces.",
+            remedy="Name a folder that you can write to, for example --ampipe-trace-dir traces.",
         ) from error
 
 
 def recorded(
     forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace
 ) -> ForwardStep:
-    """Megatron's forward step, telling the recorder which training iteration it belongs to.
+    """Megatron's forward step, which first sets the recorder's training iteration.
 
-    All iterations are recorded for a trace, which keeps the last; without one only those of which figures are
+    All iterations are recorded for a trace, which keeps the last; without one only those whose figures are
     logged (:mod:`.metrics`), so that the others cost nothing.
     """
     if context is None:
@@ -68,34 +67,11 @@ def recorded(
     return step
 
 
-def recorded_when_called(
-    forward_step: ForwardStep, settings: Callable[[], tuple[AMPipeContext | None, argparse.Namespace]]
-) -> ForwardStep:
-    """As :func:`recorded`, and log our figures, where the arguments are parsed later or by others.
-
-    Args:
-        forward_step: Megatron's.
-        settings: Asked at the first call for what :func:`recorded` takes.
-    """
-    steps: list[ForwardStep] = []
-    until_the_end = contextlib.ExitStack()
-
-    @functools.wraps(forward_step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if not steps:
-            context, parsed = settings()
-            until_the_end.enter_context(logged(context, parsed))
-            steps.append(recorded(forward_step, context, parsed))
-        return steps[0](*args, **kwargs)
-
-    return step
-
-
 def write_trace(context: AMPipeContext | None) -> None:
     """Write this rank's trace, if one was asked for and anything was recorded."""
     if context is None or context.config.trace_dir is None:
         return
-    # Not from the process group, which may have been taken down by now.
+    # Not from the process group, which may have been destroyed by now.
     rank = int(os.environ.get("RANK", "0"))
     timeline = context.recorder.timeline(rank=rank, labels=context.pipeline.labels)
     if timeline.spans:

@@ -1,9 +1,9 @@
 """Finding the fastest degrees by trying them, an iteration each: the decisions alone.
 
-Pure: it is told how long an iteration spent in the blocks, forward and backward, and says with which
-pipeline the next one runs. Ranks that are told the same numbers decide the same, so the numbers have to be
-reduced over the ranks first; :mod:`.auto` does that. Every pipeline computes the same function, so trying
-changes no result.
+Pure: takes how long an iteration spent in the blocks, forward and backward, and gives the pipeline of the
+next iteration. Ranks that pass in the same numbers decide identically, so the numbers have to be reduced over
+the ranks first; :mod:`.auto` does that. Every pipeline computes the same function, so trying changes no
+result.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MINIMUM_ROWS = 8
 """Rows of a chunk below which a degree is not tried."""
 
 ROUNDS = 3
-"""How often every candidate counts. One more round comes before, which warms caches and is not counted."""
+"""How often every candidate is timed. One more round before these warms caches and is not counted."""
 
-HOPELESS = 1.5
-"""A degree that was so many times slower than the best in both directions is not tried again."""
+DROPPED_FACTOR = 1.5
+"""A degree that takes this many times the best time in both directions is not tried again."""
 
-WORTH = 0.01
+MINIMUM_GAIN = 0.01
 """Another backward degree, or a higher degree, has to save this share of the time."""
 
 
@@ -35,11 +35,11 @@ class Choice:
     """What was decided.
 
     Attributes:
-        pipeline: With which to run from now on.
+        pipeline: What to run from now on.
         reason: Why, as a clause.
         predicted_ms: Of a pass through a block, forward and backward, from its first stage to its last;
             None where nothing was predicted.
-        notes: What the user should know besides, a sentence each.
+        notes: What else the user should know, one sentence each.
     """
 
     pipeline: Pipeline
@@ -53,14 +53,14 @@ def candidates(rows: int) -> tuple[int, ...]:
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
 
 
-def longest(count: int) -> int:
-    """Iterations that trials of so many degrees take at most, the first one of this shape counted."""
-    # Then one round to warm up and the rounds that count; and likewise for the pair of the two best.
+def most_iterations(count: int) -> int:
+    """How many iterations trials of so many degrees take at most, with the first one of this shape."""
+    # One round to warm up and the timed rounds; then the same for the pair of the two best.
     return 1 + (1 + ROUNDS) * count + (1 + ROUNDS) * 2
 
 
 class Trials:
-    """Tries every degree in both directions, then the best pair of them, and settles.
+    """Tries every degree in both directions, then the best pair of degrees, and makes the choice.
 
     Args:
         degrees: To be tried.
@@ -73,10 +73,10 @@ class Trials:
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
         self.pipeline = next(self._steps)
-        """With which the next iteration runs."""
+        """What the next iteration runs."""
 
-    def tell(self, forward_us: float, backward_us: float) -> None:
-        """How long the iteration with :attr:`pipeline` spent in blocks, in each direction."""
+    def add_times(self, forward_us: float, backward_us: float) -> None:
+        """Take how long the iteration with :attr:`pipeline` spent in blocks, in each direction."""
         self._last_us = (forward_us, backward_us)
         self.pipeline = next(self._steps)
 
@@ -86,12 +86,12 @@ class Trials:
         forward, backward = (self._best_degree(pipelines, way) for way in (0, 1))
         pair = self._pipeline(forward, backward)
         saved = 1 - (self._of(forward, 0) + self._of(backward, 1)) / self._total_us(best)
-        if pair not in pipelines and saved > WORTH:
-            # What the pair costs beyond its halves (smaller products, merged copies) only a trial shows.
+        if pair not in pipelines and saved > MINIMUM_GAIN:
+            # Only a trial shows what the pair costs beyond its halves (smaller products, merged copies).
             contenders = [best, pair]
             self._times_us = {}
             yield from self._rounds(contenders)
-            if self._total_us(pair) < (1 - WORTH) * self._total_us(best):
+            if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
         self.choice = Choice(best, self._reason(best))
         while True:
@@ -101,29 +101,30 @@ class Trials:
         for pipeline in pipelines:
             yield pipeline
         left = list(pipelines)
-        for number in range(ROUNDS):
-            # Another order each time, so that a machine that becomes slower hits all alike.
-            start = number % len(left)
+        for round_index in range(ROUNDS):
+            # Another order each time, so that a machine that becomes slower affects all of them equally.
+            start = round_index % len(left)
             for pipeline in left[start:] + left[:start]:
                 yield pipeline
                 self._times_us.setdefault(pipeline, []).append(self._last_us)
-            left = [pipeline for pipeline in left if not self._is_hopeless(pipeline, left)]
+            left = [pipeline for pipeline in left if not self._is_clearly_slower(pipeline, left)]
 
-    def _is_hopeless(self, pipeline: Pipeline, others: Sequence[Pipeline]) -> bool:
+    def _is_clearly_slower(self, pipeline: Pipeline, others: Sequence[Pipeline]) -> bool:
         return all(
-            self._median_us(pipeline, way) > HOPELESS * min(self._median_us(other, way) for other in others)
+            self._median_us(pipeline, way)
+            > DROPPED_FACTOR * min(self._median_us(other, way) for other in others)
             for way in (0, 1)
         )
 
     def _best_degree(self, pipelines: Sequence[Pipeline], way: int) -> int:
         """The lowest degree that is as good as the best in one direction."""
         least = min(self._median_us(pipeline, way) for pipeline in pipelines)
-        return min(p.degree for p in pipelines if self._median_us(p, way) <= (1 + WORTH) * least)
+        return min(p.degree for p in pipelines if self._median_us(p, way) <= (1 + MINIMUM_GAIN) * least)
 
     def _fastest(self, pipelines: Sequence[Pipeline]) -> Pipeline:
-        """Likewise over both directions."""
+        """The lowest degree that is as good as the best in both directions together."""
         least = min(map(self._total_us, pipelines))
-        good = [p for p in pipelines if self._total_us(p) <= (1 + WORTH) * least]
+        good = [p for p in pipelines if self._total_us(p) <= (1 + MINIMUM_GAIN) * least]
         return min(good, key=lambda pipeline: pipeline.degree)
 
     def _of(self, degree: int, way: int) -> float:
@@ -142,8 +143,8 @@ class Trials:
             for pipeline in self._times_us
             if pipeline != best
         )
-        beside = f", against {others}" if others else ""
-        return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{beside} (slowest rank, median)"
+        compared = f", compared with {others}" if others else ""
+        return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
         return Pipeline.of(degree, backward_degree=backward, schedule=self._schedule)

@@ -6,11 +6,13 @@ one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
 from megatron_ampipe.layers.context import AMPipeContext
@@ -18,7 +20,7 @@ from megatron_ampipe.layers.megatron_stages import MegatronStages
 from megatron_ampipe.runtime.autograd_block import run_block
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout, kinds
+from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
 
 
 class PipelinedBlock:
@@ -50,12 +52,6 @@ class PipelinedBlock:
             tensor_rank=groups.tp.rank() if sharded else 0,
             context_ranks=groups.cp.size(),
             context_rank=groups.cp.rank(),
-        )
-        # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
-        self._chunked_qkv = (
-            self._layout == SequenceLayout()
-            and type(attention_layer.self_attention) is SelfAttention
-            and kinds.QKV not in self._modules.recomputed_stages
         )
 
     def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
@@ -93,13 +89,13 @@ class PipelinedBlock:
 
     def _schedule(self, executor: Executor) -> CompiledSchedule:
         modules = self._modules
-        features = BlockFeatures(
-            # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
-            losses=modules.moe_layer.training and torch.is_grad_enabled() and modules.moe.router.has_losses,
-            shared=modules.moe.shared_experts is not None,
-            ordered_routing=modules.config.moe_expert_capacity_factor is not None
-            and not modules.capacity_per_chunk,
-            chunked_qkv=self._chunked_qkv,
+        features = replace(
+            features_of_settings(
+                modules.config,
+                capacity_scope=self._context.config.capacity_scope,
+                # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
+                with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
+            ),
             added=tuple(stage.kind for stage in self._context.added),
         )
         pipeline = self._context.pipeline

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_ampipe.router_losses import router_has_losses
+from megatron_ampipe.block_features import router_has_losses
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
 

@@ -1,6 +1,7 @@
-"""What a plan was made for, as its file says it: sizes of the block, parallel sizes, machines.
+"""What a plan was made for, as it stands in its file: sizes of the block, parallel sizes, machines.
 
-A run builds the same from its own flags, and compares. Pure. Called by :mod:`.plan_file` and by ``launch``.
+A run makes the same record from its own flags, and compares the two. Pure. Called by :mod:`.plan_file` and
+``launch``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from megatron_ampipe.plan.workload import Workload
 
 
 def _size(flag: str, **default: Any) -> Any:
-    """A field without which a plan is one of another block, or of another spread over ranks."""
+    """A field without which the plan is one of another block, or of other parallel sizes."""
     return field(metadata={"flag": flag, "essential": True}, **default)
 
 
 def _figure(flag: str, **default: Any) -> Any:
-    """A field that changes how long stages take, and not which stages there are or what they work on."""
+    """A field that changes how long stages take, but not which stages there are or what they work on."""
     return field(metadata={"flag": flag, "essential": False}, **default)
 
 
@@ -54,7 +55,7 @@ class MadeFor:
     full_recompute: bool = _figure("--recompute-granularity full")
     ranks_per_node: int = _figure("ranks of a node")
     cluster: str = field(metadata={"flag": None})
-    """In words; a run has nothing to compare it with."""
+    """A description; a run has none to compare it with."""
 
     @classmethod
     def of(cls, workload: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
@@ -95,13 +96,13 @@ class MadeFor:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which a run is not what a plan was made for.
+    """One setting in which a run differs from what a plan was made for.
 
     Attributes:
         flag: Of Megatron, or what it is in words.
         planned: What the plan was made for.
         running: What the run has.
-        essential: Whether the plan is one of another block, so that it cannot mean this run.
+        essential: Whether the plan is one of another block, so that it cannot be used in this run.
     """
 
     flag: str

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ampipe.block_features import router_has_losses
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.records import refuse
-from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.yaml_lines import LinedMapping, load
@@ -51,12 +51,14 @@ class ModelFile:
     Attributes:
         path: The file.
         values: Megatron's flags, and what was set on the command line over them.
-        lines: Where each stands; 0 for what was set on the command line.
+        lines: The line of each; 0 for what was set on the command line.
+        capacity_scope: Over which tokens an expert's capacity counts, by the section ``ampipe:``.
     """
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[str, int]
+    capacity_scope: str = "sequence"
 
 
 def find_model(text: str) -> Path:
@@ -103,7 +105,7 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
             raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
-    return ModelFile(path, values, lines)
+    return ModelFile(path, values, lines, str(section.get("capacity-scope", "sequence")))
 
 
 def workload_of(
@@ -164,6 +166,7 @@ class _Builder:
             gated=self._on("swiglu"),
             shared_ffn=self._whole("moe-shared-expert-intermediate-size", default=0) or None,
             capacity=capacity,
+            capacity_per_chunk=self._model.capacity_scope == "chunk",
             padded=self._on("moe-pad-expert-input-to-capacity"),
             imbalance=self._imbalance,
             grouped=self._on("moe-grouped-gemm"),

@@ -1,7 +1,7 @@
 """A plan: how to run the blocks of a model, and why. The value, and the file ``--ampipe-plan`` names.
 
-Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. A reader checks the form;
-whether the plan fits a block, ``schedule.check`` says.
+Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. Reading checks the form;
+``schedule.check`` checks whether the plan fits a block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, fro
 from megatron_ampipe.yaml_lines import load
 
 HELPS = 1.01
-"""A predicted speedup below this is no reason to cut anything: a prediction is not that sharp."""
+"""A predicted speedup below this is no reason to cut anything: predictions are not that exact."""
 SHARE_TOLERANCE = 1e-3
 """How far the sum of a file's shares may be from 1."""
 
@@ -35,17 +35,17 @@ class Plan:
     Attributes:
         schedule: Degrees of both directions and the order of the stages.
         shares: Share of the sequence of each chunk, with a sum of 1; there are as many chunks as the larger
-            degree says.
+            degree.
         stock_ms: Predicted time of Megatron's own block, forward and backward.
         predicted_ms: Predicted time by this plan.
         stages_forward_ms: The part of a forward pass from its first stage's begin to its last one's end,
-            which is what a run's recorder sees: without what surrounds the stages.
+            which is what a run's recorder measures: without what is around the stages.
         stages_backward_ms: Likewise of a backward pass, without the forward pass that a recompute repeats.
         hidden_share: Share of the communication that computation covers, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         reason: Why this plan, in one sentence.
-        made_for: The block and the machines; None in a file of an earlier version, or where somebody took it
-            out in order to run the plan elsewhere.
+        made_for: The block and the machines; None in a file of an earlier version, or where it was
+            removed in order to run the plan elsewhere.
     """
 
     schedule: Schedule
@@ -90,7 +90,7 @@ class Plan:
     def pipeline(self, *, rows: int | None = None) -> Pipeline:
         """What the blocks run.
 
-        The order is taken as it stands, under whatever name: somebody may have written it by hand.
+        The order is taken unchanged, whatever its name: it may have been written by hand.
 
         Args:
             rows: Of the residual stream of one rank, by which equal chunks are recognized; None while they
@@ -137,7 +137,7 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read what :meth:`write` wrote, or somebody by hand.
+        """Read what :meth:`write` wrote, or what was written by hand.
 
         Raises:
             BadInput: naming file, line and key of what is wrong.

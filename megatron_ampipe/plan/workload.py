@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ampipe.block_features import block_features
 from megatron_ampipe.plan.cluster import Dtype
 from megatron_ampipe.schedule import BlockFeatures
 
@@ -24,9 +25,10 @@ class Workload:
         experts: Experts over all ranks.
         topk: Experts of a token.
         ffn: Width inside an expert.
-        gated: Experts have a gate beside the up-projection (SwiGLU).
+        gated: Experts have a gate in addition to the up-projection (SwiGLU).
         shared_ffn: Width inside the shared experts together; None without.
         capacity: Capacity factor; None if no token is dropped.
+        capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Load of the busiest rank of a group over the mean.
         grouped: The local experts run as one grouped product.
@@ -57,6 +59,7 @@ class Workload:
     gated: bool
     shared_ffn: int | None = None
     capacity: float | None = None
+    capacity_per_chunk: bool = False
     padded: bool = False
     imbalance: float = 1.0
     grouped: bool = False
@@ -90,9 +93,11 @@ class Workload:
     @property
     def features(self) -> BlockFeatures:
         """What the block contains, for its schedule."""
-        return BlockFeatures(
+        return block_features(
             losses=self.losses,
-            shared=self.shared_ffn is not None,
-            ordered_routing=self.capacity is not None,
-            chunked_qkv=self.tensor == 1 and self.context == 1 and not self.latent,
+            shared_size=self.shared_ffn,
+            capacity_factor=self.capacity,
+            capacity_per_chunk=self.capacity_per_chunk,
+            sequence_ranks=self.tensor * self.context,
+            latent=self.latent,
         )

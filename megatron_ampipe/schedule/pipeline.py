@@ -141,7 +141,7 @@ class Pipeline:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the timeline of such a run says of it, recorded or predicted."""
+        """Labels of the timeline of such a run, recorded or predicted."""
         labels = {"degree": str(self.degree), "schedule": self.name}
         if self.backward_degree != self.degree:
             labels["backward degree"] = str(self.backward_degree)
@@ -155,7 +155,7 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """Of the order of the stages."""
+        """The name of the order of the stages."""
         return self.order.name if self.order is not None else self.schedule
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
 
     Args:
         text: Numbers with commas between them.
-        flag: Where it stands, for the error.
+        flag: That has this value, for the error.
 
     Returns:
         The shares, scaled to a sum of exactly 1.

@@ -28,14 +28,14 @@ def check_launch_flags(words: Sequence[str], *, num_ranks: int | None) -> Resolv
         EnvironmentMissing: torch or Megatron is not there.
         BadInput: a file or a flag is wrong.
     """
-    from megatron_ampipe.launch import pretrain, settings
+    from megatron_ampipe.launch import command_line, settings
 
     # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
-        pretrain.import_megatron()
-        parser = pretrain.full_parser()
+        command_line.import_megatron()
+        parser = command_line.full_parser()
     resolved = settings.resolve(words, parser)
-    pretrain.check_settings(resolved, parser)
+    command_line.check_settings(resolved, parser)
     # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if num_ranks is not None:

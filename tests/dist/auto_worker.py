@@ -77,7 +77,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
     for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
         step(rows)
         if 0 < iteration < 26:
-            alone.tell(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))
+            alone.add_times(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))
     return {"ran": ran, "said": said, "difference": difference, "alone": str(alone.choice)}
 
 

@@ -31,21 +31,22 @@ class Launch:
         Raises:
             BadInput: The launch is refused.
         """
-        from megatron_ampipe.launch import attach, pretrain
+        from megatron_ampipe.launch import pretrain
+        from megatron_ampipe.launch.session import TrainingSession
 
         forget_last_launch()
         seen: list[Any] = []
-        original = attach.attach
+        original = pretrain.use_pipelined_layers
 
-        def attaching(args: Any, model_config: Any, **options: Any) -> Any:
-            seen[:] = [args, copy.deepcopy(model_config), model_config]
-            return original(args, model_config, **options)
+        def using(model_config: Any, session: TrainingSession) -> None:
+            seen[:] = [session.args, copy.deepcopy(model_config), model_config]
+            original(model_config, session)
 
-        attach.attach = attaching
+        pretrain.use_pipelined_layers = using
         try:
-            pretrain.prepare_training(*pretrain.prepare_platform(self._arguments))
+            pretrain.prepare_training(TrainingSession(self._arguments))
         finally:
-            attach.attach = original
+            pretrain.use_pipelined_layers = original
         args, stock, ours = seen
         return args, stock, ours
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import ending, host, pretrain, script
+from megatron_ampipe.launch import command_line, ending, host, pretrain, script
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE, Launch
 
 
@@ -27,7 +27,7 @@ def check(words: list[str]) -> dict[str, Any]:
 
     sys.argv = ["pretrain_gpt", *words]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        args = parse_args(pretrain.add_arguments)
+        args = parse_args(command_line.add_arguments)
         validate_args(args, pretrain.TOKENIZER_DEFAULT)
         try:
             check_data_paths(args)

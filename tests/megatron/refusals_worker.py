@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.flag_values import RANGES
-from megatron_ampipe.launch import ending, host, pretrain
+from megatron_ampipe.launch import command_line, ending, host, pretrain
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
@@ -114,7 +114,7 @@ def main() -> None:
     kitchen.HAVE_KITCHEN = True
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    parser = pretrain.add_arguments(parser)
+    parser = command_line.add_arguments(parser)
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     rows: dict[str, Any] = {}
     launches = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_ampipe import cli
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch import pretrain, settings
+from megatron_ampipe.launch import command_line, settings
 from megatron_ampipe.tools.slurm import preflight
 from tests.help_examples import help_examples
 from tests.megatron.settings_cases import LAUNCHES, PREFLIGHTS, WRONG, WRONG_LAUNCHES
@@ -83,8 +83,8 @@ def accepted_value(action: argparse.Action) -> str:
 def main() -> None:
     """Run all cases."""
     folder = Path(sys.argv[1])
-    pretrain.import_megatron()
-    parser = pretrain.full_parser()
+    command_line.import_megatron()
+    parser = command_line.full_parser()
 
     def check(name: str) -> None:
         wrong = WRONG[name]
@@ -94,7 +94,7 @@ def main() -> None:
             path.write_text(wrong.yaml)
             words = ["--ampipe-config", str(path), *words]
         resolved = settings.resolve(words, parser)
-        pretrain.check_settings(resolved, parser)
+        command_line.check_settings(resolved, parser)
         parser.parse_args(resolved.words)
 
     def back(words: list[str]) -> list[list[str]]:

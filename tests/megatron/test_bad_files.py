@@ -156,7 +156,7 @@ DATASETS = {
     "idx-cut": Bad(
         lambda prefix: cut(_idx(prefix), bytes_left=100),
         DATA,
-        "{path}.idx is cut off: its header tells of 8 sequences, which take 202 bytes, and it has 100.",
+        "{path}.idx is cut off: its header names 8 sequences, which take 202 bytes, and it has 100.",
     ),
     "idx-random": Bad(
         lambda prefix: _idx(prefix).write_bytes(numpy.random.default_rng(0).bytes(300)),

@@ -199,7 +199,7 @@ def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.Captu
             "from megatron.training.arguments import parse_and_validate_args\n"
             "raise SystemExit(0 if parse_and_validate_args() else 1)",
             [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"],
-            "it built no GPT model of Megatron's",
+            "it builds no GPT model of Megatron's",
         ),
         (
             "from megatron.training.arguments import parse_and_validate_args as p\np()",

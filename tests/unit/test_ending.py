@@ -87,7 +87,9 @@ def test_a_full_disk_is_named_with_the_last_checkpoint(
     assert found.code == 3
     assert found.output.startswith(f"\nerror: {words}")
     assert "MiB are free in " in found.output
-    assert "The last whole checkpoint is of iteration 40: make room, and go on with --load " in found.output
+    assert (
+        "The last whole checkpoint is of iteration 40: make room, and continue with --load " in found.output
+    )
     assert "Traceback" not in found.output
     assert found.left == found.output.strip()
 
@@ -109,7 +111,7 @@ def test_ctrl_c_ends_with_130_and_one_line(ended: dict[str, Ended]) -> None:
     found = ended["be_interrupted"]
     assert found.code == 130
     assert found.output.strip().splitlines() == [
-        "interrupted. A run that was started with --save goes on from its last checkpoint with --load."
+        "interrupted. A run that was started with --save continues from its last checkpoint with --load."
     ]
     assert ended["finish"] == Ended(0, "", None)
 

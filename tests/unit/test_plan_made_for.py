@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import read_pipeline
+from megatron_ampipe.launch.planned import choice_of_plan
 from megatron_ampipe.plan.made_for import MadeFor, differences
 from megatron_ampipe.plan.plan_file import Plan, make_plan
 from megatron_ampipe.plan.predict import Predictor
@@ -78,7 +78,7 @@ def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
     """A new field of a workload must be recorded, or listed here with the reason."""
     derived = {"key_value_width", "latent"}  # follow from heads and projections
     assumed = {"imbalance", "padded"}  # of the prediction; the stock layer's padding
-    features = {"losses"}  # the schedule itself says so
+    features = {"losses", "capacity_per_chunk"}  # the order of stages itself is checked for these
     changed: dict[str, Any] = {
         "dtype": "fp32", "projections": ((1, 1),), "gated": True, "shared_ffn": 1, "capacity": 1.5,
         "window": 7, "grouped": True, "dispatcher": "allgather", "fused_gradients": False, "recomputes": True,
@@ -133,29 +133,31 @@ def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_run_that_a_plan_was_made_for_has_nothing_to_note_but_the_cluster(file: Path) -> None:
-    choice = read_pipeline(run_of(), str(file))
+    choice = choice_of_plan(run_of(), Plan.read(file), str(file))
     assert choice.notes == (f"the plan was made on: {cluster().description}",)
     assert choice.pipeline.num_chunks == 2
 
 
 def test_a_difference_in_time_alone_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    choice = read_pipeline(run_of(micro_batch_size=2, bf16=False), str(file))
+    choice = choice_of_plan(run_of(micro_batch_size=2, bf16=False), Plan.read(file), str(file))
     assert choice.notes[1] == (
         "the plan was made for --micro-batch-size 1 (this run: 2), precision bf16 (this run: fp32), "
-        "ranks of a node 8 (this run: 2); what it predicts may be off"
+        "ranks of a node 8 (this run: 2); its predictions may be wrong"
     )
 
 
 def test_a_plan_of_another_block_is_refused_and_every_difference_named(file: Path) -> None:
     with pytest.raises(BadInput) as refused:
-        read_pipeline(run_of(seq_length=128, hidden_size=64, kv_channels=4), str(file))
+        choice_of_plan(run_of(seq_length=128, hidden_size=64, kv_channels=4), Plan.read(file), str(file))
     message = str(refused.value)
     assert message.startswith(f"--ampipe-plan {file}: is not for the blocks of this model: it was made for ")
     assert "--seq-length 8192 (this run: 128), --hidden-size 1024 (this run: 64)" in message
-    assert "take its section made_for out" in message
+    assert "remove its section made_for" in message
     with pytest.raises(BadInput, match=r"--ampipe-save-plan .* Remove the file"):
-        read_pipeline(run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file)), str(file))
+        choice_of_plan(
+            run_of(seq_length=128, ampipe_plan=None, ampipe_save_plan=str(file)), Plan.read(file), str(file)
+        )
 
 
 def without_made_for(file: Path) -> None:
@@ -166,17 +168,17 @@ def without_made_for(file: Path) -> None:
 def test_a_plan_that_does_not_say_for_what_it_was_made_runs_with_a_note(file: Path) -> None:
     """As written by earlier versions: accepted if its stages are those of this model's blocks."""
     without_made_for(file)
-    assert read_pipeline(run_of(seq_length=128), str(file)).notes == (
-        f"{file} does not say for what it was made, so that was not checked",
+    assert choice_of_plan(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
+        f"{file} does not say for what it was made, so this was not checked",
     )
     with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
-        read_pipeline(run_of(moe_shared_expert_intermediate_size=64), str(file))
+        choice_of_plan(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
 
 
 def test_a_bad_share_is_the_plan_s_and_not_that_of_a_flag_which_nobody_gave(file: Path) -> None:
     file.write_text(re.sub(r"shares:\n- .*\n- .*", "shares:\n- 0.00001\n- 0.99999", file.read_text()))
     with pytest.raises(BadInput) as refused:
-        read_pipeline(run_of(), str(file))
+        choice_of_plan(run_of(), Plan.read(file), str(file))
     assert str(refused.value).startswith(
         f"--ampipe-plan {file}: with its shares 1e-05,0.99999, chunk 0 would"
     )

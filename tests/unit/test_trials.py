@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ampipe.launch.trials import HOPELESS, ROUNDS, Trials, candidates, longest
+from megatron_ampipe.launch.trials import DROPPED_FACTOR, ROUNDS, Trials, candidates, most_iterations
 from megatron_ampipe.schedule import Pipeline
 
 Cost = Callable[[Pipeline], tuple[float, float]]
@@ -17,7 +17,7 @@ def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
     trials, ran = Trials(degrees, schedule="ampipe"), []
     while trials.choice is None:
         ran.append(trials.pipeline)
-        trials.tell(*cost(trials.pipeline))
+        trials.add_times(*cost(trials.pipeline))
         assert len(ran) < 100, "never settles"
     return trials, ran
 
@@ -42,8 +42,8 @@ def test_the_fastest_degree_stays() -> None:
     assert chosen(trials) == (2, 2)
     assert len(ran) == 3 + 3 * ROUNDS
     assert trials.choice is not None
-    assert "against 0.0 ms with degree 1" in trials.choice.reason
-    trials.tell(1.0, 1.0)
+    assert "compared with 0.0 ms with degree 1" in trials.choice.reason
+    trials.add_times(1.0, 1.0)
     assert chosen(trials) == (2, 2)
 
 
@@ -52,7 +52,7 @@ def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
     trials, ran = settle([1, 2, 4], of_table(*costs))
     assert chosen(trials) == (2, 4)
     # The iteration that detects the shape comes before.
-    assert len(ran) == longest(3) - 1
+    assert len(ran) == most_iterations(3) - 1
     # A pair that is slower than its directions alone suggest is detected by its own trial.
     assert chosen(settle([1, 2, 4], of_table(*costs, mixing=3.0))[0]) == (4, 4)
 
@@ -63,7 +63,7 @@ def test_a_difference_of_less_than_a_percent_buys_no_higher_degree() -> None:
 
 
 def test_hopeless_degrees_are_not_tried_again() -> None:
-    costs = {1: 10.0, 2: 11.0, 4: 10.0 * HOPELESS + 1}
+    costs = {1: 10.0, 2: 11.0, 4: 10.0 * DROPPED_FACTOR + 1}
     _, ran = settle([1, 2, 4], of_table(costs, costs))
     tried = [pipeline.degree for pipeline in ran]
     assert tried.count(4) == 2

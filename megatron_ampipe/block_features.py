@@ -1,0 +1,94 @@
+"""What a block contains, from Megatron's settings: the one answer for launch, plan and layers.
+
+The features decide which stages a schedule has and which stage waits for which, so whoever makes, checks or
+runs a schedule must get the same ones. Imports neither torch nor Megatron. Called by ``launch`` with
+Megatron's arguments, by ``layers`` with a ``TransformerConfig`` and by ``plan`` with a workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_ampipe.schedule import BlockFeatures
+
+AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Load-balancing types that come with a loss."""
+
+
+def features_of_settings(settings: Any, *, capacity_scope: str, with_losses: bool = True) -> BlockFeatures:
+    """The features of the blocks that Megatron builds from these settings.
+
+    Args:
+        settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
+        capacity_scope: ``sequence`` or ``chunk``, see :class:`~megatron_ampipe.config.AMPipeConfig`.
+        with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
+    """
+    return block_features(
+        losses=with_losses
+        and router_has_losses(
+            settings.moe_router_load_balancing_type,
+            coefficients=settings.moe_aux_loss_coeff,
+            z_loss_coefficient=settings.moe_z_loss_coeff,
+        ),
+        shared_size=settings.moe_shared_expert_intermediate_size,
+        capacity_factor=settings.moe_expert_capacity_factor,
+        capacity_per_chunk=capacity_scope == "chunk",
+        sequence_ranks=settings.tensor_model_parallel_size * settings.context_parallel_size,
+        latent=settings.multi_latent_attention,
+    )
+
+
+def block_features(
+    *,
+    losses: bool,
+    shared_size: int | None,
+    capacity_factor: float | None,
+    capacity_per_chunk: bool,
+    sequence_ranks: int,
+    latent: bool,
+) -> BlockFeatures:
+    """The features of a block.
+
+    Args:
+        losses: The router has auxiliary or z losses.
+        shared_size: Width inside the shared experts; None without.
+        capacity_factor: None or below 0 if no token is dropped. A factor of 0 is a capacity: it drops all.
+        capacity_per_chunk: Every chunk has its own capacity.
+        sequence_ranks: Over how many ranks a sequence is spread, by tensor and context parallelism.
+        latent: Multi-latent attention.
+    """
+    has_capacity = capacity_factor is not None and capacity_factor >= 0
+    return BlockFeatures(
+        losses=losses,
+        shared=shared_size is not None,
+        # A chunk leaves the next one what is left of the capacity.
+        ordered_routing=has_capacity and not capacity_per_chunk,
+        # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
+        chunked_qkv=sequence_ranks == 1 and not latent,
+    )
+
+
+def router_has_losses(
+    kinds: str | Sequence[str],
+    *,
+    coefficients: float | Sequence[float] | None,
+    z_loss_coefficient: float | None,
+) -> bool:
+    """Whether a training step adds a loss of the router, as Megatron's router decides it.
+
+    An auxiliary loss counts with a coefficient above 0. The z-loss counts with any coefficient, 0 included:
+    the router computes and logs it then.
+
+    Args:
+        kinds: ``--moe-router-load-balancing-type``, one or several.
+        coefficients: ``--moe-aux-loss-coeff``: one, or one for each kind.
+        z_loss_coefficient: ``--moe-z-loss-coeff``; None where it is not given.
+    """
+    if z_loss_coefficient is not None:
+        return True
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
+    numbers = [coefficients] if isinstance(coefficients, int | float) else list(coefficients or [])
+    if len(numbers) == 1:
+        numbers *= len(names)
+    return any(name in AUX_LOSSES and number > 0 for name, number in zip(names, numbers, strict=False))

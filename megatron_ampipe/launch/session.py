@@ -1,0 +1,216 @@
+"""One launch of training, from its command line to its trace: what every way to launch does, in this order.
+
+Three adapters call a :class:`TrainingSession`, each from other places in Megatron: :mod:`.pretrain` (our
+entry), :mod:`.hooks` (a script of a checkout) and :mod:`.patched` (a patched Megatron). What is checked,
+printed and recorded is decided here and is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.launch import command_line, flags, host, settings
+from megatron_ampipe.launch.early import check_own_flags
+from megatron_ampipe.launch.refuse import refuse_as_bad_input
+from megatron_ampipe.plan.plan_file import Plan
+
+ForwardStep = Callable[..., Any]
+
+_REMEDY = "Use Megatron-LM's pretrain_gpt.py, or a script that trains through megatron.training.pretrain."
+
+
+class TrainingSession:
+    """What one launch knows, and its steps. A launch calls the methods in the order in which they stand.
+
+    Args:
+        words: The command line without the program's name, as the user gave it.
+        script: What trains, as the user named it; None for our entry.
+        is_patch: The script was started without one of our launchers, and may train without AMPipe or not
+            train at all. Then a run that is not pipelined is left to Megatron.
+    """
+
+    def __init__(self, words: Sequence[str], *, script: str | None = None, is_patch: bool = False) -> None:
+        self._words = list(words)
+        self._script = script
+        self._is_patch = is_patch
+        self._resolved: settings.Resolved | None = None
+        self._adjustments: list[host.Adjustment] = []
+        self._until_end = contextlib.ExitStack()
+        # A plan file is read once per launch, however often the flags are looked at.
+        self._read_plan = functools.cache(Plan.read)
+        self.args: Any = None
+        """Megatron's validated arguments; None before :meth:`accept`."""
+        self.context: Any = None
+        """What pipelined layers share, an ``AMPipeContext``; None before :meth:`accept` and at degree 1."""
+        self.num_models = 0
+        """How many models were given pipelined layers."""
+
+    def check_command_line(self) -> None:
+        """Refuse a wrong flag of AMPipe's, before torch is imported.
+
+        Raises:
+            BadInput: There is no such flag, or its value is wrong, or it contradicts another one.
+        """
+        check_own_flags(self._words, read_plan=self._read_plan)
+
+    def prepare_platform(self) -> list[str]:
+        """Make Megatron importable on this machine, and the command line one that it can parse.
+
+        Returns:
+            The command line for Megatron: the settings of every ``--ampipe-config`` in place of that flag,
+            and without a GPU the flags that a CPU needs.
+
+        Raises:
+            EnvironmentMissing: torch or Megatron is not there.
+            BadInput: A configuration file is wrong, or a flag needs a GPU and there is none.
+        """
+        on_gpu = command_line.import_megatron()
+        words = list(self._words)
+        if settings.names_files(words):
+            parser = command_line.full_parser(read_plan=self._read_plan)
+            self._resolved = settings.resolve(words, parser)
+            command_line.check_settings(self._resolved, parser, read_plan=self._read_plan)
+            words = list(self._resolved.words)
+        if on_gpu:
+            return words
+        words, self._adjustments = host.adjust(words)
+        return words
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Megatron's ``extra_args_provider``: AMPipe's flags, and errors that are reported in our form."""
+        return command_line.add_arguments(parser, read_plan=self._read_plan)
+
+    def check_parsed(self, args: Any) -> None:
+        """Refuse AMPipe's flags where a ``--yaml-cfg`` has replaced them; without them it is not our concern.
+
+        Raises:
+            BadInput: They were replaced.
+        """
+        if any(word.startswith("--ampipe") for word in sys.argv):
+            flags.config_from_args(args, read_plan=self._read_plan)
+
+    def accept(self, args: Any) -> None:
+        """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
+
+        No process group exists yet.
+
+        Args:
+            args: Megatron's validated arguments.
+
+        Raises:
+            BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
+            EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
+        """
+        from megatron_ampipe.launch.attach import make_context
+        from megatron_ampipe.launch.exit_signal import keep_from_children
+
+        with refuse_as_bad_input():
+            config = flags.config_from_args(args, read_plan=self._read_plan)
+            is_active = config.pipelined or not self._is_patch
+            if is_active:
+                self._check_run(args)
+            keep_from_children(args)
+            self.args = args
+            self.context = make_context(
+                args, config, adjustments=self._adjustments, read_plan=self._read_plan
+            )
+        if is_active and int(os.environ.get("RANK", "0")) == 0:
+            if self._resolved is None:
+                parser = command_line.full_parser(read_plan=self._read_plan)
+                self._resolved = settings.resolve(self._words, parser)
+            command_line.record_settings(self._resolved, self._adjustments, script=self._script)
+
+    def _check_run(self, args: Any) -> None:
+        from megatron_ampipe.launch.checkpoints import check_checkpoint
+        from megatron_ampipe.launch.data_paths import check_data_paths
+        from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+        from megatron_ampipe.launch.required_flags import check_required
+
+        use_built_helpers()
+        check_required(args)
+        check_data_paths(args, of_script=self._script is not None)
+        check_checkpoint(args)
+
+    def recorded(self, forward_step: ForwardStep) -> ForwardStep:
+        """Megatron's forward step, which tells the recorder its iteration and adds our figures to the log.
+
+        Called where Megatron's training begins, which may be before :meth:`accept`.
+
+        Raises:
+            EnvironmentMissing: The ranks could not find each other.
+        """
+        if self.context is not None or not self._is_patch:
+            self._require_rendezvous()
+        steps: list[ForwardStep] = []
+
+        @functools.wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not steps:
+                steps.append(self._first_step(forward_step))
+            return steps[0](*args, **kwargs)
+
+        return step
+
+    def _first_step(self, forward_step: ForwardStep) -> ForwardStep:
+        from megatron_ampipe.launch.metrics import logged
+        from megatron_ampipe.launch.trace import recorded
+
+        self.require_pipelined_model()
+        self._until_end.enter_context(logged(self.context, self.args))
+        return recorded(forward_step, self.context, self.args)
+
+    def _require_rendezvous(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            # Who has made the process group needs no place to meet: ampipe bench joins ranks by a file.
+            return
+        run = "-m megatron_ampipe.pretrain_gpt"
+        if self._script is not None:
+            run = self._script if self._is_patch else f"-m megatron_ampipe.launch {self._script}"
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise EnvironmentMissing(
+                    f"{name} is not set, which says where ranks find each other. Start the run with "
+                    f"torchrun, which sets it: torchrun --standalone --nproc-per-node 1 {run} ..."
+                )
+
+    def layer_spec(self, spec: Any) -> Any:
+        """The layer specification of a model, with its MoE layers pipelined; as it is at degree 1."""
+        if self.context is None:
+            return spec
+        from megatron_ampipe.layers.spec import pipelined
+
+        self.num_models += 1
+        return pipelined(spec, self.context)
+
+    def require_pipelined_model(self) -> None:
+        """Refuse a run that was to be pipelined and has built no GPT model of Megatron's.
+
+        Raises:
+            BadInput: Nothing is pipelined.
+        """
+        if self.context is not None and self.num_models == 0:
+            raise self.refused_script("it builds no GPT model of Megatron's, so nothing is pipelined")
+
+    def refused_script(self, rule: str) -> BadInput:
+        """The error that this script cannot be run with AMPipe."""
+        return BadInput("script", self._script, rule=rule, remedy=_REMEDY)
+
+    def end(self) -> None:
+        """Leave Megatron's log to itself, and write this rank's trace, if one was asked for.
+
+        Also after a failure: what was recorded before it is worth seeing.
+        """
+        self._until_end.close()
+        if self.context is not None:
+            from megatron_ampipe.launch.trace import write_trace
+
+            write_trace(self.context)

@@ -1,0 +1,133 @@
+"""The three ways to launch do the same: our entry, the launcher with a script, and a patched tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main as ampipe
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.schedule import BlockFeatures, build
+from tests.megatron.checkout.layout import lay_out
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment
+from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
+
+WAYS = ("entry", "launcher", "patched")
+MODEL = [*TINY_GPT, *TINY_MOE]
+RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
+REFUSED = {
+    "no learning rate": (
+        [*(word for word in MODEL if word not in ("--lr", "1e-3")), *MOCK_DATA],
+        "--lr (not given): training needs it",
+    ),
+    "warm-up without an end": (
+        [*MODEL, *MOCK_DATA, "--lr-warmup-iters", "9"],
+        "--lr-warmup-iters 9: is not less than the 4 iterations",
+    ),
+    "half a dataset": ([*MODEL, "--data-path", "{folder}/half"], "--data-path {folder}/half: "),
+    "no checkpoint": (
+        [*MODEL, *MOCK_DATA, "--load", "{folder}", "--exit-on-missing-checkpoint"],
+        "--load {folder}: holds no checkpoint",
+    ),
+    "a number out of range": ([*MODEL, *MOCK_DATA, "--lr", "-1"], "--lr -1: must be at least 0"),
+    "an unknown flag": ([*MODEL, *MOCK_DATA, "--lrr", "1"], "argument --lrr 1: there is no such flag"),
+    "nowhere to meet": ([*MODEL, *MOCK_DATA], "MASTER_ADDR is not set"),
+}
+"""Command lines without AMPipe's flags, and with what the error begins."""
+
+
+class Ways:
+    """The launches of this module; those of one way run when the first of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "half.bin").write_bytes(bytes(64))
+        schedule = build("ampipe", degree=2, features=BlockFeatures(losses=True, chunked_qkv=True))
+        Plan(schedule=schedule, shares=(0.5, 0.5), reason="a test").write(folder / "plan.yaml", head="test")
+        self._launched = cache(self._launch)
+
+    def text(self, text: str) -> str:
+        return text.replace("{folder}", str(self.folder))
+
+    def of(self, way: str, name: str) -> dict[str, Any]:
+        """The result of one launch."""
+        return self._launched(way == "patched")[f"{way} {name}"]
+
+    def script(self, way: str) -> Path:
+        return self.folder / ("patched" if way == "patched" else "checkout") / "pretrain_gpt.py"
+
+    def _launch(self, is_patched: bool) -> dict[str, dict[str, Any]]:
+        """All launches that share a tree."""
+        ways = ("patched",) if is_patched else ("entry", "launcher")
+        script = lay_out(self.script(ways[0]).parent, "0.19", copy=is_patched)
+        if is_patched:
+            assert ampipe(["patch", "apply", str(script.parent)]) == 0
+        asked = {}
+        for way in ways:
+            for name, (words, place) in self._command_lines(way).items():
+                reads = {"READS": str(self.folder / f"{way} {name}")}
+                asked[f"{way} {name}"] = (way, list(map(self.text, words)), place | reads)
+        report = self.folder / f"{ways[0]}.json"
+        subprocess.run(
+            [sys.executable, "-m", "tests.megatron.ways_worker", str(script), json.dumps(asked)],
+            cwd=REPOSITORY,
+            env=environment() | {"AMPIPE_TEST_REPORT": str(report)},
+            check=True,
+            timeout=280,
+        )
+        found: dict[str, dict[str, Any]] = json.loads(report.read_text())
+        return found
+
+    def _command_lines(self, way: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+        """Words and environment by name."""
+        asked = {
+            name: ([*words, "--ampipe-degree", "2"], {} if name == "nowhere to meet" else RENDEZVOUS)
+            for name, (words, _) in REFUSED.items()
+        }
+        logs = ["--save", f"{{folder}}/logs of {way}", "--save-interval", "10"]
+        asked["a plan"] = ([*MODEL, *MOCK_DATA, *logs, "--ampipe-plan", "{folder}/plan.yaml"], RENDEZVOUS)
+        asked["degree 1"] = ([*MODEL, *MOCK_DATA, "--lr-warmup-iters", "9"], RENDEZVOUS)
+        return asked
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
+    return Ways(tmp_path_factory.mktemp("ways"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_train_is_refused_identically(name: str, way: str, ways: Ways) -> None:
+    found = ways.of(way, name)
+    (error,) = found["errors"]
+    assert error.startswith(f"error: {ways.text(REFUSED[name][1])}")
+    assert found["code"] == (1 if name == "nowhere to meet" else 2)
+    assert not found["traceback"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_recorded(way: str, ways: Ways) -> None:
+    found = ways.of(way, "a plan")
+    assert found["code"] == PROCESS_GROUP_MADE, found
+    lines = (ways.folder / f"logs of {way}" / "resolved.yaml").read_text().splitlines()
+    run = "A run" if way == "entry" else f"A run of {ways.script(way)}"
+    assert lines[0].startswith(f"# {run} on 1 ranks with ")
+    assert "train-iters: 4  # command line" in lines
+    assert f"  plan: {ways.folder}/plan.yaml  # command line" in lines
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_plan_file_is_read_once(way: str, ways: Ways) -> None:
+    assert ways.of(way, "a plan")["code"] == PROCESS_GROUP_MADE
+    assert (ways.folder / f"{way} a plan").read_text() == "x"
+
+
+def test_a_patched_tree_without_ampipe_is_left_to_megatron(ways: Ways) -> None:
+    assert ways.of("patched", "degree 1")["code"] == PROCESS_GROUP_MADE
+    assert ways.of("launcher", "degree 1")["code"] == 2

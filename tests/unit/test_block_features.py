@@ -1,0 +1,149 @@
+"""What a block contains: one answer from a model file, from arguments and from a layer's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.block_features import features_of_settings, router_has_losses
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.model import read_model, workload_of
+from megatron_ampipe.schedule import BlockFeatures
+from tests.unit.test_plan_workload import PLAIN
+
+CASES: dict[str, tuple[dict[str, Any], bool]] = {
+    "none": ({"type": "none", "aux": 0.0, "z": None}, False),
+    "none with a coefficient": ({"type": "none", "aux": 0.1, "z": None}, False),
+    "z-loss of 0": ({"type": "none", "aux": 0.0, "z": 0.0}, True),
+    "z-loss": ({"type": "none", "aux": 0.0, "z": 0.1}, True),
+    "aux loss of 0": ({"type": "aux_loss", "aux": 0.0, "z": None}, False),
+    "aux loss": ({"type": "aux_loss", "aux": 0.1, "z": None}, True),
+    "negative aux loss": ({"type": "aux_loss", "aux": -0.1, "z": None}, False),
+    "two, one off": ({"type": ["aux_loss", "seq_aux_loss"], "aux": [0.0, 0.1], "z": None}, True),
+    "two, both off": ({"type": ["aux_loss", "seq_aux_loss"], "aux": [0.0, 0.0], "z": None}, False),
+    "the coefficient of another kind": (
+        {"type": ["seq_aux_loss", "none"], "aux": [0.0, 0.1], "z": None},
+        False,
+    ),
+}
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
+    return CASES[request.param]
+
+
+def test_the_answer(case: tuple[dict[str, Any], bool]) -> None:
+    given, expected = case
+    answer = router_has_losses(given["type"], coefficients=given["aux"], z_loss_coefficient=given["z"])
+    assert answer is expected
+
+
+def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
+    given, expected = case
+    path = tmp_path / "model.yaml"
+    path.write_text(PLAIN)
+    settings = {"moe-router-load-balancing-type": given["type"], "moe-aux-loss-coeff": given["aux"]}
+    if given["z"] is not None:
+        settings["moe-z-loss-coeff"] = given["z"]
+    cluster = read_cluster(find_cluster("dgx-h100"))
+    if not isinstance(given["aux"], float) or given["aux"] >= 0:
+        workload, _ = workload_of(read_model(path, overrides=settings), cluster)
+        assert workload.features.losses is expected
+
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
+    assert features_of_settings(arguments(**settings), capacity_scope="sequence").losses is expected
+
+
+def arguments(**settings: Any) -> argparse.Namespace:
+    """Megatron's arguments, as far as the features of a block depend on them."""
+    defaults: dict[str, Any] = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "moe_expert_capacity_factor": None,
+        "moe_shared_expert_intermediate_size": None,
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "multi_latent_attention": False,
+    }
+    return argparse.Namespace(**defaults | settings)
+
+
+FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
+    "plain": ({}, "sequence", BlockFeatures(chunked_qkv=True)),
+    "shared experts": (
+        {"moe_shared_expert_intermediate_size": 64},
+        "sequence",
+        BlockFeatures(shared=True, chunked_qkv=True),
+    ),
+    "capacity": (
+        {"moe_expert_capacity_factor": 1.25},
+        "sequence",
+        BlockFeatures(ordered_routing=True, chunked_qkv=True),
+    ),
+    "capacity of a chunk": ({"moe_expert_capacity_factor": 1.25}, "chunk", BlockFeatures(chunked_qkv=True)),
+    "capacity of nothing": (
+        {"moe_expert_capacity_factor": 0.0},
+        "sequence",
+        BlockFeatures(ordered_routing=True, chunked_qkv=True),
+    ),
+    "tensor-parallel": ({"tensor_model_parallel_size": 2}, "sequence", BlockFeatures()),
+    "context-parallel": ({"context_parallel_size": 2}, "sequence", BlockFeatures()),
+    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures()),
+    "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, "sequence", BlockFeatures(losses=True, chunked_qkv=True)),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_are_the_same_from_every_source(name: str, tmp_path: Path) -> None:
+    settings, scope, expected = FEATURES[name]
+    path = tmp_path / "model.yaml"
+    path.write_text(f"{PLAIN}ampipe:\n  capacity-scope: {scope}\n")
+    overrides = {key.replace("_", "-"): value for key, value in settings.items()}
+    workload, _ = workload_of(
+        read_model(path, overrides=overrides), read_cluster(find_cluster("dgx-h100")), ranks=16
+    )
+    assert workload.features == expected
+
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from megatron_ampipe.launch.planned import features_of_args
+
+    args = arguments(**settings)
+    args.ampipe_capacity_scope = None if scope == "sequence" else scope
+    assert features_of_args(args) == expected
+
+    settings = dict(settings)
+    kind = MLATransformerConfig if settings.pop("multi_latent_attention", False) else TransformerConfig
+    sharded = "tensor_model_parallel_size" in settings
+    size = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 8}
+    config = kind(**size, **settings, sequence_parallel=sharded, add_bias_linear=False)
+    assert features_of_settings(config, capacity_scope=scope) == expected
+    evaluated = features_of_settings(config, capacity_scope=scope, with_losses=False)
+    assert evaluated == dataclasses.replace(expected, losses=False)
+
+
+def test_megatron_s_router_and_ours_give_it(case: tuple[dict[str, Any], bool]) -> None:
+    """Megatron's own decision for each, without building a router."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_ampipe.layers.router import ChunkRouter
+
+    given, expected = case
+    router = ChunkRouter.__new__(ChunkRouter)
+    # Without torch's bookkeeping of modules, which would want a whole one.
+    router.__dict__["routing_type"] = given["type"]
+    router.__dict__["config"] = argparse.Namespace(
+        moe_aux_loss_coeff=given["aux"],
+        moe_z_loss_coeff=given["z"],
+        moe_router_load_balancing_type=given["type"],
+    )
+    assert router.has_losses is expected
+    assert (TopKRouter.is_aux_loss_enabled(router) or given["z"] is not None) is expected
