@@ -100,7 +100,7 @@ def burst_bytes(rate_bit_per_s: float) -> int:
     Small against a chunk, or an idle link would save up for the next one. But it has to hold the segments
     that the kernel hands over, as to a network card that cuts them up itself: tbf cuts larger ones into
     packets in software, which costs the ranks more processor time than all the rest of communication
-    (docs/log/README.md). So segments are limited to 28 KB, which with their headers go in.
+    (docs/log). So segments are limited to 28 KB, which with their headers go in.
     """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
 

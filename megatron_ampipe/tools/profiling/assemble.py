@@ -34,7 +34,7 @@ from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_num
 from megatron_ampipe.tools.profiling.workload import workload_of_case
 
 STOCK_EXCHANGE = ".stock_all_to_all"
-"""With gloo it has two speeds and lies on no line (docs/log/README.md): the file says what every size took. In a
+"""With gloo it has two speeds and lies on no line (docs/log): the file says what every size took. In a
 block, where ranks do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
 
 HOST_NOISE_US = 200.0
