@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COVERED: tuple[str, ...] = ("README.md", "CHANGELOG.md", "docs")
+COVERED: tuple[str, ...] = ("README.md", "CHANGELOG.md", "docs", "patches", "configs")
 """Files and folders that are checked. Folders of code are added here once they are swept: "megatron_ampipe",
-"scripts", "tests", "configs", "patches"."""
+"scripts", "tests"."""
 
 LEFT_OUT = (
     "docs/log",
