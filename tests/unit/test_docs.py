@@ -90,6 +90,13 @@ def test_links_to_headings_lead_to_headings(page: Path) -> None:
     assert not missing, f"{page.name} links to headings that do not exist: {missing}"
 
 
+def test_the_log_s_index_names_every_day_newest_first() -> None:
+    log = ROOT / "docs/log"
+    index = (log / "README.md").read_text().partition("\n## ")[0]
+    days = sorted((page.name for page in log.glob("2*.md")), reverse=True)
+    assert days and re.findall(r"\]\((2[\d-]+\.md)\)", index) == days
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_flags_exist(page: Path) -> None:
     named = set(re.findall(r"--ampipe-[a-z-]*", page.read_text())) - NO_FLAGS.keys()
