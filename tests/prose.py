@@ -58,7 +58,7 @@ WORDINGS = (
     Wording(r"\balike\b", "identically, equally, both", "for stock and AMPipe alike"),
     Wording(r"\bof (ours|mine|yours|theirs)\b", "AMPipe's, custom", "a flag of ours"),
     Wording(
-        r"\bof (its|their|one's|our|your|his) own\b",
+        r"(?<!line\s)(?<!lines\s)\bof (its|their|one's|our|your|his) own\b",
         "its own, a separate, a custom",
         "a thread of its own",
     ),
@@ -67,6 +67,7 @@ WORDINGS = (
     Wording(r"\bhow-?manieth\b", "index, number", "in the how-manieth pass"),
     Wording(r"\bdoors?\b", "entry point, way", "by another door"),
     Wording(r"\bhopeless\w*", "clearly slower", "a hopeless degree"),
+    Wording(r"\bleaves? early\b", "is dropped early", "a slow degree leaves early"),
     Wording(r"\b(speaks|spoke|speak up|speaking up)\b", "prints, reports", "and speaks"),
     Wording(r"\bthere and back\b", "dispatch and combine, both directions", "the way there and back"),
     Wording(r"\bmend(s|ed|ing)?\b", "fix", "mended since"),
@@ -86,7 +87,7 @@ WORDINGS = (
 FINE = (
     "The backward pass runs behind a flag, and behind a proxy.",
     "What a run leaves behind is listed there.",
-    "Besides, it hangs on start-up, on rank 3.",
+    "Besides, it hangs on start-up, on rank 3. Write it on a line of its own.",
     "It letters the chunks; let the script go to the next node.",
     "There are doorways in no file. The amendment is held by each rank.",
     "A part of the run's losses; a run part of which is timed.",

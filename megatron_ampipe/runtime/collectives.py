@@ -260,7 +260,7 @@ def exchange_pairwise(
     """Start the exchange of one tensor as sends and receives.
 
     For gloo, whose own all-to-all uses one direction of a link at a time and so takes twice as long
-    (docs/log).
+    (docs/log.md).
     """
     own = group.rank()
     outgoing, incoming = tensor.split_with_sizes(send), output.split_with_sizes(receive)
