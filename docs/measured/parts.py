@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measure() -> dict[str, dict[str, Any]]:
-    """By case and row: how fast, and how much work, beside Megatron's layer; medians and all samples."""
+    """By case and row: how fast, and how much work, next to Megatron's layer; medians and all samples."""
     cases = tuple(read_grid(find_grid("cpu-small")).cases)
     job = PartsJob(
         cases=cases,
@@ -93,7 +93,7 @@ def measure() -> dict[str, dict[str, Any]]:
 
 
 def beside(*samples: list[list[float]]) -> dict[str, Any]:
-    """A row beside stock, from each rank's ``[time, processor time]`` of every pass, stock's first; ms."""
+    """A row next to stock, from each rank's ``[time, processor time]`` of every pass, stock's first; ms."""
     stock, row = (
         [(max(a[0], b[0]), a[1] + b[1]) for a, b in zip(*pair, strict=True)]
         for pair in (samples[:2], samples[2:])

@@ -254,7 +254,7 @@ def exchange_send_recv(
     """Start the exchange of one tensor as point-to-point sends and receives.
 
     For gloo, whose all-to-all uses one direction of a link at a time and therefore takes twice as long
-    (docs/log.md).
+    (docs/log).
     """
     own = group.rank()
     outgoing, incoming = tensor.split_with_sizes(send), output.split_with_sizes(receive)

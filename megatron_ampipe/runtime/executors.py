@@ -155,7 +155,7 @@ def demote_gloo_threads() -> None:
 
     A loop that is woken while another thread of the process sends finds the connection locked, and asks
     again and again until the scheduler takes its core away: up to 4 ms, in which the sender does not get to
-    unlock it. As a batch thread it cannot interrupt (docs/log.md). Where the system has no such threads, or
+    unlock it. As a batch thread it cannot interrupt (docs/log). Where the system has no such threads, or
     no such policy, nothing is done.
     """
     if not hasattr(os, "SCHED_BATCH"):

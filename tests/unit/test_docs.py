@@ -19,7 +19,7 @@ from megatron_ampipe.shipped import config_names
 from tests.help_examples import help_examples
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/log").glob("*.md"))]
 PAGE_IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 COMMANDS = {
@@ -60,6 +60,13 @@ def without_code(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may end in, by GitHub's rule."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 def shell_commands(text: str) -> list[str]:
     """The commands of all ``sh`` blocks, with continued lines joined."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
@@ -76,14 +83,35 @@ def test_links_and_images_point_to_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_links_to_headings_lead_to_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]*)#([^)\s]+)\)", page.read_text())
+    local = [(page.parent / name if name else page, anchor) for name, anchor in targets if "://" not in name]
+    missing = [f"{at.name}#{anchor}" for at, anchor in local if anchor not in anchors(at)]
+    assert not missing, f"{page.name} links to headings that do not exist: {missing}"
+
+
+def test_the_log_s_index_names_every_day_newest_first() -> None:
+    log = ROOT / "docs/log"
+    index = (log / "README.md").read_text().partition("\n## ")[0]
+    days = sorted((page.name for page in log.glob("2*.md")), reverse=True)
+    assert days and re.findall(r"\]\((2[\d-]+\.md)\)", index) == days
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_flags_exist(page: Path) -> None:
     named = set(re.findall(r"--ampipe-[a-z-]*", page.read_text())) - NO_FLAGS.keys()
     assert named <= training_flags(), f"{page.name} names flags that do not exist"
 
 
-def test_readme_lists_every_flag() -> None:
-    rows = re.findall(r"^\| `(--ampipe-[a-z-]+) ", (ROOT / "README.md").read_text(), re.M)
+def test_usage_lists_every_flag() -> None:
+    rows = re.findall(r"^\| `(--ampipe-[a-z-]+) ", (ROOT / "docs/usage.md").read_text(), re.M)
     assert set(rows) == training_flags()
+
+
+def test_readme_is_short_and_names_what_ci_runs() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    assert "./scripts/test.sh" in shell_commands(text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

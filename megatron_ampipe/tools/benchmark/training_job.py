@@ -17,7 +17,7 @@ MICRO_BATCHES = 2
 """Of each rank in an iteration: few, which is where the package is meant to help."""
 
 _VOCABULARY = 256
-# A learning rate and an epsilon that do not amplify rounding: see docs/log.md on the quick start.
+# A learning rate and an epsilon that do not amplify rounding: see docs/log.
 _OPTIMIZER = "--lr 5e-4 --adam-eps 1e-5 --lr-decay-style constant --lr-warmup-iters 0 --clip-grad 1.0"
 # Routed in fp32, as the blocks of ``ampipe bench`` are.
 _ROUTER = ("--moe-router-dtype", "fp32")

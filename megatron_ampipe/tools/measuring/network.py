@@ -100,7 +100,7 @@ def burst_bytes(rate_bit_per_s: float) -> int:
 
     Small compared with a chunk, or an idle link would save up for the next one. But it has to hold the
     segments that the kernel passes to the interface: tbf cuts larger ones into packets in software, which
-    costs the ranks more processor time than the rest of communication (docs/log.md). So segments are limited
+    costs the ranks more processor time than the rest of communication (docs/log). So segments are limited
     to 28 KB, which fit in with their headers.
     """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))

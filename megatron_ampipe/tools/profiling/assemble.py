@@ -34,7 +34,7 @@ from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, near
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
 
 STOCK_EXCHANGE = ".stock_all_to_all"
-"""With gloo it has two speeds, which no line fits (docs/log.md): the file has the time of every size. In a
+"""With gloo it has two speeds, which no line fits (docs/log): the file has the time of every size. In a
 block, where ranks do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
 
 HOST_NOISE_US = 200.0

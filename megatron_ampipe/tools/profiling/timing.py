@@ -54,7 +54,7 @@ class Stopwatch:
 
         Of a computation that is the median. Of a collective it is the lower quartile: on a host, a thread of
         the backend that has to wait for the scheduler's next tick adds 4 ms to whatever the transfer takes,
-        sometimes to more than half of the calls (docs/log.md).
+        sometimes to more than half of the calls (docs/log).
         """
         for _ in range(WARMUP):
             for probe in probes:
