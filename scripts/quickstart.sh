@@ -12,4 +12,4 @@ done
 # shellcheck source=scripts/lib/environment.sh
 . "$(dirname -- "$script")/lib/environment.sh"
 
-exec "$python" -m megatron_ampipe.launch.quickstart "$@"
+exec "$python" -m megatron_ampipe.tools.quickstart "$@"

@@ -25,11 +25,11 @@ from megatron_ampipe.shipped import configs_folder
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import quickstart_report
 from megatron_ampipe.tools.benchmark import training
-from megatron_ampipe.tools.benchmark.arguments import cores_of
 from megatron_ampipe.tools.benchmark.training import Curve
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob
-from megatron_ampipe.tools.measuring import rank_processes
+from megatron_ampipe.tools.measuring import machine, rank_processes
 from megatron_ampipe.tools.measuring.link_choice import LinkChoice, choose_link
+from megatron_ampipe.tools.measuring.machine import cores_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LINK = "100mbit"
@@ -76,16 +76,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
-        description="Train a small GPT-MoE on the source of Python's standard library, with two processes that "
-        "a slow link connects, once with Megatron's own layers and once with AMPipe from the same seed. "
+        description="Train a small GPT-MoE on the source of Python's standard library, with two processes "
+        "that a slow link connects, once with Megatron's own layers and once with AMPipe from the same seed. "
         "Compare speed and losses.",
     )
     parser.add_argument("--degree", type=int, default=4, help="chunks of the AMPipe run (default: 4)")
     parser.add_argument("--iterations", type=int, default=16, help="training iterations (default: 16)")
     parser.add_argument(
         "--link",
-        help="what connects the processes: a rate such as 50mbit (a real network between network namespaces), "
-        f"emulated:RATE, or none (default: {LINK}, emulated where no network can be made)",
+        help="what connects the processes: a rate such as 50mbit (a real network between network "
+        f"namespaces), emulated:RATE, or none (default: {LINK}, emulated where no network can be made)",
     )
     parser.add_argument(
         "--output",
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -> int:
     folder, degree, iterations = chosen.output.resolve(), chosen.degree, chosen.iterations
-    load = os.getloadavg()[0]
+    before = machine.hardware()
     quickstart_report.show_link(console, choice)
     data, traces, timeline = folder / "data" / "stdlib", folder / "trace", folder / "timeline"
     _ampipe("data", "--output", str(data))
@@ -132,7 +132,8 @@ def _compare(choice: LinkChoice, chosen: argparse.Namespace, console: Console) -
         "degree": degree,
         "hidden_share": Timeline.read_chrome(traces / "rank0.trace.json").hidden_share,
         "timeline": str(timeline.with_suffix(".png")),
-        "load_average_before": round(load, 2),
+        "load_average_before": before["load_average"][0],
+        "usable_cores": before["usable_cores"],
     }
     path = folder / "summary.json"
     outputs.write_text(path, json.dumps(summary, indent=2) + "\n")
@@ -168,9 +169,7 @@ def train(title: str, job: TrainingJob, *, iterations: int, log: Path, console: 
             progress.update(bar, advance=1, loss=f"loss {loss:.4f}")
 
         try:
-            return training.run(
-                job, iterations=iterations, title=title, on_iteration=on_iteration, log=log
-            )
+            return training.run(job, iterations=iterations, title=title, on_iteration=on_iteration, log=log)
         except RunFailed as error:
             raise RunFailed(f"{title}: {error}\nThe whole log is {log}") from error
 

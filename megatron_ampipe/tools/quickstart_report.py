@@ -5,7 +5,6 @@ Runs nothing. Called by :mod:`.quickstart`.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,7 +104,9 @@ def show_runs(console: Console, summary: Mapping[str, Any]) -> None:
             str(index + 1), f"{expected:.6f}", f"{found:.6f}", f"{abs(expected - found) / expected:.1e}"
         )
     table.add_section()
-    table.add_row("ms, median", f"{_median_ms(summary, 'baseline'):.0f}", f"{_median_ms(summary, 'ampipe'):.0f}")
+    table.add_row(
+        "ms, median", f"{_median_ms(summary, 'baseline'):.0f}", f"{_median_ms(summary, 'ampipe'):.0f}"
+    )
     console.print(table)
 
 
@@ -132,7 +133,7 @@ def show_result(console: Console, summary: Mapping[str, Any], choice: LinkChoice
     )
     _line(console, f"    losses: {losses}")
     _line(console, f"    communication that ran during computation: {summary['hidden_share']:.0%}")
-    if summary["load_average_before"] > _spare_cores(summary):
+    if summary["load_average_before"] > summary["usable_cores"] / 2:
         _line(
             console,
             f"    The machine was busy before (load average {summary['load_average_before']}): "
@@ -152,6 +153,11 @@ def verdict(speedup: float) -> str:
     if speedup > 1 - _AS_FAST:
         return "as fast as Megatron here"
     return f"slower here: {speedup:.2f} times Megatron's speed"
+
+
+def _median_ms(summary: Mapping[str, Any], run: str) -> float:
+    found: float = summary[run]["median_ms"]
+    return found
 
 
 def _name(choice: LinkChoice) -> str:

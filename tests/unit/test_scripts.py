@@ -277,7 +277,7 @@ def test_it_runs_through_a_symbolic_link(checkout: Checkout, tmp_path: Path) -> 
     link.symlink_to(os.path.relpath(checkout.root / "scripts/quickstart.sh", link.parent))
     result = checkout.run("--help", script=link)
     assert result.returncode == 0, result.stderr
-    assert checkout.calls.read_text().endswith("-m megatron_ampipe.launch.quickstart --help\n")
+    assert checkout.calls.read_text().endswith("-m megatron_ampipe.tools.quickstart --help\n")
 
 
 def test_what_another_environment_has_set_is_left_behind_and_pip_settings_are_not(checkout: Checkout) -> None:

@@ -68,8 +68,8 @@ def choose_link(wanted: str, *, may_emulate: bool) -> LinkChoice:
     why = "; ".join(dict.fromkeys(reasons))
     if not may_emulate:
         raise EnvironmentMissing(
-            f"--link {wanted} needs a real network between network namespaces, which cannot be made here: {why}. "
-            f"Use --link emulated:{wanted}, which needs none."
+            f"--link {wanted} needs a real network between network namespaces, which cannot be made here: "
+            f"{why}. Use --link emulated:{wanted}, which needs none."
         )
     return LinkChoice(parse_link(f"emulated:{wanted}"), why_emulated=why)
 

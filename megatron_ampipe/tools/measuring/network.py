@@ -68,9 +68,7 @@ def check_usable() -> None:
             f"--link RATE needs {' and '.join(missing)}", remedy="Install iproute2 and util-linux"
         )
     if os.geteuid() != 0:
-        raise NetworkUnavailable(
-            "--link RATE makes network namespaces, which needs root", remedy="Use sudo"
-        )
+        raise NetworkUnavailable("--link RATE makes network namespaces, which needs root", remedy="Use sudo")
 
 
 def try_out(*, rate_bit_per_s: float) -> None:
