@@ -1,9 +1,8 @@
-"""The ``ampipe`` command: picks the sub-command, and turns errors into a line of text and an exit code.
+"""The ``ampipe`` command: runs a sub-command, and reports an error as one line of text and an exit code.
 
-Does no work itself: each sub-command is a module of :mod:`megatron_ampipe.tools` with
-``add_arguments(parser)`` and ``run(arguments) -> int``. Only the module of the sub-command that was asked
-for is imported, so ``ampipe draw --help`` needs neither torch nor Megatron. Called by the console entry
-point and by ``python -m megatron_ampipe.cli``.
+Each sub-command is a module of :mod:`megatron_ampipe.tools` with ``add_arguments(parser)`` and
+``run(arguments) -> int``. Only the module of the requested sub-command is imported, so ``ampipe draw --help``
+needs neither torch nor Megatron. Called by the console entry point and by ``python -m megatron_ampipe.cli``.
 """
 
 from __future__ import annotations
@@ -20,43 +19,43 @@ from megatron_ampipe import __version__
 from megatron_ampipe.errors import AMPipeError, BadInput
 
 INTERRUPTED = 130
-READER_GONE = 141
-"""As a shell says it of a program whose reader, such as ``head``, has had enough."""
+BROKEN_PIPE = 141
+"""Exit code for a closed standard output (128 + SIGPIPE), as when ``head`` stops reading."""
 
 TOOLS = {
-    "bench": "measure Megatron's own layer against AMPipe's, over a link of a given rate",
-    "config": "show and check the configuration that YAML files and flags make together",
-    "data": "turn a directory of text files into a dataset that Megatron trains on",
-    "doctor": "check an environment: packages, ranks, and whether overlap happens on this machine",
-    "draw": "draw the timeline that a run recorded: what computed while what travelled",
-    "patch": "put AMPipe's flags into a Megatron-LM checkout, or take them out",
+    "bench": "compare Megatron's layer with AMPipe's, over a link of a given rate",
+    "config": "show and check the configuration that results from YAML files and flags",
+    "data": "convert a directory of text files to a dataset that Megatron trains on",
+    "doctor": "check an environment: packages, ranks, and whether overlap works on this machine",
+    "draw": "draw the timeline that a run recorded: computation and communication of every stage",
+    "patch": "add AMPipe's flags to a Megatron-LM checkout, or remove them",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
-    "profile": "measure what the operations of a block cost on these ranks, and write a cluster file",
+    "profile": "measure the operations of a block on these ranks, and write a cluster file",
     "sbatch": "write a SLURM job script for a training run, show it, and submit it",
 }
 
 _EPILOG = """\
 examples:
-  ampipe data --output data/stdlib          a dataset from Python's own source, to try things with
+  ampipe data --output data/stdlib          a small dataset, made from Python's standard library
   ampipe draw traces/ --output timeline     timeline.svg and timeline.png of a recorded run
-  ampipe bench --link 200mbit               Megatron's layer against AMPipe's over a slow network
-  ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree, and why
-  ampipe doctor                             is everything there, and does overlap happen here?
-  ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings these files make, checked
-  ampipe patch check Megatron-LM            whether the patch for this checkout fits or is in it
+  ampipe bench --link 200mbit               Megatron's layer and AMPipe's over a slow network
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100      which degree to use, and why
+  ampipe doctor                             is everything installed, and does overlap work here?
+  ampipe config --ampipe-config mixtral-8x7b my-run.yaml   the settings of these files, checked
+  ampipe patch check Megatron-LM            whether a checkout is patched, or can be
 
 'ampipe COMMAND --help' explains one command.
 
-exit codes: 0 well, 1 something missing in the environment, 2 bad arguments or input, 3 failed while
+exit codes: 0 success, 1 something is missing in the environment, 2 bad arguments or input, 3 failed while
 running, 4 a check found a difference, 130 interrupted
 """
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all sub-commands; only ``chosen`` gets its arguments, so only its module is imported."""
+    """The parser of all sub-commands; adds arguments, and imports the module, for ``chosen`` only."""
     parser = argparse.ArgumentParser(
         prog="ampipe",
-        description="Tools around AMPipe, the pipelining of attention and MoE layers inside a block.",
+        description="Tools for AMPipe, which pipelines attention and MoE layers inside a transformer block.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,14 +75,14 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse one command line.
 
-    A tool that takes the flags of training (``passed_on`` among its defaults) receives there every word that
-    is not its own; of the others such a word is an error.
+    A tool that accepts training flags has ``training_flags`` among its defaults; all arguments that it does
+    not define are stored there. For other tools an unknown argument is an error.
     """
-    # Only flags without a value come before the sub-command, so the first known word is it.
+    # Only flags without a value come before the sub-command, so it is the first known word.
     parser = build_parser(next((word for word in words if word in TOOLS), None))
     parsed, others = parser.parse_known_args(words)
-    if hasattr(parsed, "passed_on"):
-        parsed.passed_on = others
+    if hasattr(parsed, "training_flags"):
+        parsed.training_flags = others
     elif others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     return parsed
@@ -93,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        arguments: The words after ``ampipe``; those of this process when None.
+        arguments: The arguments after ``ampipe``; None for those of this process.
 
     Returns:
-        The exit code. Errors have been printed to stderr, without a traceback.
+        The exit code. Errors are printed to stderr, without a traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BadInput.exit_code
     try:
         parsed = parse(words)
-        # For what a tool writes, which says how it was made.
+        # Tools write it into their output files.
         parsed.command_line = shlex.join(["ampipe", *words])
         code = int(parsed.run(parsed))
         sys.stdout.flush()
@@ -115,25 +114,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ampipe: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if not _reader_has_gone():
+        if not _stdout_is_closed():
             raise
-        return READER_GONE
+        return BROKEN_PIPE
     except KeyboardInterrupt:
-        print("ampipe: interrupted; nothing unfinished stands under a final name", file=sys.stderr)
+        print("ampipe: interrupted; incomplete output was not saved under its final name", file=sys.stderr)
         return INTERRUPTED
 
 
-def _reader_has_gone() -> bool:
-    """Whether it is standard output that nobody reads any more; then nothing more is written to it."""
+def _stdout_is_closed() -> bool:
+    """Whether the reader of standard output has closed it; if so, further output is discarded."""
     try:
         poll = select.poll()
         poll.register(sys.stdout, 0)
     except (AttributeError, OSError, ValueError):
-        # No file, or a system without poll.
+        # Standard output is not a file, or the system has no poll.
         return False
     if not poll.poll(0):
         return False
-    # What is still in the buffer would be written when the interpreter ends, and fail again.
+    # Otherwise the interpreter would write the rest of the buffer when it exits, and fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 

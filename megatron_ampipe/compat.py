@@ -1,7 +1,7 @@
-"""The only place that asks which optional package or which Megatron this is.
+"""Versions of Megatron and optional packages: what is installed, and how to use it.
 
-Every difference between Megatron's versions that the code has to know of has its function here. Imports
-Megatron inside functions only, so that anyone can ask for a version first.
+No other module checks versions. Every difference between Megatron's versions that affects the code has a
+function here. Imports Megatron inside functions only, so that versions can be checked before the import.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megatron_ampipe.errors import EnvironmentMissing
 MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
 MINIMUM_PYTHON = "3.12"
 SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
-"""The versions that the tests run with; exactly which, say constraints.txt and tests/older_megatron.txt."""
+"""The versions that the tests run with; constraints.txt and tests/older_megatron.txt pin the exact ones."""
 PRETRAIN_GPT_MEGATRON = "0.19"
-"""The first that builds a GPT model from a configuration, which megatron_ampipe.pretrain_gpt rests on."""
+"""The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
-FLASH_ATTN_PIECES = "2.7"
-"""The first whose inner functions have the form in which we call them."""
+FLASH_ATTN_INTERNALS = "2.7"
+"""The first version whose internal functions have the signatures that AMPipe calls."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalPiece:
-    """A package that is used where it is installed, and never imported where it is not.
+class OptionalPackage:
+    """A package that is used if it is installed.
 
     Attributes:
-        name: As people call it.
-        distribution: As pip calls it.
-        module: What importing it imports.
+        name: Its common name.
+        distribution: Its name for pip.
+        module: The module to import.
         minimum: Oldest version that is used; None for any.
-        fallback: What takes its place, for the start-up table.
-        lost: What cannot be had without it.
-        remedy: How to get it.
+        fallback: What is used instead, for the start-up table.
+        lost: What is not available without it.
+        remedy: How to install it.
     """
 
     name: str
@@ -57,38 +57,38 @@ class OptionalPiece:
     remedy: str
 
 
-OPTIONAL_PIECES = (
-    OptionalPiece(
+OPTIONAL_PACKAGES = (
+    OptionalPackage(
         name="Transformer Engine",
         distribution="transformer-engine",
         module="transformer_engine.pytorch",
-        fallback="Megatron's local layers, which --transformer-impl local asks for",
+        fallback="Megatron's local layers, with --transformer-impl local",
         lost="Megatron's default layers on a GPU, FP8, fused routing and permutation",
-        remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', with CUDA's compiler at hand",
+        remedy="pip install --no-build-isolation 'transformer-engine[pytorch]', needs the CUDA compiler",
     ),
-    OptionalPiece(
+    OptionalPackage(
         name="flash-attn",
         distribution="flash-attn",
         module="flash_attn",
         minimum=FLASH_ATTN_BOTTOM_RIGHT,
-        fallback="local layers attend with torch's own kernels",
-        lost="its attention in Megatron's local layers on a GPU",
-        remedy="pip install --no-build-isolation 'flash-attn>=2.1', with CUDA's compiler at hand",
+        fallback="torch's attention kernels in local layers",
+        lost="flash-attn's kernels in Megatron's local layers on a GPU",
+        remedy="pip install --no-build-isolation 'flash-attn>=2.1', needs the CUDA compiler",
     ),
-    OptionalPiece(
+    OptionalPackage(
         name="apex",
         distribution="apex",
         module="apex.optimizers",
-        fallback="Adam and norms of Transformer Engine where it is installed, else of torch",
-        lost="fused norms in Megatron's local layers; fused Adam where Transformer Engine is absent too",
-        remedy="build it from NVIDIA's repository apex; PyPI's apex is another program",
+        fallback="Adam and norms of Transformer Engine if it is installed, otherwise of torch",
+        lost="fused norms in Megatron's local layers; fused Adam if Transformer Engine is missing too",
+        remedy="build it from NVIDIA's repository apex; apex on PyPI is a different package",
     ),
 )
 
 
 @cache
 def installed_version(distribution: str) -> Version | None:
-    """The version of an installed distribution, None where it is absent."""
+    """The version of an installed distribution, or None if it is not installed."""
     try:
         return Version(version(distribution))
     except PackageNotFoundError:
@@ -96,7 +96,7 @@ def installed_version(distribution: str) -> Version | None:
 
 
 def megatron_folder() -> Path | None:
-    """The folder of the ``megatron.core`` that an import finds, maybe a checkout's; None without one."""
+    """The folder of the ``megatron.core`` that an import uses, possibly a checkout's, or None."""
     try:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
@@ -105,25 +105,25 @@ def megatron_folder() -> Path | None:
 
 
 def megatron_version(folder: Path) -> Version:
-    """The version that a ``megatron/core`` folder says it is, read without importing it.
+    """The version of the Megatron in a ``megatron/core`` folder, read without importing it.
 
     Raises:
-        EnvironmentMissing: its ``package_info.py`` is not there or of another form.
+        EnvironmentMissing: its ``package_info.py`` is missing or cannot be parsed.
     """
     path = folder / "package_info.py"
     text = path.read_text(errors="replace") if path.is_file() else ""
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)[\"']?$", text, re.M))
     if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
-        raise EnvironmentMissing(f"{path} does not say which Megatron this is.")
+        raise EnvironmentMissing(f"{path} does not contain the version of Megatron.")
     numbers = ".".join(found[name] for name in ("MAJOR", "MINOR", "PATCH"))
     return Version(numbers + found.get("PRE_RELEASE", ""))
 
 
 def found_version(distribution: str) -> Version | None:
-    """The version that an import would find: for megatron-core maybe a checkout's; None where it is absent.
+    """The version that an import would use, for megatron-core possibly a checkout's; None if there is none.
 
     Raises:
-        EnvironmentMissing: a Megatron does not say its version.
+        EnvironmentMissing: the version of a Megatron checkout cannot be determined.
     """
     if distribution != "megatron-core":
         return installed_version(distribution)
@@ -132,16 +132,16 @@ def found_version(distribution: str) -> Version | None:
 
 
 def describe_megatron() -> str:
-    """Which Megatron is used and where it lies, for the start-up table and ``ampipe doctor``."""
+    """Which Megatron is used, and its location, for the start-up table and ``ampipe doctor``."""
     folder = megatron_folder()
     assert folder is not None, "called once Megatron has been imported"
     return f"{megatron_version(folder)} from {folder.parent}"
 
 
 def moe_class(mlp: Any) -> type | None:
-    """The class of MoE layer that the ``mlp`` of a layer's submodules builds; None where it builds another.
+    """The MoE layer class that the ``mlp`` of a layer's submodules builds; None if it builds no MoE layer.
 
-    A ``partial`` of the class since 0.18, a ``ModuleSpec`` before and where users write one.
+    ``mlp`` is a ``partial`` of the class since 0.18, and a ``ModuleSpec`` before, or if users write one.
     """
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
@@ -155,14 +155,14 @@ def moe_submodules(mlp: Any) -> Any:
 
 
 def with_moe_submodules(mlp: Any, submodules: Any) -> Any:
-    """The same ``mlp`` with other submodules."""
+    """The same ``mlp`` with these submodules."""
     if isinstance(mlp, partial):
         return partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
     return dataclasses.replace(mlp, submodules=submodules)
 
 
 def rotary_scale(attention: Any) -> float:
-    """YaRN's factor of an attention layer, which 0.19 keeps on the layer and others work out at every use."""
+    """YaRN's concentration factor; 0.19 stores it in the layer, older versions compute it at every use."""
     if hasattr(attention, "_yarn_concentration_factor"):
         return float(attention._yarn_concentration_factor)
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
@@ -173,12 +173,12 @@ def rotary_scale(attention: Any) -> float:
 
 
 def require_peers() -> None:
-    """Refuse to run on a torch or a Megatron that is too old, and warn of a Megatron that is too new.
+    """Refuse a torch or a Megatron that is too old, and warn if Megatron is newer than the tested versions.
 
-    Called once Megatron has been imported, and before anything of ours that builds on it.
+    Called after Megatron is imported, and before any module of AMPipe that imports it.
 
     Raises:
-        EnvironmentMissing: naming what was found and what is needed.
+        EnvironmentMissing: with the version that was found and the one that is needed.
     """
     for distribution, minimum in MINIMUM_VERSIONS.items():
         found = found_version(distribution)
@@ -188,47 +188,51 @@ def require_peers() -> None:
                 f"Run: pip install '{distribution}>={minimum}'"
             )
     megatron = found_version("megatron-core")
-    # Once for all ranks.
+    # On rank 0 only.
     if megatron is not None and is_untested(megatron) and os.environ.get("RANK", "0") == "0":
         missing = missing_internals()
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
             f"({', '.join(SUPPORTED_MEGATRON)}). "
-            + (f"Not found in it: {', '.join(missing)}." if missing else "All names it builds on are there."),
+            + (
+                f"Not found in it: {', '.join(missing)}."
+                if missing
+                else "It has all functions and classes that AMPipe imports."
+            ),
             stacklevel=2,
         )
 
 
 def is_untested(megatron: Version) -> bool:
-    """Whether a Megatron is newer than every one that AMPipe is tested with."""
+    """Whether a Megatron version is newer than all that AMPipe is tested with."""
     return _release(megatron) > Version(SUPPORTED_MEGATRON[-1])
 
 
 def require_model_from_configuration() -> None:
-    """Refuse ``megatron_ampipe.pretrain_gpt`` on a Megatron that cannot build a model from a configuration.
+    """Refuse ``megatron_ampipe.pretrain_gpt`` if Megatron cannot build a model from a configuration.
 
     Raises:
-        EnvironmentMissing: naming the way that works on it.
+        EnvironmentMissing: with the command that works with this version.
     """
     folder = megatron_folder()
     assert folder is not None, "called once Megatron has been imported"
     found = megatron_version(folder)
     if _release(found) < Version(PRETRAIN_GPT_MEGATRON):
         raise EnvironmentMissing(
-            f"megatron-core {found} builds no GPT model by itself; that began with {PRETRAIN_GPT_MEGATRON}. "
-            "Launch the script of your Megatron-LM checkout: -m megatron_ampipe.launch PATH/pretrain_gpt.py "
-            "with the same flags."
+            f"megatron-core {found} cannot build a GPT model from a configuration; this needs "
+            f"{PRETRAIN_GPT_MEGATRON} or later. Launch the script of your Megatron-LM checkout: "
+            "-m megatron_ampipe.launch PATH/pretrain_gpt.py with the same flags."
         )
 
 
 def missing_internals() -> list[str]:
-    """What AMPipe imports of Megatron and this Megatron does not have, each with the file that needs it.
+    """What AMPipe imports from Megatron but this Megatron does not have, each with the file that imports it.
 
-    Reads the import statements of the package itself, its tools aside. Imports Megatron, so on a machine
-    without a GPU only after the host platform.
+    Reads the import statements of the package, without ``tools``. Imports Megatron, so on a machine without a
+    GPU the host platform must be installed first.
 
     Returns:
-        Such as ``"megatron.core.mpu (launch/gpt.py)"``; empty where all is there.
+        For example ``"megatron.core.mpu (launch/gpt.py)"``; empty if nothing is missing.
     """
     package = Path(__file__).parent
     missing = []
@@ -249,7 +253,7 @@ def _megatron_imports(path: Path) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether an import statement would find ``name``, a module or a name in one."""
+    """Whether an import of ``name``, a module or a name in a module, would succeed."""
     module, _, attribute = name.rpartition(".")
     try:
         return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(name))
@@ -264,27 +268,27 @@ def _release(found: Version) -> Version:
 
 @cache
 def has_flash_attn() -> bool:
-    """Whether flash-attn is there and aligns causal masks to the bottom right."""
+    """Whether flash-attn is installed and aligns causal masks to the bottom right."""
     found = installed_version("flash-attn")
     return found is not None and found >= Version(FLASH_ATTN_BOTTOM_RIGHT)
 
 
 @cache
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is there."""
+    """Whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 @cache
 def has_apex() -> bool:
-    """Whether NVIDIA's apex is there; PyPI has another program of that name."""
+    """Whether NVIDIA's apex is installed; PyPI has a different package of that name."""
     found = importlib.util.find_spec("apex")
     folders = [] if found is None else found.submodule_search_locations or []
     return any((Path(folder) / "optimizers").is_dir() for folder in folders)
 
 
-def has_piece(piece: OptionalPiece) -> bool:
-    """Whether an optional package is there in a version that is used. Imports nothing."""
+def has_optional_package(piece: OptionalPackage) -> bool:
+    """Whether an optional package is installed in a supported version. Imports nothing."""
     return {
         "Transformer Engine": has_transformer_engine,
         "flash-attn": has_flash_attn,
@@ -292,11 +296,11 @@ def has_piece(piece: OptionalPiece) -> bool:
     }[piece.name]()
 
 
-def missing_pieces() -> list[tuple[OptionalPiece, str]]:
-    """The optional packages that are not used here, each with the reason."""
+def missing_packages() -> list[tuple[OptionalPackage, str]]:
+    """The optional packages that cannot be used, each with the reason."""
     found = []
-    for piece in OPTIONAL_PIECES:
-        if not has_piece(piece):
+    for piece in OPTIONAL_PACKAGES:
+        if not has_optional_package(piece):
             version = installed_version(piece.distribution) if piece.minimum is not None else None
             reason = "not installed" if version is None else f"{version} is older than {piece.minimum}"
             found.append((piece, reason))
@@ -304,23 +308,23 @@ def missing_pieces() -> list[tuple[OptionalPiece, str]]:
 
 
 def has_fused_weight_gradients(*, on_gpu: bool) -> bool:
-    """Whether Megatron's local linear layers can add their weights' gradients to ``main_grad`` themselves.
+    """Whether Megatron's local linear layers can use gradient accumulation fusion.
 
-    On a GPU apex brings the kernel, elsewhere the host platform does. Imports nothing.
+    On a GPU the kernel is part of apex; without a GPU the host platform replaces it. Imports nothing.
     """
     return not on_gpu or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 @cache
-def has_flash_attn_pieces() -> bool:
-    """Whether flash-attn is there and its inner functions have the form in which we call them."""
+def has_flash_attn_internals() -> bool:
+    """Whether flash-attn is installed and its internal functions have the signatures that AMPipe calls."""
     found = installed_version("flash-attn")
-    return found is not None and found >= Version(FLASH_ATTN_PIECES)
+    return found is not None and found >= Version(FLASH_ATTN_INTERNALS)
 
 
 @cache
 def has_flash_attn_3() -> bool:
-    """Whether flash-attn-3 is there and its operators take the arguments that we give. Imports it."""
+    """Whether flash-attn-3 is installed and its operators take AMPipe's arguments. Imports it."""
     if importlib.util.find_spec("flash_attn_3") is None:
         return False
     import torch
@@ -342,13 +346,13 @@ def has_flash_attn_3() -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What decides which attention kernels can run on the current device.
+    """The properties of the current device and of torch that decide which attention kernels can run.
 
     Attributes:
-        capability: CUDA's compute capability, such as (9, 0); (0, 0) for AMD's devices.
-        cudnn: Version as torch counts it, 91501 for 9.15.1; 0 without.
-        torch_flash: Whether torch was built with its FlashAttention.
-        deterministic: Whether torch has been told to use deterministic algorithms alone.
+        capability: CUDA compute capability, such as (9, 0); (0, 0) for AMD devices.
+        cudnn: cuDNN version as torch gives it, such as 91501 for 9.15.1; 0 without cuDNN.
+        torch_flash: Whether torch was built with FlashAttention.
+        deterministic: Whether torch is set to use deterministic algorithms only.
     """
 
     capability: tuple[int, int]
@@ -358,7 +362,7 @@ class Gpu:
 
 
 def current_gpu() -> Gpu:
-    """The device that torch computes on."""
+    """The properties of the current CUDA device."""
     import torch
 
     return Gpu(
@@ -371,7 +375,7 @@ def current_gpu() -> Gpu:
 
 @cache
 def has_cpu_flash() -> bool:
-    """Whether this torch has its flash attention for CPU under the name and form we call it by."""
+    """Whether this torch has the flash attention operators for CPU that AMPipe calls."""
     import torch
 
     name = "_scaled_dot_product_flash_attention_for_cpu"

@@ -1,30 +1,30 @@
-"""The exceptions users can meet, and the exit code each one ends a command with.
+"""The exceptions that are shown to users, and the exit code of each.
 
-Not for our own invariants (those are ``assert``). Raised everywhere; turned into an exit code by
-:mod:`megatron_ampipe.cli` and by the training entry points, which print the message without a traceback.
+Not for internal invariants, which are checked with ``assert``. Raised everywhere; :mod:`megatron_ampipe.cli`
+and the training entry points print the message without a traceback and exit with the code.
 """
 
 
 class AMPipeError(Exception):
-    """Base of every error that is meant for a user to read."""
+    """Base class of all errors that are shown to users."""
 
     exit_code = 3
 
 
 class EnvironmentMissing(AMPipeError):
-    """Something outside the package is absent or too old: Python, torch, Megatron, a device."""
+    """Something outside the package is missing or too old: Python, torch, Megatron, a device."""
 
     exit_code = 1
 
 
 class BadInput(AMPipeError, ValueError):
-    """An argument, a file or a combination of settings that cannot be accepted.
+    """An argument, a file or a combination of settings that is not valid.
 
     Args:
         name: What was set, as the user wrote it (a flag, a file, a key).
-        value: The value that was found.
+        value: Its value.
         rule: Why it is refused, as one clause without a full stop.
-        remedy: What to do instead, naming a value that would work.
+        remedy: What to do instead, with a value that would work.
     """
 
     exit_code = 2
@@ -35,12 +35,12 @@ class BadInput(AMPipeError, ValueError):
 
 
 class RunFailed(AMPipeError):
-    """The work started and could not be finished."""
+    """The command started its work but could not finish it."""
 
     exit_code = 3
 
 
 class DifferenceFound(AMPipeError):
-    """A check that compares two results found that they differ."""
+    """A check that compares two results found a difference."""
 
     exit_code = 4

@@ -1,8 +1,8 @@
-"""Text files that a user hands over: read only where they are plain files.
+"""Input files: text files that a user names, read only if they are regular files.
 
-A pipe that nobody writes to would be waited for without an end, and a device such as ``/dev/zero`` read until
-memory is full. What the text must be is checked by who asks for it. Counterpart of :mod:`.outputs`; called
-wherever YAML, traces and results are read.
+Opening a pipe without a writer would block forever, and reading a device such as ``/dev/zero`` would fill the
+memory. The callers check the contents. Counterpart of :mod:`.outputs`; called wherever YAML, traces and
+results are read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read a text file.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
-        ValueError: it is not UTF-8, or its name holds a NUL byte.
+        OSError: it cannot be read, or is not a regular file.
+        ValueError: it is not UTF-8, or its name contains a NUL byte.
     """
-    require_plain(path)
+    require_regular_file(path)
     return path.read_text(encoding="utf-8")
 
 
-def require_plain(path: Path) -> None:
-    """Refuse pipes, devices and sockets; what is not there, or is a folder, fails when it is opened.
+def require_regular_file(path: Path) -> None:
+    """Refuse pipes, devices and sockets. Missing files and folders are not checked: opening them fails.
 
     Raises:
-        OSError: it is one of these.
+        OSError: it is a pipe, a device or a socket.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -1,7 +1,7 @@
-"""Files that a command writes for its user: tried before work begins, and under their name only when whole.
+"""Output files: checked for write access before the work begins, and written atomically.
 
-Not for what ranks write for each other, nor for datasets, which resume. Called by every tool that has an
-argument for an output, and by the records and timelines that several of them write.
+Not for files that ranks exchange, nor for datasets, which are resumed after an interruption. Called by every
+tool with an argument for an output file, and by the records and timelines that several tools write.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ _DEVICES = Path("/dev")
 
 
 def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
-    """Refuse a file that could not be written later, by writing next to it and taking that away again.
+    """Refuse an output file that could not be written later, by creating and removing a file next to it.
 
     Args:
-        path: Where the file is to be.
-        flag: The argument that names it, for the error.
-        makes_folder: Whether a folder that is not there is made when the file is written.
+        path: Path of the output file.
+        flag: The argument that sets it, for the error.
+        makes_folder: Whether a missing folder is created when the file is written.
 
     Raises:
-        BadInput: it is a directory or a device, or nothing can be written where it should lie.
+        BadInput: it is a directory or a device, or its folder is not writable.
     """
-    # Those of os.path, which say no of a name that is too long, where a Path raises.
+    # os.path functions return False for a name that is too long, where those of Path raise.
     if os.path.isdir(path):
         remedy = f"Name a file in it, for example {path / 'result'}."
         raise BadInput(flag, path, rule="is a directory", remedy=remedy)
-    # To replace a device by a file would take it away from every other program.
+    # Replacing a device by a file would break every other program that uses the device.
     if (os.path.exists(path) and not os.path.isfile(path)) or path.absolute().parent == _DEVICES:
         raise BadInput(
-            flag, path, rule="is no plain file", remedy="Name a file, which may be new, in a folder of yours."
+            flag,
+            path,
+            rule="is not a regular file",
+            remedy="Name a new or an existing file in a folder that you can write to.",
         )
     check_folder(path.absolute().parent, flag=flag, value=path, makes_folder=makes_folder, name=path.name)
 
@@ -42,16 +45,16 @@ def check(path: Path, *, flag: str, makes_folder: bool = False) -> None:
 def check_prefix(
     prefix: Path, *, suffixes: Sequence[str], flag: str, makes_folder: bool = False
 ) -> list[Path]:
-    """:func:`check` for each of several files that share the begin of their name.
+    """:func:`check` for several files with a common prefix.
 
     Returns:
         The files: ``prefix`` with each of ``suffixes``.
 
     Raises:
-        BadInput: as :func:`check`, or ``prefix`` ends in no name.
+        BadInput: as for :func:`check`, or ``prefix`` does not end in a file name.
     """
     if prefix.name in ("", ".."):
-        remedy = f"Name the files too: {prefix / 'picture'}."
+        remedy = f"Add a file name: {prefix / 'picture'}."
         raise BadInput(flag, prefix, rule="is a directory", remedy=remedy)
     targets = [prefix.with_name(prefix.name + suffix) for suffix in suffixes]
     for target in targets:
@@ -62,25 +65,25 @@ def check_prefix(
 def check_folder(
     folder: Path, *, flag: str, value: object, makes_folder: bool = False, name: str = "ampipe"
 ) -> None:
-    """Refuse a folder in which no file can be made, by making one and taking it away again.
+    """Refuse a folder in which no file can be created, by creating a file and removing it.
 
     Args:
         folder: An absolute path.
-        flag: The argument that is wrong if it cannot, for the error.
-        value: What that argument says.
-        makes_folder: Whether it is made, where it is not there, when something is written.
-        name: Of the file that is to lie there.
+        flag: The argument that sets it, for the error.
+        value: The value of that argument.
+        makes_folder: Whether a missing folder is created when something is written.
+        name: Name of the file that will be written.
 
     Raises:
-        BadInput: it is not there, or nothing can be written in it.
+        BadInput: it does not exist, or is not writable.
     """
-    there = folder
-    while makes_folder and not os.path.exists(there):
-        there = there.parent
-    if not os.path.exists(there):
-        rule, remedy = f"{folder} is not there", "Make it, or choose another place."
+    existing = folder
+    while makes_folder and not os.path.exists(existing):
+        existing = existing.parent
+    if not os.path.exists(existing):
+        rule, remedy = f"{folder} does not exist", "Create it, or choose another folder."
         raise BadInput(flag, value, rule=rule, remedy=remedy)
-    trial = _partial(there / name)
+    trial = _partial(existing / name)
     try:
         trial.touch()
         trial.unlink(missing_ok=True)
@@ -88,17 +91,17 @@ def check_folder(
         raise BadInput(
             flag,
             value,
-            rule=f"{there} cannot be written to ({error.strerror})",
-            remedy="Choose a place in a folder of yours.",
+            rule=f"{existing} cannot be written to ({error.strerror})",
+            remedy="Choose a folder that you can write to.",
         ) from error
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A name to write to. What was written takes the name ``path`` at the end of the block, at once.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Context manager for writing a file atomically: yields a temporary path, renamed to ``path`` at the end.
 
-    After a failure it is gone, and a file that was at ``path`` before is as it was. A folder that is not
-    there is made.
+    After a failure the temporary file is removed, and an existing file at ``path`` is unchanged. A missing
+    folder is created.
 
     Raises:
         RunFailed: it cannot be written.
@@ -111,29 +114,29 @@ def whole(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        raise RunFailed(f"{path} cannot be written ({error.strerror}). Choose another place.") from error
+        raise RunFailed(f"{path} cannot be written ({error.strerror}). Choose another path.") from error
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
 
 
 def write_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write a file of text, whole or not at all.
+    """Write a text file atomically, in UTF-8.
 
     Args:
-        path: Of the file.
-        text: What it holds; UTF-8.
-        mode: Its permissions; those that a new file gets for None.
+        path: Path of the file.
+        text: Its contents.
+        mode: Its permissions; None for the default ones.
 
     Raises:
         RunFailed: it cannot be written.
     """
-    with whole(path) as partial:
+    with atomic_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
         if mode is not None:
             partial.chmod(mode)
 
 
 def _partial(path: Path) -> Path:
-    """Another one for every process, so that two that write the same file do not meet."""
+    """A temporary path that is different in every process, so that two may write the same file."""
     return path.with_name(f".{path.name}.{os.getpid()}.partial")

@@ -1,6 +1,6 @@
-"""Where the YAML files of ``configs/`` lie, in a checkout and in an installed wheel, and what a name means.
+"""Finds the built-in YAML files of ``configs/``, in a checkout or an installed wheel, by name.
 
-Does not read them. Called by every tool that takes a file or the name of one of ours: launches, grids,
+Does not read them. Called by every tool that takes a file or the name of a built-in one: launches, grids,
 clusters.
 """
 
@@ -17,34 +17,34 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def configs_folder() -> Path:
-    """The folder ``configs``: setup.py puts a copy into a wheel; a checkout has it beside the package."""
+    """The folder ``configs``: setup.py copies it into the wheel; in a checkout it is next to the package."""
     installed = _PACKAGE / "configs"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def shown(path: Path) -> str:
-    """A path as messages name it: of one of ours the part from ``configs`` on, wherever it is installed."""
+    """A path as shown in messages: for a built-in file the part from ``configs`` on."""
     folder = configs_folder()
     return f"configs/{path.relative_to(folder).as_posix()}" if path.is_relative_to(folder) else str(path)
 
 
 def config_names(*folders: str) -> dict[str, Path]:
-    """By name without suffix, the files of these folders of ``configs``."""
+    """The files in these folders of ``configs``, by name without suffix."""
     files = [path for folder in folders for path in (configs_folder() / folder).glob(f"*{SUFFIX}")]
     return {path.stem: path for path in sorted(files)}
 
 
 def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> Path:
-    """The file that a user means: one that exists, else the name of one of ours.
+    """Find the file that a user names: an existing file, otherwise a built-in one.
 
     Args:
         text: As the user wrote it: ``my/model.yaml``, or ``mixtral-8x7b``.
-        folders: Of ``configs``, in which to look for the name.
-        flag: Where the user wrote it, for the error.
-        what: One of ours in a word, for the error: ``grid``.
+        folders: The folders of ``configs`` to search for the name.
+        flag: The flag or file in which the user wrote it, for the error.
+        what: What kind of file it is, for the error: ``grid``.
 
     Raises:
-        BadInput: neither; names the nearest of ours.
+        BadInput: it is neither; suggests the closest built-in name.
     """
     if Path(text).is_file():
         return Path(text)
@@ -56,6 +56,6 @@ def find_config(text: str, *, folders: Sequence[str], flag: str, what: str) -> P
     raise BadInput(
         flag,
         text or "(empty)",
-        rule=f"is neither a file nor a {what} of ours",
+        rule=f"is neither a file nor a built-in {what}",
         remedy=f"{guess}Give a YAML file, or one of {', '.join(sorted(known))}.",
     )

@@ -1,7 +1,7 @@
-"""When every stage ran: the one type that a recorded run and a simulated one share.
+"""The timeline of a run: when every stage ran. Recorded and simulated runs use the same type.
 
-Pure data and arithmetic, no torch. Written by :mod:`megatron_ampipe.runtime.recorder`, read by
-``ampipe draw``. The file form is the Chrome trace event format, which Perfetto opens as well.
+Data and arithmetic only, no torch. Written by :mod:`megatron_ampipe.runtime.recorder`, read by
+``ampipe draw``. The file format is the Chrome trace event format, which Perfetto opens as well.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_ampipe.errors import BadInput
 COMPUTE_LANE = "compute"
 DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
-"""The label of a timeline that nobody recorded; its value says by what it was predicted."""
+"""The label of a simulated timeline; its value is the source of the prediction."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,6})?", re.ASCII)
-"""Of a stage or a lane."""
+"""Pattern for the name of a stage or a lane."""
 _LARGEST = 1e15
-"""Of a time in microseconds, which is 30 years, or a number of a layer or iteration."""
+"""Largest time in microseconds (30 years), layer number or iteration number in a trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Timeline:
 
     Attributes:
         rank: Global rank.
-        spans: In the order in which they began.
-        labels: What the run was (degree, schedule, ...), shown by the drawing.
+        spans: Ordered by start time.
+        labels: Properties of the run (degree, schedule, ...), shown in the drawing.
     """
 
     rank: int
@@ -71,12 +71,12 @@ class Timeline:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether it was simulated, and not recorded."""
+        """Whether it was simulated, not recorded."""
         return PREDICTED in self.labels
 
     @property
     def communication_us(self) -> float:
-        """Time during which some communication lane was busy."""
+        """Time during which at least one communication lane was busy."""
         return _length(_union(self._intervals(communication=True)))
 
     @property
@@ -93,17 +93,17 @@ class Timeline:
 
     @property
     def exposed_us(self) -> float:
-        """The part of ``communication_us`` during which nothing was computed."""
+        """The part of ``communication_us`` during which the compute lane was idle."""
         return self.communication_us - self.hidden_us
 
     @property
     def hidden_share(self) -> float:
-        """Share of the communication time that computation covered, 0 to 1 (0 without communication)."""
+        """Share of the communication time that overlaps with computation, 0 to 1; 0 without communication."""
         total = self.communication_us
         return self.hidden_us / total if total else 0.0
 
     def length_us(self, direction: str) -> float:
-        """From the begin of the first stage of a direction to the end of the last one; 0 where none ran."""
+        """Time from the start of the first stage of a direction to the end of the last; 0 without stages."""
         spans = [span for span in self.spans if span.direction == direction]
         if not spans:
             return 0.0
@@ -117,7 +117,7 @@ class Timeline:
         )
 
     def write_chrome(self, path: Path) -> None:
-        """Write the Chrome trace; the file appears under its name only when it is whole.
+        """Write the Chrome trace; the file gets its name only when it is complete.
 
         Raises:
             RunFailed: it cannot be written.
@@ -151,7 +151,7 @@ class Timeline:
         """Read what :meth:`write_chrome` wrote.
 
         Raises:
-            BadInput: the file is absent, is not such a trace, or holds no stage.
+            BadInput: the file does not exist, is not such a trace, or contains no stage.
         """
         remedy = "Give a file that a run with --ampipe-trace-dir wrote (rank0.trace.json)."
         try:
@@ -159,19 +159,19 @@ class Timeline:
             labels = {str(key): str(value) for key, value in dict(document["otherData"]).items()}
             rank = int(labels.pop("rank"))
             if not all(map(str.isprintable, labels.values())):
-                raise ValueError("a label that cannot be shown")
+                raise ValueError("a label that is not printable")
             spans = tuple(_read_span(event) for event in document["traceEvents"] if event["ph"] == "X")
         except OSError as error:
             raise BadInput("trace", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise BadInput("trace", path, rule="is not a trace of ours", remedy=remedy) from error
+            raise BadInput("trace", path, rule="is not a trace written by AMPipe", remedy=remedy) from error
         if not spans:
-            raise BadInput("trace", path, rule="holds no stage", remedy=remedy)
+            raise BadInput("trace", path, rule="contains no stage", remedy=remedy)
         return cls(rank=rank, spans=spans, labels=labels)
 
 
 def _read_span(event: dict[str, Any]) -> StageSpan:
-    """Check one complete event of a trace file and turn it into a span; ValueError when it is not ours."""
+    """Convert one complete event of a trace file to a span; ValueError if AMPipe cannot have written it."""
     lane, stage, direction = event["tid"], event["name"], event["cat"]
     begin_us, duration_us = _number(event["ts"]), _number(event["dur"])
     layer, iteration = _number(event["args"]["layer"]), _number(event["args"]["iteration"])
@@ -191,14 +191,14 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
 
 
 def _number(found: object) -> float:
-    """A number that a drawing can show; ValueError when it is none."""
+    """Check that a value is a number that can be drawn; ValueError if not."""
     if not isinstance(found, int | float) or isinstance(found, bool) or not abs(found) <= _LARGEST:
-        raise ValueError(f"{found!r} is no number of a trace")
+        raise ValueError(f"{found!r} is not a valid number in a trace")
     return float(found)
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge overlapping intervals, in order."""
+    """Merge overlapping intervals; the result is ordered."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -209,7 +209,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _overlap(left: list[tuple[float, float]], right: list[tuple[float, float]]) -> float:
-    """Length that two lists of disjoint, ordered intervals have in common, in one walk over both."""
+    """Total length of the intersection of two lists of disjoint, ordered intervals, in linear time."""
     total, first, second = 0.0, 0, 0
     while first < len(left) and second < len(right):
         begin = max(left[first][0], right[second][0])

@@ -1,6 +1,7 @@
-"""YAML, read safely, with the line of every key, so that an error can say where.
+"""Reads YAML safely, with the line of each key, so that an error can name it.
 
-Every YAML file that a user hands over is read here: grids, models, clusters, runs, plans.
+Each YAML file of a user is loaded here: grids, models, clusters, runs, plans, sites. What its values must be,
+:mod:`.records` checks for AMPipe's formats, and ``launch/settings`` for Megatron's flags.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MOST_DIGITS = 30
 
 
 class LinedMapping(dict[str, Any]):
-    """A mapping that knows where it stood.
+    """A mapping that knows its place in the file: ``line``, and in ``lines`` the line of each key.
 
     Args:
         line: Of its first key, from 1.
@@ -31,11 +32,11 @@ class LinedMapping(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Builds :class:`LinedMapping`; refuses keys that are no text or come twice, and repeated lists."""
+    """Builds :class:`LinedMapping`; refuses keys that are not text or come twice, and repeated lists."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """A node; of aliases only those of single values: a few lines of others stand for 10**9 words."""
-        # What pyyaml parses events with has no types.
+        """A node. An alias must be of a single value: a few lines of others can expand to 10**9 words."""
+        # PyYAML declares no types for its parser.
         parser: Any = self
         alias = parser.peek_event() if parser.check_event(yaml.AliasEvent) else None
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -46,10 +47,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _TextLoader(_Loader):
-    """Leaves numbers and dates as the text that the user wrote; only true, false and null are values.
+    """Leaves numbers and dates as the text that the user wrote; only true, false and null are converted.
 
-    What reads the text then decides what it is. YAML 1.1 would take ``1e-4`` for text, ``010`` for 8,
-    ``12:30`` for 750 and ``no`` for false.
+    The caller decides what the text means. YAML 1.1 would take ``1e-4`` for text, ``010`` for 8, ``12:30``
+    for 750 and ``no`` for false.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
@@ -69,7 +70,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> LinedMapping:
         key = loader.construct_object(key_node, deep=True)
         mark = key_node.start_mark
         if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is no text", mark)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is not text", mark)
         if key in result:
             raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", mark)
         result.lines[key] = mark.line + 1
@@ -81,9 +82,9 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """As YAML reads it. A longer one is no size of anything, and can become no other type of number."""
+    """A whole number as YAML reads it. No size has more digits, and a longer one could not become a float."""
     if len(node.value) > _MOST_DIGITS:
-        problem = f"a number of {len(node.value)} digits is no size of anything"
+        problem = f"a number of {len(node.value)} digits is too long, the limit is {_MOST_DIGITS}"
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
     return int(loader.construct_yaml_int(node))
 
@@ -91,11 +92,21 @@ def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 
 
+def number_of(value: object) -> float | None:
+    """A number as a float, None for anything else. YAML 1.1 takes ``1e-3``, without a point, for text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
 def value_of(text: str) -> Any:
     """What a word means as the value of a key.
 
     Raises:
-        ValueError: it is no YAML, or a number that is too long.
+        ValueError: it is not YAML, or a number that is too long.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -110,14 +121,13 @@ def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -
         path: The file.
         what: What it should hold, in a word, for the errors: ``grid``, ``cluster``.
         remedy: What to do about a file that cannot be read, as a sentence.
-        scalars_as_text: Numbers and dates stay the text that stands in the file.
+        scalars_as_text: Whether numbers and dates stay text, as they are in the file.
 
     Raises:
-        BadInput: it cannot be read, is no YAML, asks for a type that plain data does not need, or is
-            something other than a mapping.
+        BadInput: it cannot be read, is not YAML, has a tag that would build an object, or is not a mapping.
     """
     try:
-        # A loader of ours over the safe one: tags that build objects are refused.
+        # Both loaders inherit from the safe one, which refuses tags that build objects.
         loader = _TextLoader if scalars_as_text else _Loader
         found = yaml.load(inputs.read_text(path), Loader=loader)
     except OSError as error:
@@ -126,7 +136,7 @@ def load(path: Path, *, what: str, remedy: str, scalars_as_text: bool = False) -
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadInput(f"{path}:{line}:", "YAML", rule=f"{error.problem}", remedy=remedy) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise BadInput(what, path, rule="is not YAML of ours", remedy=remedy) from error
+        raise BadInput(what, path, rule="cannot be read as YAML", remedy=remedy) from error
     if not isinstance(found, LinedMapping):
         raise BadInput(f"{path}:1:", "top", rule="does not hold keys with values", remedy=remedy)
     return found

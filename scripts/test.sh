@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Sets up the environment if need be, then runs the tests. Paths are relative to the checkout.
+# Sets up the environment if necessary, then runs the tests. Paths are relative to the checkout.
 #
-#   scripts/test.sh                    every check (lint, format, types, import walls, spelling, shell), all tests
-#   scripts/test.sh [pytest args]      pytest with these arguments and nothing else
+#   scripts/test.sh                    all checks (lint, format, types, import rules, spelling, shell), all tests
+#   scripts/test.sh [pytest args]      only pytest, with these arguments
 #
-# Every check runs even if an earlier one failed; the exit code is that of the first that did.
+# Every check runs even if an earlier one has failed; the exit code is that of the first failure.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
@@ -29,7 +29,7 @@ fi
 first_failure=0
 failed=()
 
-# check NAME COMMAND...: runs it quietly, and shows what it said only when it fails.
+# check NAME COMMAND...: runs the command, and prints its output only if it fails.
 check() {
     local name=$1 code=0 output
     shift
@@ -64,7 +64,7 @@ code=0
 if [ "$code" -ne 0 ]; then note_failure pytest "$code"; fi
 
 if [ "$first_failure" -eq 0 ]; then
-    echo "test.sh: every check and every test passed"
+    echo "test.sh: all checks and tests passed"
 else
     printf 'test.sh: FAILED: %s (details above)\n' "$(printf '%s, ' "${failed[@]}" | sed 's/, $//')"
 fi

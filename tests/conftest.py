@@ -1,4 +1,4 @@
-"""What the markers mean (they are declared in pyproject.toml). Fixtures stand beside their tests."""
+"""Implements the markers that pyproject.toml declares. Fixtures are in the modules of their tests."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu as ``gpu``, and skip what is so marked where there is no device."""
+    """Mark all tests in tests/gpu as ``gpu``, and skip tests with that mark if there is no CUDA device."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -1,7 +1,7 @@
-"""Ranks that begin with torch and Megatron imported: forked from one process that imports them once.
+"""Starts ranks by forking a process that has already imported torch and Megatron.
 
-The imports take a process several seconds of a core, and the tests start hundreds of ranks. What a rank
-runs is ``python -m MODULE ARGUMENTS`` all the same; tests of the launch itself start real processes.
+The imports take several seconds of CPU time per process, and the tests start hundreds of ranks. A rank still
+runs ``python -m MODULE ARGUMENTS``. Tests of the launch itself start new processes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def run_ranks(
     timeout_s: float,
     preloaded: bool = True,
 ) -> list[int | None]:
-    """Run one process per environment, and kill what is left when the time is over.
+    """Run one process per environment, and kill those that have not ended after the timeout.
 
     Args:
         module: As in ``python -m``.
         arguments: Its command line.
-        environments: The whole environment of each process.
-        logs: Where the output and errors of each go.
-        timeout_s: For all of them together.
-        preloaded: Fork them. False for processes that import another Megatron from their ``PYTHONPATH``.
+        environments: The complete environment of each process.
+        logs: A log file for stdout and stderr of each process.
+        timeout_s: Timeout for all of them together.
+        preloaded: Fork them. False for processes that import a different Megatron from their ``PYTHONPATH``.
 
     Returns:
-        The exit code of each; negative for a signal, None for one that did not end in time.
+        The exit code of each process; negative for a signal, None after a timeout.
     """
     context = _FORK if preloaded else _SPAWN
     processes = [
@@ -75,5 +75,5 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], log: st
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
-        # A process of multiprocessing ends without them.
+        # multiprocessing ends a process without flushing these.
         atexit._run_exitfuncs()

@@ -10,14 +10,14 @@ from megatron_ampipe.cli import build_parser
 
 
 def help_examples(tool: str | None) -> list[list[str]]:
-    """The words after ``ampipe`` of every example of a tool's help; of ``ampipe --help`` for None."""
+    """The arguments after ``ampipe`` of every example in a tool's help; for None, in ``ampipe --help``."""
     parser = build_parser(tool)
     if tool is not None:
         (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
         parser = commands.choices[tool]
     lines = [line.strip() for line in str(parser.epilog).partition("examples:\n")[2].splitlines()]
     commands = [line for line in lines if re.match(r"(ampipe|torchrun .* -m megatron_ampipe\.cli) ", line)]
-    # What stands behind two spaces is said about it.
+    # The text after two spaces is a description of the command.
     found = [part for line in commands for part in re.split(r"\s{2,}", line)[0].split(" && ")]
     return [_after_the_program(shlex.split(command)) for command in found]
 

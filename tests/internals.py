@@ -196,10 +196,10 @@ def _rounds_capacity_up(get_capacity: Any) -> bool:
 
 
 def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
-    """Position dropping keeps the tokens that a CapacityLedger keeps over two chunks."""
+    """Position dropping keeps the tokens that a CapacityCounter keeps over two chunks."""
     import torch
 
-    from megatron_ampipe.layers.router import CapacityLedger
+    from megatron_ampipe.layers.router import CapacityCounter
 
     scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
     routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
@@ -207,7 +207,7 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     _, expected = drop(
         probs, routing_map, router_topk=2, capacity_factor=0.5, drop_policy="position", pad_to_capacity=False
     )
-    ledger = CapacityLedger(16)
+    ledger = CapacityCounter(16)
     found = [ledger.keep(probs[part], routing_map[part]) for part in (slice(0, 20), slice(20, 64))]
     return torch.equal(expected, torch.cat(found))
 
@@ -453,7 +453,7 @@ INTERNALS = [
     Internal(
         "core.tensor_parallel.layers",
         "launch/host/megatron.py",
-        "given a CPU kernel for gradient accumulation fusion, and told that there is one",
+        "given a CPU kernel for gradient accumulation fusion, and told that it exists",
         "the benchmark cannot fuse on a CPU, and its chunks sum weight gradients",
         (
             has("_grad_accum_fusion_available", "fused_weight_gradient_mlp_cuda"),
@@ -498,7 +498,7 @@ INTERNALS = [
         "layers/dispatcher.py",
         (
             "subclassed: permutations are its own, `preprocess` is cut where it would wait for "
-            "counts, the collectives are ours"
+            "counts, AMPipe calls the collectives"
         ),
         "wrong split sizes or order of rows: a crash or mixed-up tokens",
         (
@@ -614,7 +614,7 @@ INTERNALS = [
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
         "layers/router.py launch/host/megatron.py launch/host/dropping.py",
         (
-            "what `CapacityLedger` reproduces; called for a capacity per chunk; its ties are mended "
+            "what `CapacityLedger` reproduces; called for a capacity per chunk; its ties are broken by index "
             "on the host platform"
         ),
         "other tokens dropped",
@@ -725,7 +725,7 @@ INTERNALS = [
     Internal(
         "core.models.gpt.GPTModel",
         "launch/hooks.py launch/patched.py",
-        ("its constructor is wrapped, or has a line of ours in it: the layer specification passes through"),
+        ("its constructor is wrapped, or patched: the layer specification passes through"),
         "layers stay stock; the launcher refuses the run",
         (begins_with("config", "transformer_layer_spec", method="__init__"),),
     ),
@@ -733,21 +733,21 @@ INTERNALS = [
     Internal(
         "training.training.setup_model_and_optimizer",
         "launch/hooks.py",
-        "wrapped: the models it returns must be ours",
+        "wrapped: the models it returns must have AMPipe's layers",
         "a model without AMPipe is noticed after training only",
         (says("return (model, optimizer, opt_param_scheduler)"),),
     ),
     Internal(
         "training.arguments.parse_and_validate_args",
         "launch/pretrain.py launch/hooks.py",
-        "parses and checks all flags; takes ours as extra arguments",
+        "parses and checks all flags; takes AMPipe's as extra arguments",
         "start-up fails",
         (takes("extra_args_provider", "args_defaults"), says("parse_args(", "validate_args(")),
     ),
     Internal(
         "training.arguments.add_megatron_arguments",
         "launch/pretrain.py",
-        "every flag, with its type and choices: what files are held against",
+        "every flag, with its type and choices: what files are checked against",
         "files of settings cannot be checked",
         (begins_with("parser"),),
     ),
@@ -828,7 +828,7 @@ INTERNALS = [
         "training.training.training_log",
         "launch/metrics.py tools/benchmark",
         "wrapped: our figures follow it; `ampipe bench --end-to-end` reads its line",
-        "no figures of ours; no times are found",
+        "no figures of AMPipe; no times are found",
         (
             takes("iteration"),
             says("iteration % args.log_interval == 0", "' iteration {:8d}/{:8d} |'"),
@@ -1252,7 +1252,7 @@ INTERNALS = [
         "core.parallel_state.initialize_model_parallel",
         "tools/measuring tools/profiling launch/adjustments.py",
         "process groups of a benchmark; names of the groups whose collectives get a high priority",
-        "benchmarks fail; collectives stand behind computation",
+        "benchmarks fail; collectives wait for computation",
         (
             takes("high_priority_stream_groups"),
             says("get_nccl_options('ep'", "get_nccl_options('tp_ep_mp'"),

@@ -1,4 +1,4 @@
-"""The Megatrons that tests run against: the environment's own, and the older ones that test.sh installs."""
+"""The Megatron versions for the tests: that of the environment, and older ones that test.sh installs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OLDER = tuple(
     for line in REQUIREMENTS.read_text().splitlines()
     if line.startswith("megatron-core==")
 )
-"""Major and minor of each."""
+"""Major and minor version of each."""
 
 
 def folder_of(version: str) -> Path:
-    """What to put on the path for ``version``, one of :data:`OLDER`; holds ``megatron/``."""
+    """The folder to put on the path for ``version``, one of :data:`OLDER`; contains ``megatron/``."""
     folder = Path(sys.prefix) / f"megatron-core-{version}"
-    assert folder.is_dir(), f"{folder} is not there: run scripts/test.sh, which installs it"
+    assert folder.is_dir(), f"{folder} does not exist: run scripts/test.sh, which installs it"
     return folder
 
 

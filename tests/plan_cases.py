@@ -33,12 +33,12 @@ def workload(**changes: Any) -> Workload:
 
 
 def cluster(name: str = "a800x8-20gbps") -> Cluster:
-    """A shipped cluster."""
+    """A built-in cluster."""
     return read_cluster(find_cluster(name))
 
 
 def hosted(source: Cluster) -> Cluster:
-    """The cluster with a host that computes itself, and lanes that do not slow each other."""
+    """The cluster without a device (the host computes), and without slowdown of concurrent lanes."""
     host = dataclasses.replace(source.host, issue=Overhead(forward_us=0, backward_us=0, **NONE))
     overlap = Overlap(compute_slowdown=1, communication_slowdown=1, **NONE)
     return dataclasses.replace(source, host=host, overlap=overlap)

@@ -1,6 +1,7 @@
-"""Writes the tables of ``docs/planner.md``: the simulator beside the strategies of the papers.
+"""Writes the tables of ``docs/planner.md``: the simulator compared with the strategies of the papers.
 
-``python -m tests.planner`` writes the page anew between its marks; a test holds the page against it.
+``python -m tests.planner`` rewrites the part of the page between its markers; a test checks that it is up to
+date.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from pathlib import Path
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
-from megatron_ampipe.plan.strategies import FsmoeLayer, ampipe_time, stock_time
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Stage,
-    StageKind,
     build,
     dependencies,
     even_chunks,
+    kinds,
 )
+from tests.strategies import FsmoeLayer, ampipe_time, stock_time
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
@@ -42,14 +43,14 @@ REAL = (
 def appendix_c_problem(
     attention: float, communication: float, experts: float, degree: int
 ) -> tuple[OrderProblem, Lanes]:
-    """A forward pass as appendix C has it: three kinds of stages, equal chunks, cutting costs nothing."""
+    """A forward pass as in appendix C: three kinds of stages, equal chunks, no cost for splitting."""
     schedule = build("ampipe", degree=degree, features=PLAIN)
     needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
     whole = {
-        StageKind.ATTENTION: attention,
-        StageKind.DISPATCH: communication,
-        StageKind.COMBINE: communication,
-        StageKind.EXPERT: experts,
+        kinds.ATTENTION: attention,
+        kinds.DISPATCH: communication,
+        kinds.COMBINE: communication,
+        kinds.EXPERT: experts,
     }
     times = {stage: whole.get(stage.kind, 0.0) / degree for stage in needs}
     problem = OrderProblem.from_graph(needs, times)
@@ -98,7 +99,7 @@ def fsmoe_workload(rows: int, *, expert_tensor: int = 4) -> Workload:
 
 
 def render() -> Iterator[str]:
-    """The lines between the marks."""
+    """The lines between the markers."""
     yield from _ideal()
     yield ""
     yield from _real()
@@ -125,11 +126,11 @@ def _real() -> Iterator[str]:
         workload = gpt_moe(heads, hidden, rows)
         predictor = Predictor(workload, cluster)
         whole = predictor.costs((rows,), 1, False)
-        # What the formula calls attention is all that runs before the dispatch; O is left out, as there.
-        attention = sum(whole[Stage(kind, 0)].forward for kind in (StageKind.QKV, StageKind.ATTENTION))
+        # In the formula, attention is everything before the dispatch; O is left out, as in the paper.
+        attention = sum(whole[Stage(kind, 0)].forward for kind in (kinds.QKV, kinds.ATTENTION))
         travel, experts = (
-            whole[Stage(StageKind.DISPATCH, 0)].forward,
-            whole[Stage(StageKind.EXPERT, 0)].forward,
+            whole[Stage(kinds.DISPATCH, 0)].forward,
+            whole[Stage(kinds.EXPERT, 0)].forward,
         )
         stock = predictor.stock().forward
         for degree in (2, 4, 8):
@@ -156,7 +157,7 @@ def _fsmoe() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page with its tables made anew."""
+    """The page with new tables."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n\n" + "\n".join(render()) + f"\n\n{END}{tail}"

@@ -1,15 +1,16 @@
-"""An executor around another one that makes every mistake about memory or order between lanes visible.
+"""An executor that wraps another one and makes errors in memory lifetime and lane order visible as NaN.
 
-* What a collective receives is NaN until it arrives.
-* What crosses lanes, sent or received, is filled with NaN as soon as nobody holds it any more: on a GPU by
-  the stream that owns the memory, before the next stage on that stream begins. From then on torch's allocator
-  could give it to that stage, so a reader on another stream that is not waited for would read another's data;
-  here it reads NaN. On a CPU any thread could be given it, so the next stage of any lane fills it.
-* Computation is delayed before and after its kernels, and a transfer takes a time.
+* Receive buffers of a collective are filled with NaN until the data arrive.
+* Send and receive buffers are filled with NaN once the last reference is gone: on a GPU by the stream that
+owns
+  the memory, before the next stage on that stream. From then on torch's allocator could give the memory to
+  that stage, and a reader on another stream without a wait would read wrong data; here it reads NaN. On a CPU
+  the memory could be given to any thread, so the next stage of any lane fills it.
+* Computation is delayed before and after its kernels, and transfers take some time.
 
-Works on the protocol of executors alone and on both devices; what "nobody holds it" means is read from the
-number of references to the memory itself, which counts tensors, views and what autograd has saved.
-:mod:`tests.stress` builds the layers; the tests plant faults to show that they are caught.
+Uses only the protocol of executors, on both devices. Whether memory is still referenced is determined by the
+reference count of its storage, which includes tensors, views and what autograd has saved. :mod:`tests.stress`
+builds the layers; the tests insert faults to show that they are detected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.tools.measuring.emulation import mirror
 
 _NO_COUNT = -(2**40)
-"""In place of NaN in whole numbers: as a number of rows it cannot be allocated."""
+"""Used instead of NaN for integers; as a number of rows it cannot be allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class _Watched:
 
 
 class PoisoningExecutor:
-    """See the head of the module.
+    """See the module's docstring.
 
     Args:
-        inner: What runs the stages.
-        delay: Keeps the lane that calls it busy: on the device, or by sleeping.
-        travel: Likewise, for as long as a transfer takes.
+        inner: The executor that runs the stages.
+        delay: Keeps the calling lane busy, on the device or by sleeping.
+        travel: Likewise, for the duration of a transfer.
     """
 
     def __init__(self, inner: Any, *, delay: Callable[[], object], travel: Callable[[], object]) -> None:
@@ -56,10 +57,10 @@ class PoisoningExecutor:
         self._watched: dict[int, _Watched] = {}
         self._lock = threading.Lock()
         self.filled = 0
-        """How many times memory that was released has been filled."""
+        """How many times released memory has been filled."""
 
     def __getattr__(self, name: str) -> Any:
-        """What else an executor says of itself is what the inner one says."""
+        """All other attributes are those of the inner executor."""
         return getattr(self._inner, name)
 
     def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
@@ -86,7 +87,7 @@ class PoisoningExecutor:
     def _before_exchange(self, compute: torch.cuda.Stream | None) -> Callable[[Tensor, Tensor], None]:
         def prepare(output: Tensor, input: Tensor) -> None:
             _poison(output)
-            # What was made on the way, on the lane itself, is watched as the lane's when the stage has ended.
+            # Buffers that the stage allocates on the lane itself are watched once the stage has ended.
             if not _Allocations.now_holds(input):
                 self._watch(input, compute)
 
@@ -99,7 +100,7 @@ class PoisoningExecutor:
                 self._watched.setdefault(_key(tensor), _Watched(_memory_of(tensor), stream))
 
     def _fill_released(self) -> None:
-        """What the stream of the stage that begins could be given now."""
+        """Fill the memory that the allocator could now give to the stream of the next stage."""
         here = _stream()
         with self._lock:
             for key, watched in list(self._watched.items()):
@@ -118,8 +119,8 @@ def mirrored(
     """All-to-alls with pretended ranks (``tools.measuring.emulation``), of stock layers and of AMPipe's.
 
     Args:
-        before: Called with the output and the input of each when it is started.
-        travel: Keeps the lane busy before anything arrives.
+        before: Called with output and input when an exchange starts.
+        travel: Keeps the lane busy before the data arrive.
     """
 
     def all_to_all_single(
@@ -138,17 +139,17 @@ def mirrored(
         handle.wait()
         return None
 
-    originals = dist.all_to_all_single, collectives.exchange_pairwise
+    originals = dist.all_to_all_single, collectives.exchange_send_recv
     dist.all_to_all_single = all_to_all_single
-    collectives.exchange_pairwise = collectives.exchange_at_once
+    collectives.exchange_send_recv = collectives.exchange_all_to_all
     try:
         yield
     finally:
-        dist.all_to_all_single, collectives.exchange_pairwise = originals
+        dist.all_to_all_single, collectives.exchange_send_recv = originals
 
 
 class _Travelling:
-    """The handle of an exchange: takes its time when it is first waited for, then has arrived."""
+    """The handle of an exchange, which is delayed at the first wait and complete after it."""
 
     def __init__(self, *works: Callable[[], object]) -> None:
         self._works = works
@@ -161,7 +162,7 @@ class _Travelling:
 
 
 class _Allocations(TorchDispatchMode):
-    """Finds the tensors that the operations in it allocate, of any lane's thread for itself."""
+    """Records the tensors that operations in this context allocate; separate for each thread."""
 
     _active = threading.local()
 
@@ -196,13 +197,13 @@ class _Allocations(TorchDispatchMode):
 
     @classmethod
     def now_holds(cls, tensor: Tensor) -> bool:
-        """Likewise, of what this thread is in now."""
+        """Likewise, for the context that is active in this thread."""
         mode = getattr(cls._active, "mode", None)
         return mode is not None and mode.holds(tensor)
 
 
 def _stream() -> torch.cuda.Stream | None:
-    """The current one; on a CPU there is none, and any thread may be given any memory."""
+    """The current stream; None on a CPU, where memory may be given to any thread."""
     return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
@@ -211,7 +212,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _references(tensor: Tensor) -> int:
-    """To the memory, in all of torch and Python."""
+    """The number of references to the memory, in torch and Python."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
@@ -223,7 +224,7 @@ def _references_of_an_alias() -> int:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """All memory of a tensor; not a view of it, and changing it is past autograd's notice."""
+    """A tensor over the whole storage; not a view, so autograd does not notice changes."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -232,7 +233,7 @@ _OURS_ALONE = _references_of_an_alias()
 
 @torch.no_grad()
 def _poison(tensor: Tensor) -> None:
-    """Fill all memory of a tensor, as an allocator that gives it to someone else would let them."""
+    """Fill the whole storage of a tensor, as if the allocator had reused it."""
     memory = _memory_of(tensor)
     if memory.is_floating_point():
         memory.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""What every forked rank has imported before it begins; see :mod:`tests.forked`."""
+"""The imports of every forked rank, done once before forking; see :mod:`tests.forked`."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""Blocks under stress: pretended ranks, slow stages, poisoned memory; on any device, of any size.
+"""Stress test of blocks: emulated ranks, slow stages, poisoned memory; on any device and of any size.
 
-What :class:`~tests.poison.PoisoningExecutor` runs is compared with the same block run one stage after
-another. Called by ``tests/gpu/test_stress.py``, and on a CPU by ``tests/dist/stress_worker.py``. Ranks are
-pretended, so :func:`start_ranks` comes first.
+Compares a block run by :class:`~tests.poison.PoisoningExecutor` with the same block run stage by stage.
+Called by ``tests/gpu/test_stress.py``, and on a CPU by ``tests/dist/stress_worker.py``. The ranks are
+emulated, so :func:`start_ranks` must be called first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Stress:
-    """One block, and how it is cut."""
+    """One block, and how it is split into chunks."""
 
     degree: int
     backward_degree: int | None = None
@@ -52,17 +52,17 @@ STRESSES = [
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Where and how large.
+class StressSetup:
+    """The device and the sizes of a stress test.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        sequence_length: Rows.
-        hidden: Width of the residual stream.
-        ffn: Width inside an expert.
-        executor: Makes the executor under test.
+        sequence_length: Sequence length.
+        hidden: Hidden size.
+        ffn: FFN hidden size of an expert.
+        executor: Creates the executor under test.
         delay: Keeps a lane busy before and after the kernels of a computation.
-        travel: Keeps a lane busy while a transfer travels.
+        travel: Keeps a lane busy during a transfer.
     """
 
     device: str
@@ -76,7 +76,7 @@ class Scene:
 
 @contextmanager
 def start_ranks() -> Iterator[None]:
-    """A process group of :data:`RANKS` ranks, all but this one pretended."""
+    """A process group of :data:`RANKS` ranks, all emulated except this one."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -110,48 +110,48 @@ _num_experts = 0
 
 def differences_under(
     stress: Stress,
-    scene: Scene,
+    setup: StressSetup,
     *,
     stock: bool = False,
-    plant: Callable[[torch.nn.Module], object] | None = None,
+    insert_fault: Callable[[torch.nn.Module], object] | None = None,
 ) -> tuple[dict[str, float], int]:
-    """How the block under stress differs from the same one run in sequence.
+    """The differences between the block under stress and the same block run sequentially.
 
     Args:
         stress: The block.
-        scene: Where.
-        stock: Compare with Megatron's own layer instead.
-        plant: Puts a fault into the layer under stress.
+        setup: Device and sizes.
+        stock: Compare with Megatron's layer instead.
+        insert_fault: Inserts a fault into the layer under stress.
 
     Returns:
-        The largest difference of output and every gradient, relative to its largest value; and how often
-        memory that was released has been poisoned.
+        The largest difference of the output and of every gradient, relative to its largest value; and how
+        often released memory was filled.
     """
     from tests.dist.blocks import build_layers, differences, run
 
     global _num_experts
-    case = _case(stress, scene)
+    case = _case(stress, setup)
     _num_experts = case.model["num_moe_experts"]
-    plain = build_layers(_case(stress, scene, schedule="sequential"), executor=SequentialExecutor())
+    plain = build_layers(_case(stress, setup, schedule="sequential"), executor=SequentialExecutor())
     with mirrored():
-        expected = run(plain[0 if stock else 1].to(scene.device), case, rank=0, device=scene.device)
-    poisoning = PoisoningExecutor(scene.executor(), delay=scene.delay, travel=scene.travel)
+        expected = run(plain[0 if stock else 1].to(setup.device), case, rank=0, device=setup.device)
+    poisoning = PoisoningExecutor(setup.executor(), delay=setup.delay, travel=setup.travel)
     _, stressed = build_layers(case, executor=poisoning)
-    if plant is not None:
-        plant(stressed)
-    stressed.to(scene.device)
-    # What the second pass is given was released by the first.
-    run(stressed, case, rank=0, device=scene.device)
-    found = run(stressed, case, rank=0, device=scene.device)
+    if insert_fault is not None:
+        insert_fault(stressed)
+    stressed.to(setup.device)
+    # Two passes, so that the second one allocates memory that the first has released.
+    run(stressed, case, rank=0, device=setup.device)
+    found = run(stressed, case, rank=0, device=setup.device)
     return differences(expected, found), poisoning.filled
 
 
-def _case(stress: Stress, scene: Scene, *, schedule: str | None = None) -> Case:
+def _case(stress: Stress, setup: StressSetup, *, schedule: str | None = None) -> Case:
     model = {
         **AUX,
         **Z,
-        "hidden_size": scene.hidden,
-        "ffn_hidden_size": scene.ffn,
+        "hidden_size": setup.hidden,
+        "ffn_hidden_size": setup.ffn,
         "num_moe_experts": stress.local_experts * RANKS,
         "moe_router_topk": 2,
         "gated_linear_unit": True,
@@ -165,21 +165,21 @@ def _case(stress: Stress, scene: Scene, *, schedule: str | None = None) -> Case:
         degree=stress.degree,
         backward_degree=stress.backward_degree,
         schedule=schedule or stress.schedule,
-        sequence_length=scene.sequence_length,
+        sequence_length=setup.sequence_length,
         kernel="sdpa",
         model=model,
     )
 
 
-def plant_unheld_reader(layer: torch.nn.Module) -> None:
-    """The experts read what they received without holding it, as a stream reads that no event waits for."""
+def insert_unheld_reader(layer: torch.nn.Module) -> None:
+    """Make the experts read the received tensors without a reference, like a stream without a wait."""
     experts = layer.mlp.experts
     forward = experts.forward
     experts.forward = lambda tokens, *rest: forward(_Unheld.apply(tokens), *rest)
 
 
 class _Unheld(torch.autograd.Function):
-    """The same memory, by its address."""
+    """A tensor of the same memory, made from its address."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

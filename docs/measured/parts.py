@@ -145,7 +145,9 @@ def work(job: BenchJob, rank: int, answer: Callable[..., None]) -> None:
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in ("moe-only", "ampipe"):
-            rows |= {f"{schedule} {count}": factory.build(Variant(schedule, Cut(count))) for count in PARTS}
+            rows |= {
+                f"{schedule} {count}": factory.build(Variant(schedule, Cut.of(count))) for count in PARTS
+            }
         expected = passes.results(factory.stock)
         for name, layer in rows.items():
             for tensor, found in passes.results(layer).items():

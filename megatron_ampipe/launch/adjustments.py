@@ -10,7 +10,7 @@ import argparse
 
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.planned import workload_of_args
-from megatron_ampipe.refusals import PUT_ASIDE
+from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the groups over which tokens and their counts travel."""
@@ -81,8 +81,8 @@ def _drop_padding(args: argparse.Namespace) -> list[host.Adjustment]:
 def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
     """Say which other overlaps were switched off when the flags were parsed."""
     return [
-        host.Adjustment(flag=one.setting, value=None, reason=f"put aside: {one.reason}")
-        for one in PUT_ASIDE
+        host.Adjustment(flag=one.setting, value=None, reason=f"switched off: {one.reason}")
+        for one in SWITCHED_OFF
         if one.setting in getattr(args, "ampipe_put_aside", ())
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.training import training
 
 from megatron_ampipe import compat
-from megatron_ampipe.config import AUTO, TRACED_ITERATIONS
+from megatron_ampipe.config import TRACED_ITERATIONS
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
@@ -107,7 +107,7 @@ def _choose(
         choice = read_pipeline(args, config.plan)
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         training.train_step = agreed_upon(choice.pipeline, training.train_step)
-    elif config.degree == AUTO:
+    elif config.automatic:
         planner = None if config.cluster is None else planner_of(args, config.cluster)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
         shape = (rows, args.micro_batch_size)
@@ -124,13 +124,13 @@ def _choose(
             tried = ", ".join(map(str, candidates(rows)))
             return [
                 ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
-                ("schedule", config.schedule),
+                ("schedule", config.pipeline.schedule),
                 *_saved(config.save_plan),
             ]
     pipeline = context.pipeline
     degree = str(pipeline.degree)
-    if pipeline.of_backward != pipeline.degree:
-        degree += f" forward, {pipeline.of_backward} backward"
+    if pipeline.backward_degree != pipeline.degree:
+        degree += f" forward, {pipeline.backward_degree} backward"
     return [
         ("degree", degree),
         ("schedule", pipeline.name),

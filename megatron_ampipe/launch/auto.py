@@ -127,7 +127,7 @@ class AutoDegree:
             self._settle(choice)
         else:
             degrees = candidates(shape[0])
-            self._trials = Trials(degrees, schedule=self._context.config.schedule)
+            self._trials = Trials(degrees, schedule=self._context.config.pipeline.schedule)
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, an iteration each")
             left, needed = self._iterations_left(), longest(len(degrees))

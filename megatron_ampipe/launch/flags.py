@@ -10,15 +10,14 @@ from typing import Any
 from megatron_ampipe.config import (
     AUTO,
     CAPACITY_SCOPES,
-    SCHEDULE_NAMES,
     TRACED_ITERATIONS,
     AMPipeConfig,
-    parse_shares,
 )
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusals import PUT_ASIDE, put_aside
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares
+from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -113,11 +112,11 @@ def _put_aside_when_parsed(parser: argparse.ArgumentParser) -> None:
     @functools.wraps(parse)
     def parsing(*args: Any, **kwargs: Any) -> Any:
         found, rest = parse(*args, **kwargs)
-        asked = any(getattr(found, one.name, False) for one in PUT_ASIDE)
+        asked = any(getattr(found, one.name, False) for one in SWITCHED_OFF)
         found.ampipe_put_aside = ()
         if asked and getattr(found, "yaml_cfg", None) is None and config_from_args(found).pipelined:
             # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
-            found.ampipe_put_aside = tuple(one.setting for one in put_aside(found))
+            found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))
         return found, rest
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]
@@ -171,22 +170,17 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
             rule="is what a plan from --ampipe-cluster chooses",
             remedy="Leave one of the two out.",
         )
-    degree = args.ampipe_degree
-    if degree is None:
-        degree = 1 if shares is None else len(shares)
     config = AMPipeConfig(
-        degree=degree,
-        backward_degree=args.ampipe_backward_degree,
-        chunks=shares,
+        pipeline=_pipeline(args, shares),
+        automatic=args.ampipe_degree == AUTO,
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
-        schedule=args.ampipe_schedule or "ampipe",
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
         return _of_saved_plan(args)
-    if config.degree == 1:
+    if config.pipeline.degree == 1 and not config.automatic:
         for flag, value in (
             ("--ampipe-backward-degree", args.ampipe_backward_degree),
             ("--ampipe-chunks", args.ampipe_chunks),
@@ -202,6 +196,27 @@ def config_from_args(args: argparse.Namespace) -> AMPipeConfig:
                     remedy=f"Add --ampipe-degree 4, or leave {flag} out.",
                 )
     return config
+
+
+def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None) -> Pipeline:
+    """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
+    degree, backward = args.ampipe_degree, args.ampipe_backward_degree
+    schedule = args.ampipe_schedule or SCHEDULE_NAMES[0]
+    if degree != AUTO:
+        if degree is None:
+            degree = 1 if shares is None else len(shares)
+        return Pipeline.of(degree, backward_degree=backward, shares=shares, schedule=schedule)
+    if shares is not None or backward is not None:
+        flag, value = "--ampipe-backward-degree", str(backward)
+        if shares is not None:
+            flag, value = "--ampipe-chunks", ",".join(f"{share:.6g}" for share in shares)
+        raise BadInput(
+            flag,
+            value,
+            rule="is what --ampipe-degree auto chooses",
+            remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
+        )
+    return Pipeline.of(1, schedule=schedule)
 
 
 def _of_saved_plan(args: argparse.Namespace) -> AMPipeConfig:
@@ -220,10 +235,8 @@ def _of_saved_plan(args: argparse.Namespace) -> AMPipeConfig:
 def _of_plan(args: argparse.Namespace, file: str) -> AMPipeConfig:
     """The settings of a plan file; its order of stages is read again where layers are attached."""
     plan = Plan.read(Path(file))
-    forward, backward = plan.forward_degree, plan.backward_degree
     return AMPipeConfig(
-        degree=forward,
-        backward_degree=None if backward == forward else backward,
+        pipeline=plan.pipeline(),
         plan=file,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,

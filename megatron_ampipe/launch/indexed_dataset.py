@@ -91,8 +91,8 @@ def read_indexed_dataset(flag: str, prefix: str) -> IndexedDataset:
                 remedy="Give the prefix of an indexed dataset, without .bin or .idx.",
             )
     try:
-        inputs.require_plain(index)
-        inputs.require_plain(data)
+        inputs.require_regular_file(index)
+        inputs.require_regular_file(data)
         found = _read_index(flag, prefix, index)
         _compare(found, data.stat().st_size)
     except OSError as error:

@@ -5,7 +5,6 @@ How a launch then ends is in :mod:`.ending`.
 
 import argparse
 import contextlib
-import difflib
 import enum
 import functools
 import linecache
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.flag_values import refuse_values
+from megatron_ampipe.spelling import did_you_mean
 
 _CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)
 
@@ -149,8 +149,8 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
                 rule="belongs to no flag",
                 remedy="A switch such as --swiglu takes no value, and a value with spaces needs quotes.",
             )
-        close = difflib.get_close_matches(unknown.split()[0].partition("=")[0], known, n=3)
-        remedy = f"Did you mean {' or '.join(close)}?" if close else "Run with --help for the list."
+        near = did_you_mean(unknown.split()[0].partition("=")[0], known, most=3)
+        remedy = near or "Run with --help for the list."
         return BadInput("argument", unknown, rule="there is no such flag", remedy=remedy)
     flag, separator, rule = message.removeprefix("argument ").partition(": ")
     if not separator or not message.startswith("argument "):

@@ -31,7 +31,7 @@ def print_startup_table(
         table.add_row(*row)
     for index, adjustment in enumerate(adjustments):
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
-    for piece, reason in compat.missing_pieces():
+    for piece, reason in compat.missing_packages():
         table.add_row(piece.name, reason, piece.fallback)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         table.add_row(

@@ -146,11 +146,10 @@ class Trials:
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{beside} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
-        backward = None if backward == degree else backward
-        return Pipeline(degree=degree, backward_degree=backward, schedule=self._schedule)
+        return Pipeline.of(degree, backward_degree=backward, schedule=self._schedule)
 
 
 def _degrees(pipeline: Pipeline) -> str:
-    if pipeline.of_backward == pipeline.degree:
+    if pipeline.backward_degree == pipeline.degree:
         return f"degree {pipeline.degree}"
-    return f"degree {pipeline.degree}, backward {pipeline.of_backward}"
+    return f"degree {pipeline.degree}, backward {pipeline.backward_degree}"

@@ -1,4 +1,4 @@
-"""Megatron-core's MoE transformer layer, run as a pipeline of chunks: what each stage computes.
+"""Megatron-core's MoE transformer layer as a pipeline of chunks: what each stage computes.
 
-Binds Megatron's modules to :mod:`megatron_ampipe.runtime`. Holds no stream, event or collective.
+Connects Megatron's modules to :mod:`megatron_ampipe.runtime`. Contains no stream, event or collective.
 """

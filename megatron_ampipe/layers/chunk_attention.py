@@ -1,7 +1,7 @@
-"""What Megatron's self-attention computes, in the two pieces that chunks need: projection, then attention.
+"""Megatron's self-attention in the two parts that chunks need: QKV projection, then core attention.
 
-Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training.
-Used by :mod:`.megatron_stages`.
+Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training. Used by
+:mod:`.megatron_stages`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 def project_qkv(
     attention: Attention, normed: Tensor, rotary_pos_emb: RotaryEmbedding | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of this rank, keys and values of the whole sequence, rotary embedding applied.
+    """Queries of this rank, and keys and values of the whole sequence, with the rotary embedding applied.
 
     Args:
         attention: Megatron's module.
-        normed: ``[rows of this rank, B, D]``, behind the input norm.
-        rotary_pos_emb: As Megatron passes it to a layer; None for latent attention, which has its own.
+        normed: ``[rows of this rank, B, D]``, the output of the input norm.
+        rotary_pos_emb: As Megatron passes it to a layer; None for latent attention, which computes its own.
 
     Returns:
         Queries ``[S / context ranks, B, H, C]``, keys ``[S, B, G, C]``, values ``[S, B, G, V]``.
@@ -89,16 +89,16 @@ def _rotate(
 
 
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All rows of a tensor that Megatron's zigzag has spread over context-parallel ranks, in order.
+    """Gather a tensor from Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Differentiable: the gradients of all ranks are summed and scattered.
+    Differentiable: backward sums the gradients over ranks and scatters them.
 
     Args:
         tensor: ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence.
         group: The context-parallel ranks.
 
     Returns:
-        ``[S, ...]``; the tensor itself when the group is one rank.
+        ``[S, ...]``; the tensor itself if the group has one rank.
     """
     num_ranks = group.size()
     if num_ranks == 1:
@@ -108,11 +108,11 @@ def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class ChunkAttention:
-    """Core attention of one layer's chunks, by one kernel.
+    """Core attention of one layer's chunks, with one kernel.
 
     Args:
-        attention: Megatron's module, for its scale, window and dropout.
-        kernel: ``te`` or a name of ``runtime.attention.KERNELS``.
+        attention: Megatron's module; gives scale, window and dropout.
+        kernel: ``te`` or a name in ``runtime.attention_kernels.KERNELS``.
     """
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:
@@ -140,20 +140,20 @@ class ChunkAttention:
         spans: Sequence[Span],
         sums: KeyValueSums | None = None,
     ) -> Tensor:
-        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``; see its kernel."""
+        """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
         if self._kernel is None:
             attend = functools.partial(self._transformer_engine, spans)
         else:
-            attend = functools.partial(self._own, spans, sums)
+            attend = functools.partial(self._ampipe_kernel, spans, sums)
         if self._recompute and torch.is_grad_enabled():
             return recomputed(attend, query, key, value)
         return attend(query, key, value)
 
-    def _own(
+    def _ampipe_kernel(
         self, spans: Sequence[Span], sums: KeyValueSums | None, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         dropout = self._dropout if self._core.training else 0.0
-        # As DotProductAttention: ranks that share a sequence must not share their dropout masks.
+        # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
         forks = dropout > 0 and not self._sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
         assert self._kernel is not None
@@ -170,7 +170,7 @@ class ChunkAttention:
             )
 
     def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Megatron's own TE attention module, once per span, causal to the bottom right."""
+        """Megatron's TE attention module, called once per span with a bottom-right causal mask."""
         outputs = [
             self._core(
                 rows,
@@ -191,13 +191,14 @@ def _scale(attention: Attention) -> float:
     core = attention.core_attention
     if not isinstance(core, DotProductAttention):
         return float(attention.hidden_size_per_attention_head**-0.5)
-    # Query-key layer scaling divides here and multiplies again inside the softmax.
+    # With query-key layer scaling, softmax_scale is divided by the layer number and the softmax multiplies by
+    # it.
     again = core.layer_number if core.config.apply_query_key_layer_scaling else 1
     return float(core.softmax_scale * again)
 
 
 def kernel_of(attention: Attention, *, on_gpu: bool) -> str:
-    """The name of the kernel for a built layer; see :func:`choose_kernel`."""
+    """The name of the kernel for a layer that has been built; see :func:`choose_kernel`."""
     config = attention.config
     return choose_kernel(
         local=isinstance(attention.core_attention, DotProductAttention),

@@ -1,10 +1,11 @@
-"""What all pipelined layers of a process share. Made by ``launch``, carried by layer specifications."""
+"""State shared by all pipelined layers of a process; ``launch`` creates it, layer specifications carry it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.config import AUTO, AMPipeConfig
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -13,41 +14,36 @@ from megatron_ampipe.schedule import Pipeline
 
 @dataclass(slots=True)
 class AMPipeContext:
-    """Settings and machinery.
+    """Settings, executor and recorder of a process.
 
     Attributes:
         config: The user's settings.
-        recorder: Told of every stage.
-        executor: What runs the stages; chosen by the first layer that runs if None.
-        kernel: Name of the attention kernel; chosen by each layer if None.
-        pipeline: How blocks are run from the next forward pass on; at first what ``config`` says, or
-            one chunk where it leaves the choice to us.
-        predicted_ms: What a plan predicts of a pass through a block by ``pipeline``, forward and backward,
-            from its first stage to its last; None without a plan. For the log alone.
+        recorder: Called around every stage.
+        executor: Runs the stages; if None, chosen by the first layer that runs.
+        kernel: Name of the attention kernel; if None, chosen by each layer.
+        added: Stages beyond those of the table, in every block that is built from then on.
+        pipeline: How blocks run from the next forward pass on; initially as in ``config``.
+        predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
+            ``pipeline``, from its first stage to its last; None without a plan. Only logged.
     """
 
     config: AMPipeConfig
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
+    added: tuple[AddedStage, ...] = ()
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.pipeline = Pipeline(
-            degree=1 if config.degree == AUTO else config.degree,
-            backward_degree=config.backward_degree,
-            shares=config.chunks,
-            schedule=config.schedule,
-        )
+        self.pipeline = self.config.pipeline
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
-        """The one executor of the process."""
+        """The executor of the process; created at the first call."""
         if self.executor is None:
             self.executor = CudaExecutor() if on_gpu else ThreadExecutor()
         return self.executor
 
     def __deepcopy__(self, memo: dict[int, object]) -> AMPipeContext:
-        """Megatron copies layer specifications; the context in them stays the one of the process."""
+        """Return the same object: Megatron deep-copies layer specifications, but the context is shared."""
         return self

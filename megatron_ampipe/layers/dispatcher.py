@@ -1,8 +1,8 @@
-"""Megatron's token dispatchers for one chunk, their collectives taken out.
+"""Megatron's token dispatchers for one chunk, without their collectives.
 
-The permutations before and after are the stock dispatchers'; what travels between ranks does so in stages
-of the schedule, issued by ``runtime``. The stock objects keep their state on themselves, so every
-chunk in flight has its own.
+The permutations before and after are those of the stock dispatchers; the collectives are stages of the
+schedule, issued by ``runtime``. Stock dispatchers store the state of a call in attributes, so every chunk in
+flight has a separate dispatcher.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, T
 
 
 class AllToAllChunk(MoEAlltoAllTokenDispatcher):
-    """The all-to-all dispatcher with ``preprocess`` cut where it would wait for the other ranks' counts."""
+    """The all-to-all dispatcher, with ``preprocess`` split where it waits for the other ranks' counts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Padding to capacity changes no result: chunks send the kept tokens alone.
+        # Padding to capacity does not change the result: chunks send only the kept tokens.
         self.drop_and_pad = False
 
     @property
     def counts_group(self) -> dist.ProcessGroup:
-        """Ranks that exchange :attr:`counts`."""
+        """The ranks that exchange :attr:`counts`."""
         return self.tp_ep_group
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Count this rank's tokens; the rest follows in :meth:`set_counts`.
+        """Count this rank's tokens; :meth:`set_counts` does the rest.
 
         Args:
             routing_map: ``[T, E]`` bool.
 
         Returns:
-            ``[E]`` int64, tokens of this rank for each expert.
+            ``[E]`` int64, number of this rank's tokens for each expert.
         """
         self.counts = routing_map.sum(dim=0).long()
         if self.config.moe_expert_capacity_factor is None:
@@ -52,18 +52,18 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         return self.counts
 
     def set_counts(self, gathered: Tensor) -> None:
-        """Take the counts of all ranks ``[ranks * E]``; :meth:`transport` waits for them on the host."""
+        """Set the counts of all ranks ``[ranks * E]``; :meth:`transport` waits for them on the host."""
         self._gathered = HostCopy(gathered)
 
     def transport(self) -> Transport:
-        """How the chunk's tokens travel."""
+        """The token exchange of the chunk."""
         if self.input_splits is None:
             self._derive(self._gathered)
             del self._gathered
         return AllToAll(self.input_splits, self.output_splits, self.ep_group)
 
     def _derive(self, gathered: HostCopy) -> None:
-        """What ``MoEAlltoAllTokenDispatcher.preprocess`` derives from the gathered counts, on the host."""
+        """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
         # [tp, ep, E]
         by_rank = gathered.wait().view(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)
@@ -83,25 +83,25 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
             )
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, ...]:
-        """As in the stock dispatcher, but able to run again when the experts are recomputed."""
-        kept = self.tokens_per_expert
-        found: tuple[Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
-        self.tokens_per_expert = kept
-        return found
+        """As in the stock dispatcher, but can run a second time, when the experts are recomputed."""
+        tokens_per_expert = self.tokens_per_expert
+        outputs: tuple[Tensor, ...] = super().dispatch_postprocess(global_input_tokens, global_probs)
+        self.tokens_per_expert = tokens_per_expert
+        return outputs
 
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Nothing is left to copy to the host: the counts arrive there by themselves."""
+        """Do nothing: :meth:`set_counts` has already started the copy of the counts to the host."""
         return tokens_per_expert
 
 
 class AllGatherChunk(MoEAllGatherTokenDispatcher):
-    """The all-gather dispatcher; what the ranks exchange beforehand is the routing map itself."""
+    """The all-gather dispatcher; its ranks exchange the routing map itself instead of counts."""
 
     @property
     def counts_group(self) -> dist.ProcessGroup:
-        """Ranks that exchange :attr:`counts`."""
+        """The ranks that exchange :attr:`counts`."""
         return self.tp_ep_group
 
     @property
@@ -114,23 +114,23 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
 
     def set_counts(self, gathered: Tensor) -> None:
-        """Take the routing maps of all ranks ``[ranks * T, E]``."""
+        """Set the routing maps of all ranks ``[ranks * T, E]``."""
         self.routing_map = gathered
         self._tokens_per_expert: HostCopy | None = None
 
     def transport(self) -> Transport:
-        """How the chunk's tokens travel; how many each local expert has goes to the host meanwhile."""
+        """The token exchange of the chunk; also starts copying the experts' token counts to the host."""
         if self._tokens_per_expert is None:
             self._tokens_per_expert = HostCopy(self.routing_map[:, self._local_experts].sum(dim=0))
         return AllGather(self.routing_map.shape[0] // self.tp_ep_group.size(), self.tp_ep_group)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        """As in the stock dispatcher, without its waits for the device, and able to run again.
+        """As in the stock dispatcher, without its device synchronization; can run a second time.
 
-        The stock dispatcher asks the device how many tokens each expert has; here these numbers have come to
-        the host while they travelled.
+        The stock dispatcher synchronizes to read the number of tokens of each expert; here these numbers were
+        copied to the host during the dispatch.
         """
-        assert self._tokens_per_expert is not None, "no token has travelled yet"
+        assert self._tokens_per_expert is not None, "transport() has not been called"
         tokens_per_expert = self._tokens_per_expert.wait()
         self.hidden_shape_before_permute = hidden_states.shape
         self.local_map = self.routing_map[:, self._local_experts].contiguous()
@@ -144,13 +144,13 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return tokens, tokens_per_expert, self.local_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """As in the stock dispatcher, in the precision in which ``token_combine`` sums over ranks."""
+        """As in the stock dispatcher, in the dtype in which ``token_combine`` sums over ranks."""
         output: Tensor = super().combine_preprocess(hidden_states)
         self._dtype = output.dtype
         return output.to(self.local_probs.dtype)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """As in the stock dispatcher, back in the tokens' precision."""
+        """As in the stock dispatcher, in the dtype of the tokens."""
         output: Tensor = super().combine_postprocess(hidden_states.to(self._dtype))
         return output
 
@@ -159,4 +159,4 @@ CHUNK_DISPATCHERS: dict[str, type[AllToAllChunk] | type[AllGatherChunk]] = {
     "alltoall": AllToAllChunk,
     "allgather": AllGatherChunk,
 }
-"""By ``--moe-token-dispatcher-type``."""
+"""Dispatcher classes by ``--moe-token-dispatcher-type``."""

@@ -1,8 +1,8 @@
-"""Hybrid models: an attention layer followed by an MoE layer, two layers in Megatron, pipelined as one block.
+"""Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
 
-``HybridStack`` builds its layers from a pattern (``*`` attention, ``E`` MoE) and calls one after another.
-Here the attention layer of such a pair runs both, and the MoE layer passes its input through. Layers that
-stand otherwise run as they are. Parameters and checkpoint keys are the stock stack's.
+``HybridStack`` builds its layers from a pattern (``*`` attention, ``E`` MoE) and calls them in order. Here
+the attention layer of such a pair runs both layers, and the MoE layer returns its input. All other layers run
+unchanged. Parameters and checkpoint keys are those of the stock stack.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from torch import Tensor
 
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer import refuse_arguments
+from megatron_ampipe.layers.layer import assert_no_extra_arguments
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.layers.spec import with_chunk_router
 
 
 class HybridAttentionLayer(TransformerLayer):
-    """An attention layer of a hybrid stack; runs the MoE layer behind it as well, once joined to it."""
+    """An attention layer of a hybrid stack; also runs the MoE layer after it if ``block`` is set."""
 
     block: PipelinedBlock | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``TransformerLayer.forward``; the output is the MoE layer's if there is one."""
+        """As ``TransformerLayer.forward``; with ``block``, returns the output of the MoE layer."""
         if self.block is None or kwargs.get("inference_context") is not None:
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return output
         rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
         kwargs.pop("attention_mask", None)
-        refuse_arguments(kwargs)
+        assert_no_extra_arguments(kwargs)
         return self.block(hidden_states, rotary_pos_emb), None
 
 
 class HybridMoELayer(MoETransformerLayer):
-    """An MoE layer of a hybrid stack; does nothing where the attention layer before it runs it."""
+    """An MoE layer of a hybrid stack; returns its input if the attention layer before it runs it."""
 
-    joined = False
+    runs_in_block = False
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As ``MoETransformerLayer.forward``, or the identity."""
-        if not self.joined or kwargs.get("inference_context") is not None:
+        if not self.runs_in_block or kwargs.get("inference_context") is not None:
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return output
         return hidden_states, None
 
 
 class AMPipeHybridStack(HybridStack):
-    """A hybrid stack that pipelines every pair of an attention layer and the MoE layer behind it.
+    """A hybrid stack that pipelines every pair of an attention layer and the MoE layer after it.
 
     Args:
-        ampipe: Shared settings and machinery.
+        ampipe: State shared by all pipelined layers.
         args: As for ``HybridStack``.
         kwargs: As for ``HybridStack``.
     """
@@ -67,7 +67,7 @@ class AMPipeHybridStack(HybridStack):
         for attention, moe in pairwise(self.layers):
             if isinstance(attention, HybridAttentionLayer) and isinstance(moe, HybridMoELayer):
                 attention.block = PipelinedBlock(attention, moe, ampipe)
-                moe.joined = True
+                moe.runs_in_block = True
 
 
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:

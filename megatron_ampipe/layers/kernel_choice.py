@@ -1,6 +1,7 @@
-"""Which attention kernel a layer gets, and why not another one. The only place that chooses.
+"""Chooses the attention kernel of a layer, and gives the reason why no faster one is used.
 
-What is installed says ``compat``. Used by layers, by the start-up table and by benchmarks.
+No other module chooses a kernel; ``compat`` tells what is installed. Used by layers, the start-up table and
+the benchmarks.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron_ampipe.runtime.merged import MergedAttention
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """An attention kernel.
+    """The chosen attention kernel.
 
     Attributes:
-        name: ``te`` or one of ``runtime.attention.KERNELS``.
-        reason: What keeps each better kernel from being used; empty where there is none.
+        name: ``te`` or a name in ``runtime.attention_kernels.KERNELS``.
+        reason: Why each faster kernel cannot be used; empty if there is none.
     """
 
     name: str
@@ -39,129 +40,131 @@ def choose_kernel(
     dropout: bool = False,
     window: bool = False,
 ) -> KernelChoice:
-    """Which kernel attends to all chunks of a layer.
+    """Choose the kernel for all chunks of a layer.
 
-    A layer built with Transformer Engine keeps it, unless context parallelism would start TE's own
-    exchange of keys and values. A local layer, whose own kernel holds the scores of the whole sequence,
-    gets the fastest kernel there is that computes the same function.
+    A layer built with Transformer Engine keeps TE's attention, except under context parallelism, where TE
+    would start its own exchange of keys and values. A local layer, whose stock kernel materializes the scores
+    of the whole sequence, gets the fastest available kernel that computes the same function.
 
     Args:
-        local: The layer is made of Megatron's local modules rather than Transformer Engine's.
-        on_gpu: Where it runs.
-        dtype: Of its parameters.
-        head_size: Of queries and keys; asked for on a GPU only.
-        context_parallel: The sequence is spread over ranks.
-        latent: Values may have another head size than keys.
-        dropout: Attention weights are dropped.
-        window: Attention sees a sliding window.
+        local: The layer is built from Megatron's local modules, not Transformer Engine's.
+        on_gpu: The layer runs on a GPU.
+        dtype: Dtype of its parameters.
+        head_size: Head size of queries and keys; needed on a GPU only.
+        context_parallel: The sequence is split over ranks.
+        latent: Latent attention: values may have a different head size than keys.
+        dropout: Attention dropout is used.
+        window: Sliding-window attention is used.
     """
     if not local and not context_parallel:
         return KernelChoice("te")
-    asked = {"latent attention": latent, "attention dropout": dropout, "sliding window": window}
-    special = [name for name, is_asked in asked.items() if is_asked]
+    features = {"latent attention": latent, "attention dropout": dropout, "sliding window": window}
+    used = [name for name, is_used in features.items() if is_used]
     if not on_gpu:
-        if not special and compat.has_cpu_flash():
+        if not used and compat.has_cpu_flash():
             return KernelChoice("cpu-flash")
-        return KernelChoice("sdpa", f"cpu-flash: {_cannot(special) or 'this torch does not have it'}")
+        return KernelChoice("sdpa", f"cpu-flash: {_unsupported(used) or 'this torch does not have it'}")
     if dtype not in (torch.float16, torch.bfloat16):
-        return KernelChoice("sdpa", f"flash kernels: not for {str(dtype).removeprefix('torch.')}")
-    if special:
-        # The public function of flash-attn knows dropout and windows.
+        return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
+    if used:
+        # The public function of flash-attn supports dropout and windows.
         name = "flash-attn" if compat.has_flash_attn() and not latent else "sdpa"
-        return KernelChoice(name, f"kernels by pieces: {_cannot(special)}")
+        return KernelChoice(name, f"merged flash kernels: {_unsupported(used)}")
     assert head_size is not None
-    return _best_on(compat.current_gpu(), head_size)
+    return _fastest_kernel(compat.current_gpu(), head_size)
 
 
-def _cannot(special: list[str]) -> str:
-    return f"no {' or '.join(special)}" if special else ""
+def _unsupported(used: list[str]) -> str:
+    return f"no support for {' or '.join(used)}" if used else ""
 
 
-def _best_on(gpu: compat.Gpu, head_size: int) -> KernelChoice:
-    """The first kernel in the order of speed that can be used."""
-    objections: list[str] = []
-    for name, objection_to in BY_SPEED.items():
-        objection = objection_to(gpu, head_size)
-        if objection is None:
-            return KernelChoice(name, "; ".join(objections))
-        objections.append(f"{name}: {objection}")
+def _fastest_kernel(gpu: compat.Gpu, head_size: int) -> KernelChoice:
+    """The fastest kernel that can be used."""
+    reasons: list[str] = []
+    for name, why_not in KERNELS_BY_SPEED.items():
+        reason = why_not(gpu, head_size)
+        if reason is None:
+            return KernelChoice(name, "; ".join(reasons))
+        reasons.append(f"{name}: {reason}")
     name = "flash-attn" if compat.has_flash_attn() and gpu.capability >= (8, 0) else "sdpa"
-    return KernelChoice(name, "; ".join(objections))
+    return KernelChoice(name, "; ".join(reasons))
 
 
 _HOPPER = (9, 0)
-_CUDNN = 91501
-"""Older ones gave NaN or wrong gradients for lengths that are not multiples of 128."""
+_MINIMUM_CUDNN = 91501
+"""9.15.1; older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
 
 
-def _not_flash_attn_3(gpu: compat.Gpu, head_size: int) -> str | None:
+def _why_not_flash_attn_3(gpu: compat.Gpu, head_size: int) -> str | None:
     if gpu.capability != _HOPPER:
-        return "for Hopper"
+        return "needs Hopper"
     if not compat.has_flash_attn_3():
         return "not installed"
-    return _not_of_size(head_size, largest=192 if gpu.deterministic else 256)
+    return _why_not_head_size(head_size, largest=192 if gpu.deterministic else 256)
 
 
-def _not_cudnn(gpu: compat.Gpu, head_size: int) -> str | None:
+def _why_not_cudnn(gpu: compat.Gpu, head_size: int) -> str | None:
     if gpu.capability != _HOPPER and gpu.capability[0] != 10:
-        return "for Hopper and Blackwell"
-    if gpu.cudnn < _CUDNN:
-        return f"cuDNN {_dotted(gpu.cudnn)} is older than {_dotted(_CUDNN)}"
+        return "needs Hopper or Blackwell"
+    if gpu.cudnn < _MINIMUM_CUDNN:
+        return (
+            f"cuDNN {_format_cudnn_version(gpu.cudnn)} is older than {_format_cudnn_version(_MINIMUM_CUDNN)}"
+        )
     if gpu.deterministic:
         return "not deterministic"
-    return _not_of_size(head_size, largest=128)
+    return _why_not_head_size(head_size, largest=128)
 
 
-def _not_flash_attn_2(gpu: compat.Gpu, head_size: int) -> str | None:
-    if not compat.has_flash_attn_pieces():
-        return f"needs flash-attn {compat.FLASH_ATTN_PIECES}"
-    return _not_ampere(gpu) or _not_of_size(head_size, largest=_largest_of_flash_2(gpu))
+def _why_not_flash_attn_2(gpu: compat.Gpu, head_size: int) -> str | None:
+    if not compat.has_flash_attn_internals():
+        return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
+    return _why_not_capability(gpu) or _why_not_head_size(head_size, largest=_largest_flash_2_head_size(gpu))
 
 
-def _not_torch_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
+def _why_not_torch_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
     if not gpu.torch_flash:
-        return "this torch was built without"
-    return _not_ampere(gpu) or _not_of_size(head_size, largest=_largest_of_flash_2(gpu))
+        return "this torch was built without FlashAttention"
+    return _why_not_capability(gpu) or _why_not_head_size(head_size, largest=_largest_flash_2_head_size(gpu))
 
 
-def _not_ampere(gpu: compat.Gpu) -> str | None:
-    return None if gpu.capability >= (8, 0) else "for Ampere and later"
+def _why_not_capability(gpu: compat.Gpu) -> str | None:
+    return None if gpu.capability >= (8, 0) else "needs Ampere or later"
 
 
-def _largest_of_flash_2(gpu: compat.Gpu) -> int:
-    """Devices with less shared memory cannot differentiate all larger ones."""
+def _largest_flash_2_head_size(gpu: compat.Gpu) -> int:
+    """The backward kernel does not support all larger head sizes on devices with less shared memory."""
     return 256 if gpu.capability == (8, 0) or gpu.capability[0] in (9, 10) else 192
 
 
-def _not_of_size(head_size: int, *, largest: int) -> str | None:
+def _why_not_head_size(head_size: int, *, largest: int) -> str | None:
     if head_size % 8 == 0 and head_size <= largest:
         return None
     return f"head size {head_size} is not a multiple of 8 up to {largest}"
 
 
-def _dotted(cudnn: int) -> str:
-    # Before 9.0 the first digit was of another weight.
+def _format_cudnn_version(cudnn: int) -> str:
+    # Before 9.0 the major version was multiplied by 1000.
     major = 10000 if cudnn >= 90000 else 1000
     return f"{cudnn // major}.{cudnn % major // 100}.{cudnn % 100}"
 
 
-BY_SPEED: dict[str, Callable[[compat.Gpu, int], str | None]] = {
-    "flash-attn-3": _not_flash_attn_3,
-    "cudnn": _not_cudnn,
-    "flash-attn-2": _not_flash_attn_2,
-    "torch-flash-2": _not_torch_flash_2,
+KERNELS_BY_SPEED: dict[str, Callable[[compat.Gpu, int], str | None]] = {
+    "flash-attn-3": _why_not_flash_attn_3,
+    "cudnn": _why_not_cudnn,
+    "flash-attn-2": _why_not_flash_attn_2,
+    "torch-flash-2": _why_not_torch_flash_2,
 }
-"""The kernels by pieces, the fastest first: what keeps one from being used, or None."""
+"""The piece kernels, fastest first; each function returns why its kernel cannot be used, or None."""
 
 
 def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int) -> str:
-    """The name of the kernel for a comparison of local layers: one whose backend depends on no shape."""
+    """The kernel for comparing local layers: its backend does not depend on the shape."""
     name = choose_kernel(local=True, on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
     return "sdpa-efficient" if on_gpu and name == "sdpa" else name
 
 
 def describe_kernel(name: str) -> str:
-    """Which backend computes which part of a chunk's attention, for people."""
+    """Which backend computes which part of a chunk's attention, for the start-up table."""
     if name == "te":
         return "te (Transformer Engine chooses)"
     if name == "sdpa":

@@ -1,7 +1,7 @@
-"""Megatron's transformer layer with its MoE block run as a pipeline of chunks.
+"""Megatron's transformer layer, with attention and MoE run as a pipeline of chunks.
 
-Same modules, same parameters, same checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
-Built by :mod:`.spec` in place of the stock class.
+Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs. :mod:`.spec`
+puts it in place of the stock class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AMPipeTransformerLayer(TransformerLayer):
     """A transformer layer whose attention and MoE layer are pipelined.
 
     Args:
-        ampipe: Shared settings and machinery.
+        ampipe: State shared by all pipelined layers.
         args: As for ``TransformerLayer``.
         kwargs: As for ``TransformerLayer``.
     """
@@ -43,11 +43,11 @@ class AMPipeTransformerLayer(TransformerLayer):
 
         Args:
             hidden_states: ``[S, B, D]``.
-            attention_mask: Ignored: attention is causal. Masks of another kind are refused at start-up.
-            context: Passed through, as by a stock layer without cross-attention.
+            attention_mask: Ignored: attention is causal, and start-up refuses other masks.
+            context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
-            inference_context: Inference runs the stock layer.
-            kwargs: Megatron's other layer arguments, all of which must be None here.
+            inference_context: If given, the stock layer runs.
+            kwargs: Megatron's other layer arguments; all must be None.
 
         Returns:
             ``[S, B, D]`` and ``context``.
@@ -62,11 +62,11 @@ class AMPipeTransformerLayer(TransformerLayer):
                 **kwargs,
             )
             return output
-        refuse_arguments(kwargs)
+        assert_no_extra_arguments(kwargs)
         return self._block(hidden_states, rotary_pos_emb), context
 
 
-def refuse_arguments(kwargs: dict[str, Any]) -> None:
-    """Arguments of a layer that start-up has refused every cause of."""
+def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
+    """Assert that no other layer argument is set; start-up refuses every setting that would set one."""
     given = [name for name, value in kwargs.items() if value is not None]
     assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"

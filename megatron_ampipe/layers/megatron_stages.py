@@ -1,79 +1,96 @@
 """What every stage of a Megatron MoE block computes: one object per forward call.
 
-Implements ``runtime.block_stages.BlockStages`` on the modules of a :class:`~.pipelined_block.PipelinedBlock`:
-Megatron's ``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut at the
-places where tokens travel. A module with parameters is entered by calling it, never by one of its methods:
-Megatron's forward hooks wait for the parameters under ``--overlap-param-gather``.
+Implements ``runtime.block_stages.BlockStages`` on the modules of a block: Megatron's
+``TransformerLayer._forward_attention`` and ``_forward_mlp`` and ``MoELayer.forward``, cut where tokens are
+sent. A module with parameters is entered by calling it, never by one of its methods: Megatron's forward hooks
+wait for the parameters under ``--overlap-param-gather``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import (
     ChunkAttention,
     RotaryEmbedding,
     project_qkv,
     rotary_of_rows,
 )
-from megatron_ampipe.runtime.collectives import Transport
+from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
+from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.schedule import Chunk, StageKind
+from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
 
-if TYPE_CHECKING:
-    from megatron_ampipe.layers.pipelined_block import PipelinedBlock
+# S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
 
 
 class MegatronStages:
     """The stages of one pass of one micro-batch through a block.
 
     Args:
-        block: Whose modules are called.
+        modules: What is called.
         chunks: Where the sequence is cut.
         attend: Core attention of a chunk.
         rotary_pos_emb: As Megatron passes it to the layer.
         num_tokens: Tokens of this rank in the block, ``S * B``.
+        added: Stages beyond those of the table.
     """
 
     def __init__(
         self,
-        block: PipelinedBlock,
+        modules: BlockModules,
         *,
         chunks: Sequence[Chunk],
         attend: ChunkAttention,
         rotary_pos_emb: RotaryEmbedding | None,
         num_tokens: int,
+        added: Sequence[AddedStage] = (),
     ) -> None:
         self.chunks = chunks
-        self._block, self._attend, self._rotary_pos_emb = block, attend, rotary_pos_emb
-        self._attention_layer, self._moe_layer = block.attention_layer, block.moe_layer
-        self._moe = block.moe_layer.mlp
-        self._routing = self._moe.router.begin_block(num_tokens, per_chunk=block.capacity_per_chunk)
-        template = block.chunk_dispatcher
+        self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
+        self._whole = Chunk.joined(chunks)
+        self._routing = modules.moe.router.begin_block(num_tokens, per_chunk=modules.capacity_per_chunk)
         # The state of a chunk is bound to attributes of its own copy; the constants are shared.
-        self._dispatchers = [copy.copy(template) for _ in chunks]
-        self.counts_group = template.counts_group
-        self.recomputed = block.recomputed_stages
+        self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in chunks]
+        self.recomputed = modules.recomputed_stages
+        self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
+        self._added = {stage.kind: stage for stage in added}
 
-    def parameters(self, kind: StageKind) -> Sequence[Parameter]:
-        """See ``BlockStages``."""
-        return self._block.stage_parameters[kind]
+    # Bound methods are made when they are asked for: kept here, they would be a cycle that holds activations.
 
-    def qkv(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, kind: StageKind) -> ComputeFunction:
         """See ``BlockStages``."""
-        layer = self._attention_layer
-        embedding = rotary_of_rows(self._rotary_pos_emb, chunk.queries)
+        if kind in self._added:
+            function = self._added[kind].compute
+            assert function is not None, f"{kind} is not computed"
+            return function
+        return functools.partial(_COMPUTE[kind], self)
+
+    def communicate(self, kind: StageKind) -> CommunicationFunction:
+        """See ``BlockStages``."""
+        if kind in self._added:
+            function = self._added[kind].communicate
+            assert function is not None, f"{kind} is computed"
+            return function
+        return functools.partial(_COMMUNICATE[kind], self)
+
+    def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
+        layer = self._modules.attention_layer
+        embedding = rotary_of_rows(self._rotary_pos_emb, self._rows_of(chunk).queries)
         return project_qkv(layer.self_attention, layer.input_layernorm(hidden), embedding)
 
     def attention(
         self,
-        chunk: Chunk,
+        chunk: int | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -81,50 +98,91 @@ class MegatronStages:
         *,
         sums: KeyValueSums | None,
     ) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        layer = self._attention_layer
-        context = self._attend(query, key, value, spans=chunk.queries, sums=sums)
-        output_with_bias = layer.self_attention.linear_proj(context)
-        residual = self._block.add_residual(layer.self_attn_bda, output_with_bias, hidden)
-        return residual, self._moe_layer.pre_mlp_layernorm(residual)
+        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
 
-    def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        probs, routing_map, logits = self._moe.router(normed, block=self._routing)
-        tokens, token_probs = self._dispatchers[index].dispatch_preprocess(normed, routing_map, probs)
+        Its backward may add the gradients of ``key`` and ``value`` to ``sums``, and then gives none.
+        """
+        modules = self._modules
+        layer = modules.attention_layer
+        context = self._attend(query, key, value, spans=self._rows_of(chunk).queries, sums=sums)
+        output_with_bias = layer.self_attention.linear_proj(context)
+        residual = modules.add_residual(layer.self_attn_bda, output_with_bias, hidden)
+        return residual, modules.moe_layer.pre_mlp_layernorm(residual)
+
+    def route(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
+        probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing)
+        tokens, token_probs = self._dispatchers[chunk].dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 
-    def counts(self, index: int) -> Tensor:
-        """See ``BlockStages``."""
-        return self._dispatchers[index].counts
+    def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
+        """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
+        return (self._modules.moe.router.block_losses(torch.cat(logits)),)
 
-    def set_counts(self, index: int, gathered: Tensor) -> None:
-        """See ``BlockStages``."""
-        self._dispatchers[index].set_counts(gathered)
+    def shared(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` through the shared experts."""
+        return (self._modules.moe.shared_experts(normed),)
 
-    def transport(self, index: int) -> Transport:
-        """See ``BlockStages``."""
-        return self._dispatchers[index].transport()
+    def counts(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
+        dispatchers = [self._dispatchers[chunk] for chunk in chunks]
+        counts = [dispatcher.counts for dispatcher in dispatchers]
+        gathered = gather_chunks(counts, group=self._modules.chunk_dispatcher.counts_group)
+        for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
+            dispatcher.set_counts(of_ranks)
+        return replace(gathered, outputs=(), uses=(*counts, *gathered.outputs))
 
-    def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        return (self._moe.router.block_losses(torch.cat(logits)),)
+    def dispatch(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
+        return self._exchange(chunks, tensors, combine=direction is Direction.BACKWARD)
 
-    def shared(self, normed: Tensor) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        return (self._moe.shared_experts(normed),)
-
-    def expert(self, index: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        dispatcher = self._dispatchers[index]
+    def expert(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
+        dispatcher = self._dispatchers[chunk]
         tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        output, bias = self._moe.experts(tokens, tokens_per_expert, probs)
+        output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
         return (dispatcher.combine_preprocess(output),)
 
-    def merge(self, index: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
-        """See ``BlockStages``."""
-        output = self._dispatchers[index].combine_postprocess(combined)
+    def combine(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
+        return self._exchange(chunks, tensors, combine=direction is Direction.FORWARD)
+
+    def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
+        output = self._dispatchers[chunk].combine_postprocess(combined)
         for part in shared:
             output = output + part
-        return (self._block.add_residual(self._moe_layer.mlp_bda, (output, None), residual),)
+        modules = self._modules
+        return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
+
+    def _exchange(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
+    ) -> Transfer:
+        transports = [self._dispatchers[chunk].transport() for chunk in chunks]
+        return exchange_chunks(transports, tensors, combine=combine)
+
+    def _rows_of(self, chunk: int | None) -> Chunk:
+        return self._whole if chunk is None else self.chunks[chunk]
+
+
+_COMPUTE: Mapping[StageKind, ComputeFunction] = {
+    kinds.QKV: MegatronStages.qkv,
+    kinds.ATTENTION: MegatronStages.attention,
+    kinds.ROUTE: MegatronStages.route,
+    kinds.LOSSES: MegatronStages.losses,
+    kinds.SHARED: MegatronStages.shared,
+    kinds.EXPERT: MegatronStages.expert,
+    kinds.MERGE: MegatronStages.merge,
+}
+_COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
+    kinds.COUNTS: MegatronStages.counts,
+    kinds.DISPATCH: MegatronStages.dispatch,
+    kinds.COMBINE: MegatronStages.combine,
+}

@@ -1,8 +1,9 @@
-"""Recomputes a function in the backward pass instead of keeping what it computed.
+"""Activation checkpointing of a function inside a stage.
 
-For pieces of a stage that draw random numbers through Megatron's tracker. Megatron's own checkpoint runs a
-backward pass of its own inside and therefore refuses to work under ``torch.autograd.grad``, which is how
-stages are differentiated; torch's non-reentrant one does not. Used by :mod:`.chunk_attention`.
+For functions that draw random numbers through Megatron's RNG tracker. Megatron's checkpoint function is
+reentrant: it calls ``backward`` inside its backward, which fails under ``torch.autograd.grad``, and stages
+    are
+differentiated with that. torch's non-reentrant checkpoint works. Used by :mod:`.chunk_attention`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``function(*tensors)``, run again in the backward pass with the random state of the first time."""
-    output: Tensor = checkpoint(function, *tensors, use_reentrant=False, context_fn=_with_same_randomness)
+    """``function(*tensors)``, run again in the backward pass with the random state of the first run."""
+    output: Tensor = checkpoint(function, *tensors, use_reentrant=False, context_fn=_contexts)
     return output
 
 
-def _with_same_randomness() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _tracker_at(get_cuda_rng_tracker().get_states())
+def _contexts() -> tuple[Any, Any]:
+    return contextlib.nullcontext(), _rng_states(get_cuda_rng_tracker().get_states())
 
 
 @contextlib.contextmanager
-def _tracker_at(states: dict[str, Tensor]) -> Iterator[None]:
+def _rng_states(states: dict[str, Tensor]) -> Iterator[None]:
     tracker = get_cuda_rng_tracker()
     now = tracker.get_states()
     tracker.set_states(states)

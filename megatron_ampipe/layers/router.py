@@ -1,6 +1,6 @@
-"""Megatron's top-k router, able to route a sequence chunk by chunk with the result of routing it whole.
+"""Megatron's top-k router, extended to route a sequence chunk by chunk with the same result.
 
-The parameters, buffers and checkpoint keys are the stock router's. Used by :mod:`.megatron_stages`.
+Parameters, buffers and checkpoint keys are those of the stock router. Used by :mod:`.megatron_stages`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_ampipe.router_losses import router_has_losses
 
 
 class Capacity(Protocol):
-    """Which tokens of a chunk an expert still takes; one object per block and pass."""
+    """Decides which tokens of a chunk are within the experts' capacity; one object per block and pass."""
 
     def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """The part of ``routing_map`` ``[tokens, E]`` that is kept; call once per chunk, first to last."""
+        """The kept entries of ``routing_map`` ``[tokens, E]``; called once per chunk, in order."""
         ...
 
 
-class CapacityLedger:
-    """How much of each expert's capacity the chunks of one block have used so far.
+class CapacityCounter:
+    """Counts how much of each expert's capacity the chunks of a block have used so far.
 
-    Dropping by position keeps an expert's first ``capacity`` tokens of the sequence, so carrying the
-    count from chunk to chunk, in order, keeps exactly the tokens that the whole sequence would keep.
+    Dropping by position keeps an expert's first ``capacity`` tokens of the sequence, so a count that is
+    carried from chunk to chunk, in order, keeps exactly the tokens that are kept without chunks.
 
     Args:
         capacity: Tokens per expert, for the whole sequence.
@@ -54,7 +54,7 @@ class CapacityLedger:
 
 
 class ChunkCapacity:
-    """A capacity of its own for every chunk, in proportion to its tokens: not what a stock run drops.
+    """A separate capacity for every chunk, in proportion to its tokens. A stock run drops other tokens.
 
     Args:
         topk: Experts per token.
@@ -76,28 +76,28 @@ class ChunkCapacity:
 
 @dataclass(frozen=True, slots=True)
 class BlockRouting:
-    """What the chunks of one block share while they are routed; one per pass of a micro-batch.
+    """Routing state that the chunks of one block share; one per forward pass.
 
     Attributes:
-        capacity: Which tokens the experts still take; None for dropless routing.
+        capacity: Which tokens are kept; None for dropless routing.
     """
 
     capacity: Capacity | None
 
 
 class ChunkRouter(TopKRouter):
-    """The stock router, which also routes single chunks, and computes the losses of a block apart from them.
+    """The stock router, which can also route single chunks and compute the losses of a block separately.
 
-    Chunks are routed by calling the module, as the stock layer calls it: under ``--overlap-param-gather``
-    Megatron's forward hooks wait for the parameters, and a method would read them without the hooks.
+    Chunks are routed by calling the module (``__call__``): with ``--overlap-param-gather``, Megatron's
+    forward hooks wait for the parameters, and calling a method would read them without the hooks.
     """
 
     def begin_block(self, num_tokens: int, *, per_chunk: bool) -> BlockRouting:
-        """What :meth:`forward` takes as ``block`` for every chunk of a block.
+        """The argument ``block`` of :meth:`forward` for all chunks of a block.
 
         Args:
-            num_tokens: Of the whole block on this rank.
-            per_chunk: Every chunk has a capacity of its own, if there is a capacity.
+            num_tokens: Tokens of the whole block on this rank.
+            per_chunk: Every chunk has a separate capacity, if a capacity is set.
         """
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
@@ -106,11 +106,11 @@ class ChunkRouter(TopKRouter):
             policy = self.config.moe_token_drop_policy
             return BlockRouting(ChunkCapacity(topk=self.topk, factor=factor, policy=policy))
         capacity = get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor)
-        return BlockRouting(CapacityLedger(capacity))
+        return BlockRouting(CapacityCounter(capacity))
 
     @property
     def has_losses(self) -> bool:
-        """Whether a training step adds any loss of the router to the model's."""
+        """Whether a training step adds a loss of the router to the model's loss."""
         return router_has_losses(
             self.routing_type,
             coefficients=self.config.moe_aux_loss_coeff,
@@ -120,15 +120,15 @@ class ChunkRouter(TopKRouter):
     def forward(
         self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Route the tokens of one chunk without the losses; without ``block``, do what the stock router does.
+        """Route the tokens of one chunk without the losses; without ``block``, run the stock router.
 
-        Mirrors ``TopKRouter.forward`` and ``routing``, the losses and dropping replaced.
+        Mirrors ``TopKRouter.forward`` and ``routing``, with losses and dropping replaced.
 
         Args:
             hidden: ``[R, B, D]``.
-            args: Of the stock router.
-            block: From :meth:`begin_block`, for every chunk of the block, first to last.
-            kwargs: Of the stock router.
+            args: Arguments of the stock router.
+            block: From :meth:`begin_block`; chunks must be routed in order.
+            kwargs: Arguments of the stock router.
 
         Returns:
             ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk ``logits [R, B, E]``.
@@ -159,18 +159,17 @@ class ChunkRouter(TopKRouter):
         return probs, routing_map, logits
 
     def block_losses(self, logits: Tensor) -> Tensor:
-        """Every loss of the router, computed once for the whole block and logged as in a stock run.
+        """All losses of the router, computed once for the whole block and logged as in a stock run.
 
-        Reads no parameter, so it needs no hook: it is called as a method.
-
-        The losses are not linear in the tokens, so a sum over chunks would be another function.
+        The losses are not linear in the tokens, so the sum over chunks would be a different function. Reads
+        no parameter and therefore needs no hook: it is called as a method.
 
         Args:
-            logits: ``[S, B, E]``, of all chunks.
+            logits: ``[S, B, E]``, all chunks.
 
         Returns:
-            A number whose backward, whatever its incoming gradient, adds the losses' gradient to
-            ``logits`` (Megatron's ``MoEAuxLossAutoScaler``); give it a gradient of zero.
+            A scalar whose backward adds the gradient of the losses to ``logits``, independent of the incoming
+            gradient (Megatron's ``MoEAuxLossAutoScaler``); call it with a gradient of zero.
         """
         sequence_length, batch = logits.shape[:2]
         flat = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))

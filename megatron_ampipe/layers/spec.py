@@ -1,6 +1,6 @@
-"""Turns Megatron's layer specification into one whose MoE layers are pipelined.
+"""Replaces the MoE layers of a Megatron layer specification by pipelined ones.
 
-Dense layers, and everything at degree 1, stay the stock classes. Called by ``launch``.
+Dense layers keep their stock classes, and at degree 1 all layers do. Called by ``launch``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_ampipe.layers.router import ChunkRouter
 def pipelined(
     spec: TransformerBlockSubmodules | ModuleSpec, context: AMPipeContext
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The same model with its MoE layers as :class:`AMPipeTransformerLayer`; ``spec`` itself at degree 1.
+    """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself at degree 1.
 
     Raises:
-        BadInput: an MoE layer is of a class that AMPipe does not know.
+        BadInput: an MoE layer has a class that AMPipe does not support.
     """
     if not context.config.pipelined:
         return spec
@@ -54,7 +54,7 @@ def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
 
 
 def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """An MoE layer's submodules with the router that can route chunk by chunk."""
+    """The submodules of an MoE layer with :class:`ChunkRouter` as the router."""
     moe = compat.moe_submodules(submodules.mlp)
     _require(moe.router, (TopKRouter,), "router")
     mlp = compat.with_moe_submodules(submodules.mlp, dataclasses.replace(moe, router=ChunkRouter))
@@ -62,7 +62,7 @@ def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLaye
 
 
 def _require(found: type, known: tuple[type, ...], role: str) -> None:
-    """Subclasses are refused too: what they add is not in our stages."""
+    """Subclasses are refused as well: the stages would not run what they add."""
     if found not in known:
         raise BadInput(
             f"MoE {role}",

@@ -1,9 +1,9 @@
 """What a cluster's operations cost: the form of the files in ``configs/clusters``, read and written.
 
-Every figure is the line that was fitted (or derived, or taken from a data sheet) for one operation:
-``alpha_us`` for doing it at all, and a slope for its size. All times are microseconds; MB is 10**6 bytes,
-GFLOP 10**9 operations, a multiplication and an addition being two. Each figure says where it comes from.
-Written by ``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` turns it into times of stages.
+Each figure is a line, fitted, derived or taken from a data sheet, for one operation: ``alpha_us`` is its
+fixed time, and a slope is its time per size. All times are in microseconds; MB is 10**6 bytes, GFLOP is 10**9
+operations, where a multiplication and an addition are two. Each figure names its source. Written by
+``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` computes times of stages from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.flags import known_flags
-from megatron_ampipe.plan.records import Lines, nearest, read_record, refuse, write_record
+from megatron_ampipe.records import Lines, read_record, refuse, write_record
 from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -34,9 +33,9 @@ class Figure:
     """What every figure has.
 
     Attributes:
-        basis: What kind of knowledge it is.
+        basis: How it was obtained.
         source: Where it comes from, in words: a paper's section, a data sheet, a command and a machine.
-        r_squared: How much of the spread of the measurements the line explains; for fitted figures.
+        r_squared: Coefficient of determination of the line; for fitted figures.
     """
 
     basis: Basis = field(metadata={"last": True})
@@ -46,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one size took."""
+    """The measured time of one size."""
 
     mb: float
     us: float
@@ -56,14 +55,14 @@ class Point:
 class TransferCost(Figure):
     """A collective, or a pass over memory: ``alpha_us + size * beta_us_per_mb``.
 
-    The size of a collective is what one rank sends to the others of the group: of an all-to-all the rows
-    for other ranks, of an all-gather its own rows times the other ranks, of a reduce-scatter the same. Of
+    The size of a collective is what one rank sends to the others of the group: for an all-to-all the rows for
+    other ranks, for an all-gather or a reduce-scatter its own rows times the number of other ranks. For
     memory it is bytes read plus bytes written.
 
     Attributes:
-        table: For what lies on no line, sizes in rising order and what they took. Between two of them the
-            time is interpolated, below the first from ``alpha_us`` on, and above the last it goes on by
-            ``beta_us_per_mb``.
+        table: Sizes in rising order with their times, for an operation that no line describes. Times are
+            interpolated between two sizes, and between size 0 with ``alpha_us`` and the first one; above the
+            last one they rise by ``beta_us_per_mb``.
     """
 
     alpha_us: float
@@ -85,8 +84,8 @@ class TransferCost(Figure):
 class Gemm(Figure):
     """One matrix product of ``rows x k`` by ``k x n``.
 
-    ``alpha_us + 2 * rows * k * n * beta + k * n * weights``: the last term does not depend on the rows, so a
-    product with few rows is less efficient. It is zero where that was not measured.
+    ``alpha_us + 2 * rows * k * n * beta + k * n * weights``. The last term does not depend on the rows, so a
+    product with few rows is less efficient; it is zero if it was not measured.
     """
 
     alpha_us: float
@@ -103,11 +102,11 @@ class Gemm(Figure):
 class AttentionLine(Figure):
     """Core attention of some query rows in one direction.
 
-    ``alpha_us + flops * beta_us_per_gflop + merged * merge_us_per_mb``. ``flops`` counts the pairs of a
-    query and a key that it sees: ``4 * pairs * heads * head size`` forward, ``10 * ...`` backward.
+    ``alpha_us + flops * beta_us_per_gflop + merged * merge_us_per_mb``. ``flops`` counts pairs of a query and
+    a key that the mask lets it see: ``4 * pairs * heads * head size`` forward, ``10 * ...`` backward.
     ``merged`` is the size of the output rows of a chunk that does not begin the sequence: a kernel that
-    attends in two parts has to join them. Zero for kernels that know the mask (flash-attn, Transformer
-    Engine).
+    attends in two parts has to merge their outputs. ``merge_us_per_mb`` is zero for kernels with a
+    bottom-right causal mask (flash-attn, Transformer Engine).
     """
 
     alpha_us: float
@@ -131,7 +130,7 @@ class Compute:
         gemm: Matrix products, by the dtype of their inputs.
         attention: Core attention, by dtype. ``fp8`` models attend in bf16.
         memory: Passes over memory: norms, residuals, activation functions, sums of gradients.
-        permute: Moving rows into another order: permutation by expert and back.
+        permute: Permutation of rows by expert, and back.
     """
 
     gemm: Mapping[Dtype, Gemm]
@@ -150,12 +149,12 @@ class Overhead(Figure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOverhead(Overhead):
-    """What a stage of a block takes beyond the operations in it, timed alone.
+    """What a stage of a block takes in addition to its operations, which were timed in isolation.
 
     Attributes:
-        forward_factor: By how much its operations take longer than alone, forward: in a block each finds
-            other data in the caches than its own.
-        backward_factor: Likewise backward.
+        forward_factor: Time of its forward operations in a block over their time in isolation: in a block,
+            the caches hold other data.
+        backward_factor: The same for backward.
     """
 
     forward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
@@ -164,15 +163,15 @@ class StageOverhead(Overhead):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the host costs.
+    """Overheads of the host.
 
     Attributes:
-        issue: Time the host needs to issue one stage; it runs ahead of the device. Zero where the host
-            computes itself.
-        stage: Added to every compute stage, on the device or on a host that computes: ``any`` for those
-            that have no figure of their own. This is what one more chunk costs.
-        block: Added once to a pipelined pass: entering the block, autograd around it.
-        stock: Added once to a pass of Megatron's own layer.
+        issue: Time the host needs to issue one stage; it runs ahead of the device. Zero where the host itself
+            computes.
+        stage: Added to every compute stage, on the device or on a host that computes; ``any`` for kinds
+            without an entry. It is the cost of one more chunk.
+        block: Added once to a pipelined pass: entering the block, and autograd around it.
+        stock: Added once to a pass of Megatron's layer.
     """
 
     issue: Overhead
@@ -183,13 +182,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap(Figure):
-    """How much computation and communication slow each other while both run.
+    """How much computation and communication slow each other down while both run.
 
     Attributes:
-        compute_slowdown: Factor on a computation while something is on the wire; 1 is not at all.
-        communication_slowdown: Factor on the time that a collective is on the wire while something computes.
-        latency_us: Added to a collective that begins while something is computed: where the host computes,
-            the threads that start one and learn of its end wait for the processor.
+        compute_slowdown: Factor on the time of a computation while a collective transfers; 1 for no effect.
+        communication_slowdown: Factor on the time of a transfer while a computation runs.
+        latency_us: Added to a collective that begins during a computation: where the host computes, the
+            threads that start a collective and see its end wait for a core.
     """
 
     compute_slowdown: float = field(metadata={"minimum": 1.0})
@@ -203,16 +202,17 @@ class Cluster:
 
     Attributes:
         description: What it is, in words.
-        ranks_per_node: Ranks that reach each other by ``intra``.
-        device_memory_gib: Memory of one rank, if it is to be held against what a plan needs.
-        intra: Collectives among ranks of one node. ``stock_all_to_all`` is what Megatron's own layer
-            calls, where that is another operation than AMPipe's exchange (gloo).
+        ranks_per_node: Ranks of one node, among which ``intra`` applies.
+        device_memory_gib: Memory of one rank, if it is to be compared with what a plan needs.
+        intra: Collectives among ranks of one node. ``stock_all_to_all`` is the operation of Megatron's layer,
+            if it differs from AMPipe's (gloo).
         inter: Collectives among ranks on different nodes.
         compute: Work of one rank.
-        host: Overheads.
-        overlap: Mutual slow-down.
-        path: The file it was read from.
-        lines: Where its keys stand there.
+        host: Overheads of the host.
+        overlap: Mutual slow-down of computation and communication.
+        flags: Flags for launches on the cluster; a launch, or ``ampipe config``, checks them.
+        path: The file that it was read from.
+        lines: The line of each key in that file.
     """
 
     description: str
@@ -223,6 +223,7 @@ class Cluster:
     compute: Compute
     host: Host
     overlap: Overlap
+    flags: LinedMapping | None = field(default=None, compare=False)
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
 
@@ -258,19 +259,20 @@ class Cluster:
             raise self.missing("compute.attention", dtype)
         return self.compute.attention[dtype]
 
-    def stage_overhead(self, kind: OverheadKind) -> StageOverhead:
+    def stage_overhead(self, kind: str) -> StageOverhead:
         """What a compute stage of this kind costs beside its work.
 
         Raises:
             BadInput: the file has a figure neither for this kind nor for any.
         """
-        found = self.host.stage.get(kind, self.host.stage.get("any"))
+        figures = {str(name): figure for name, figure in self.host.stage.items()}
+        found = figures.get(kind, figures.get("any"))
         if found is None:
             raise self.missing("host.stage", kind)
         return found
 
     def missing(self, section: str, key: str) -> BadInput:
-        """The error for a figure that this workload needs and the file does not have."""
+        """The error for a figure that this workload needs and the file lacks."""
         line = self.lines.get(section, 1)
         return BadInput(
             f"{self.path}:{line}:",
@@ -283,20 +285,10 @@ class Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
-    A section ``flags:`` holds flags for launches on the cluster: its names are checked, and it is left alone.
-
     Raises:
-        BadInput: naming the file, the line, the key and the nearest legal one.
+        BadInput: naming the file, the line, the key and the nearest known one.
     """
     top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the form.")
-    flags = top.pop("flags", LinedMapping(1))
-    if not isinstance(flags, LinedMapping):
-        refuse(
-            path, top.lines["flags"], "flags", "must hold keys with values", "Write 'bf16: true' below it."
-        )
-    for key in flags:
-        if key not in known_flags() and key != "ampipe":
-            refuse(path, flags.lines[key], f"flags.{key}", "is no flag", nearest(key, known_flags()))
     cluster, lines = read_record(path, Cluster, top)
     for group, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
         for operation, figure in (figures or {}).items():
@@ -309,7 +301,7 @@ def _check_table(path: Path, lines: Lines, where: str, figure: TransferCost) -> 
     for smaller, larger in itertools.pairwise(sizes):
         if larger <= smaller:
             key = f"{where}.table"
-            rule = f"has {larger:g} MB behind {smaller:g} MB, and its sizes must rise from above 0"
+            rule = f"has {larger:g} MB after {smaller:g} MB, and its sizes must rise from above 0"
             refuse(path, lines[key], key, rule, "Put its points in order.")
 
 
@@ -317,7 +309,7 @@ def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
     """Write a cluster file; it appears under its name only when it is whole.
 
     Args:
-        cluster: What to write; :func:`read_cluster` reads an equal one.
+        cluster: The cluster; :func:`read_cluster` reads an equal one.
         path: Of the file.
         head: A comment for the first line, such as the command that made it.
     """

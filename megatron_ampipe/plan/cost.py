@@ -1,20 +1,21 @@
 """How long each stage of each chunk takes alone: workload times cluster times chunks. Pure arithmetic.
 
-One function per stage says what it computes and moves, forward and backward, as ``layers/megatron_stages.py``
-and ``runtime/block_call.py`` do it. Times are those of the busiest rank, in microseconds. Not modelled:
+One function per kind of stage says what it computes and moves, forward and backward, as
+``layers/megatron_stages.py`` does it. Times are those of the busiest rank, in microseconds. Not modelled:
 caches, clocks that fall under load, and the time a rank waits for a slower one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, OverheadKind, TransferCost
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.schedule import MOE_BLOCK, Direction, Stage, StageKind, data_flow, is_whole, kinds
 
 COUNT_BYTES = 8
 PROBABILITY_BYTES = 4
@@ -37,19 +38,43 @@ class Pair(NamedTuple):
 NOTHING = Pair(0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one stage works on.
+
+    Attributes:
+        rows: Of the chunk, or of the whole sequence.
+        chunked: The sequence is cut into several chunks.
+    """
+
+    rows: Rows
+    chunked: bool = True
+
+
 class CostModel:
     """Times of the stages of one block on one cluster.
 
     Args:
         workload: The block.
         cluster: What its operations cost.
+        added: Costs of kinds of stages beyond the table's.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        added: Mapping[StageKind, CostFunction] | None = None,
+    ) -> None:
         self.workload, self.cluster = workload, cluster
+        self._costs = {**COSTS, **(added or {})}
+        self.features = replace(workload.features, added=tuple(added or ()))
+        self._kinds = data_flow(self.features).kinds
+        (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._gemm = cluster.gemm(workload.dtype)
         # Attention of 8-bit models computes in 16 bit.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
@@ -62,62 +87,61 @@ class CostModel:
 
         Args:
             lengths: Rows of the residual stream of one rank in each chunk.
-            parts: So many adjacent chunks stand together, as in the direction with the smaller degree: they
-                are computed one behind the other and share a collective.
+            parts: So many adjacent chunks form one stage, as in the direction with the smaller degree: they
+                are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
         """
-        work = self.workload
-        rows = chunk_rows(work, lengths)
+        chunks = chunk_rows(self.workload, lengths)
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
-        if whole_attention or not work.features.chunked_qkv:
-            found[Stage(StageKind.QKV)] = self._with_overhead("qkv", self._qkv(work.rows, chunked=False))
-        if whole_attention:
-            (whole,) = chunk_rows(work, (work.rows,))
-            found[Stage(StageKind.ATTENTION)] = self._with_overhead(
-                "attention", self._core(whole, chunked=False)
-            )
-        if work.losses:
-            found[Stage(StageKind.LOSSES)] = self._with_overhead("losses", self._losses())
-        alike = {
-            length: self._alike(length, chunked=chunked, whole_attention=whole_attention)
-            for length in set(lengths)
-        }
-        for index in range(0, len(lengths), parts):
-            group = rows[index : index + parts]
-            computed = [dict(alike[chunk.hidden]) for chunk in group]
-            if not whole_attention:
-                for chunk, one in zip(group, computed, strict=True):
-                    one[StageKind.ATTENTION] = self._with_overhead(
-                        "attention", self._core(chunk, chunked=chunked)
-                    )
-            number = index // parts
-            for kind in computed[0]:
-                found[Stage(kind, number)] = functools.reduce(Pair.__add__, (one[kind] for one in computed))
-            travel = self._travel(sum(chunk.hidden for chunk in group), stock=False)
-            found[Stage(StageKind.COUNTS, number)] = self._counts()
-            found[Stage(StageKind.DISPATCH, number)] = found[Stage(StageKind.COMBINE, number)] = travel
+        for kind in self._kinds:
+            if is_whole(kind, self.features, whole_attention=whole_attention):
+                found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
+                continue
+            same: dict[object, Pair] = {}
+            for place in range(len(chunks) // parts):
+                group = chunks[place * parts : (place + 1) * parts]
+                # Chunks are computed one by one; one transfer takes the rows of all of them.
+                works = group if kind.lane.computes else (_joined(group),)
+                total = NOTHING
+                for rows in works:
+                    key = rows if kind in _DEPENDS_ON_PLACE else rows.hidden
+                    if key not in same:
+                        same[key] = self._stage(kind, Work(rows, chunked=chunked))
+                    total += same[key]
+                found[Stage(kind, place)] = total
         return found
+
+    def _stage(self, kind: StageKind, work: Work) -> Pair:
+        """One stage of one chunk, with its overhead."""
+        pair = self._costs[kind](self, work)
+        if not kind.lane.computes:
+            return pair
+        overhead = self.cluster.stage_overhead(kind.name)
+        return Pair(
+            pair.forward * overhead.forward_factor + overhead.forward_us,
+            pair.backward * overhead.backward_factor + overhead.backward_us,
+        )
 
     def stock(self) -> Pair:
         """One pass of Megatron's own layer: the same work in one piece, one thing after another."""
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
-        load = self._load(padded=self.workload.padded)
-        travel = self._travel(rows.hidden, stock=True)
+        load = self.load(padded=self.workload.padded)
+        travel = self.exchange(rows.hidden, stock=True)
         parts = [
-            self._qkv(rows.hidden, chunked=False),
-            self._core(rows, chunked=False),
-            self._route(rows.hidden, load=load),
-            self._counts(),
+            self.qkv(rows.hidden, chunked=False),
+            self.attention(rows, chunked=False),
+            self.route(rows.hidden, load=load),
+            self.counts(),
             travel,
-            self._expert(rows.hidden, load=load, chunked=False),
+            self.expert(rows.hidden, load=load, chunked=False),
             travel,
-            self._merge(rows.hidden, load=load),
+            self.merge(rows.hidden, load=load),
         ]
         if self.workload.losses:
-            parts.append(self._losses())
+            parts.append(self.losses())
         if self.workload.shared_ffn is not None:
-            parts.append(self._shared(rows.hidden, chunked=False))
+            parts.append(self.shared(rows.hidden, chunked=False))
         total = functools.reduce(Pair.__add__, parts, NOTHING)
         overhead = self.cluster.host.stock
         return total + Pair(overhead.forward_us, overhead.backward_us)
@@ -125,29 +149,15 @@ class CostModel:
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` in which its two all-to-alls travel."""
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
-        travel = self._travel(rows.hidden, stock=True)
+        travel = self.exchange(rows.hidden, stock=True)
         return travel + travel
-
-    def _alike(self, rows: int, *, chunked: bool, whole_attention: bool) -> dict[StageKind, Pair]:
-        """The compute stages that take as long in every chunk of these rows: all but attention."""
-        load = self._load(padded=False)
-        found = {
-            StageKind.ROUTE: self._with_overhead("route", self._route(rows, load=load)),
-            StageKind.EXPERT: self._with_overhead("expert", self._expert(rows, load=load, chunked=chunked)),
-            StageKind.MERGE: self._with_overhead("merge", self._merge(rows, load=load)),
-        }
-        if self.workload.features.chunked_qkv and not whole_attention:
-            found[StageKind.QKV] = self._with_overhead("qkv", self._qkv(rows, chunked=chunked))
-        if self.workload.shared_ffn is not None:
-            found[StageKind.SHARED] = self._with_overhead("shared", self._shared(rows, chunked=chunked))
-        return found
 
     def latency(self, kind: StageKind) -> float:
         """The part of a collective of this kind that does not depend on its size."""
         work = self.workload
-        if kind is StageKind.COUNTS:
+        if kind is kinds.COUNTS:
             return self._counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
-        if kind not in (StageKind.DISPATCH, StageKind.COMBINE) or work.expert == 1:
+        if kind not in (kinds.DISPATCH, kinds.COMBINE) or work.expert == 1:
             return 0.0
         if work.dispatcher == "allgather":
             return self._counts_figure().alpha_us
@@ -155,7 +165,7 @@ class CostModel:
 
     # What each stage does
 
-    def _qkv(self, rows: int, *, chunked: bool) -> Pair:
+    def qkv(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
         tokens = rows * work.batch
         gathered = tokens * work.tensor
@@ -170,7 +180,7 @@ class CostModel:
             total += self._gather(tokens * work.key_value_width / work.tensor, work.context, wide=True)
         return total + self._gather(tokens * work.hidden, work.tensor)
 
-    def _core(self, rows: Rows, *, chunked: bool) -> Pair:
+    def attention(self, rows: Rows, *, chunked: bool) -> Pair:
         work = self.workload
         tokens = rows.hidden * work.batch
         gathered = tokens * work.tensor
@@ -193,7 +203,7 @@ class CostModel:
             total += Pair(0.0, self._memory.time_us(seen * (8 + work.element_bytes)))
         return total + self._gather(tokens * work.hidden, work.tensor)
 
-    def _route(self, rows: int, *, load: float) -> Pair:
+    def route(self, rows: int, *, load: float) -> Pair:
         work = self.workload
         tokens = rows * work.batch
         # Router scores are fp32 in any dtype.
@@ -201,14 +211,14 @@ class CostModel:
         product = self._product(tokens, work.hidden, work.experts, chunked=False)
         return scores + product + self._move(self._copies(tokens) * load)
 
-    def _counts(self) -> Pair:
+    def counts(self) -> Pair:
         work = self.workload
         ranks = work.expert * work.expert_tensor
         if ranks == 1:
             return NOTHING
         return Pair(self._counts_figure().time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
 
-    def _travel(self, rows: int, *, stock: bool) -> Pair:
+    def exchange(self, rows: int, *, stock: bool = False) -> Pair:
         """A dispatch or a combine: in both directions the same bytes."""
         work = self.workload
         if work.expert == 1:
@@ -218,12 +228,12 @@ class CostModel:
         if work.dispatcher == "allgather":
             time = self._gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
             return Pair(time, time)
-        sent = self._copies(tokens) * self._load(padded=stock and work.padded) * row_bytes
+        sent = self._copies(tokens) * self.load(padded=stock and work.padded) * row_bytes
         # The two kinds of links carry their shares at the same time.
         time = max(figure.time_us(sent * share) for figure, share in self._links(stock=stock))
         return Pair(time, time)
 
-    def _expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
+    def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
         work = self.workload
         received = self._copies(rows * work.batch) * load * work.expert_tensor
         inner = work.ffn / work.expert_tensor
@@ -240,11 +250,11 @@ class CostModel:
             total += gathered + gathered
         return total
 
-    def _merge(self, rows: int, *, load: float) -> Pair:
+    def merge(self, rows: int, *, load: float) -> Pair:
         tokens = rows * self.workload.batch
         return self._move(self._copies(tokens) * load) + self._pass_over(3 * tokens * self.workload.hidden)
 
-    def _shared(self, rows: int, *, chunked: bool) -> Pair:
+    def shared(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
         assert work.shared_ffn is not None
         gathered = rows * work.batch * work.tensor
@@ -255,7 +265,7 @@ class CostModel:
         both = self._gather(rows * work.batch * work.hidden, work.tensor)
         return total + self._pass_over(gathered * (up + inner)) + both + both
 
-    def _losses(self) -> Pair:
+    def losses(self) -> Pair:
         tokens = self.workload.rows * self.workload.batch
         return self._pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
 
@@ -325,16 +335,42 @@ class CostModel:
         """Rows that travel for that many tokens, were they spread evenly."""
         return tokens * self.workload.topk
 
-    def _load(self, *, padded: bool) -> float:
+    def load(self, *, padded: bool = False) -> float:
         """Rows of the busiest rank over the mean; padding fills every expert's capacity."""
         capacity = self.workload.capacity
         if capacity is None:
             return self.workload.imbalance
         return capacity if padded else min(capacity, self.workload.imbalance)
 
-    def _with_overhead(self, kind: OverheadKind, pair: Pair) -> Pair:
-        overhead = self.cluster.stage_overhead(kind)
-        return Pair(
-            pair.forward * overhead.forward_factor + overhead.forward_us,
-            pair.backward * overhead.backward_factor + overhead.backward_us,
-        )
+
+def _joined(chunks: Sequence[Rows]) -> Rows:
+    """The rows of adjacent chunks."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return Rows(
+        hidden=sum(chunk.hidden for chunk in chunks),
+        pairs=sum(chunk.pairs for chunk in chunks),
+        keys=chunks[-1].keys,
+        merged=sum(chunk.merged for chunk in chunks),
+    )
+
+
+CostFunction = Callable[[CostModel, Work], Pair]
+"""How long a stage takes alone, forward and backward."""
+
+COSTS: Mapping[StageKind, CostFunction] = {
+    kinds.QKV: lambda model, work: model.qkv(work.rows.hidden, chunked=work.chunked),
+    kinds.ATTENTION: lambda model, work: model.attention(work.rows, chunked=work.chunked),
+    kinds.ROUTE: lambda model, work: model.route(work.rows.hidden, load=model.load()),
+    kinds.LOSSES: lambda model, work: model.losses(),
+    kinds.SHARED: lambda model, work: model.shared(work.rows.hidden, chunked=work.chunked),
+    kinds.COUNTS: lambda model, work: model.counts(),
+    kinds.DISPATCH: lambda model, work: model.exchange(work.rows.hidden),
+    kinds.EXPERT: lambda model, work: model.expert(work.rows.hidden, load=model.load(), chunked=work.chunked),
+    kinds.COMBINE: lambda model, work: model.exchange(work.rows.hidden),
+    kinds.MERGE: lambda model, work: model.merge(work.rows.hidden, load=model.load()),
+}
+"""The cost of every kind of the table."""
+_DEPENDS_ON_PLACE = frozenset({kinds.ATTENTION})
+"""Kinds that take longer in later chunks of the same length."""
+assert set(COSTS) == set(MOE_BLOCK)

@@ -31,7 +31,7 @@ class _Search:
         self.walk = Walk(problem)
         self._problem, self._max_nodes = problem, max_nodes
         self.best, self._time = start, problem.time(start)
-        self._seen: dict[object, list[tuple[float, float, float]]] = {}
+        self._seen: dict[object, list[tuple[float, ...]]] = {}
         self.nodes = 0
 
     def explore(self, state: State) -> None:

@@ -13,19 +13,19 @@ kernels make fewer calls; that they do so in the same proportion in all stages i
 from __future__ import annotations
 
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, StageKind
+from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 CALLS: dict[StageKind, tuple[float, float]] = {
-    StageKind.QKV: (10, 20),
-    StageKind.ATTENTION: (15, 27),
-    StageKind.ROUTE: (16, 12),
-    StageKind.LOSSES: (16, 7),
-    StageKind.SHARED: (3, 7),
-    StageKind.COUNTS: (6, 0),
-    StageKind.DISPATCH: (6, 6),
-    StageKind.EXPERT: (4, 10),
-    StageKind.COMBINE: (3, 3),
-    StageKind.MERGE: (4, 1),
+    kinds.QKV: (10, 20),
+    kinds.ATTENTION: (15, 27),
+    kinds.ROUTE: (16, 12),
+    kinds.LOSSES: (16, 7),
+    kinds.SHARED: (3, 7),
+    kinds.COUNTS: (6, 0),
+    kinds.DISPATCH: (6, 6),
+    kinds.EXPERT: (4, 10),
+    kinds.COMBINE: (3, 3),
+    kinds.MERGE: (4, 1),
 }
 """Calls of a stage of one chunk, forward and backward; of ``expert``, for one product of experts."""
 SORTING = 4
@@ -36,9 +36,10 @@ MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.0}
 
 def calls(kind: StageKind, direction: Direction, workload: Workload) -> float:
     """Calls of the device that issue one stage of one chunk."""
-    forward, backward = CALLS[kind]
+    # A kind that was added to a block is taken for an average one.
+    forward, backward = CALLS.get(kind, (MEAN[Direction.FORWARD], MEAN[Direction.BACKWARD]))
     once = forward if direction is Direction.FORWARD else backward
-    if kind is not StageKind.EXPERT or workload.local_experts == 1:
+    if kind is not kinds.EXPERT or workload.local_experts == 1:
         return once
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 

@@ -1,24 +1,27 @@
 """Reads a model file without Megatron, and makes a workload of it.
 
 A model file holds Megatron's flags without their dashes (``num-layers: 12``) and, in a section ``ampipe:``,
-those of AMPipe. Flags that no size depends on are accepted when Megatron has them. Called by ``ampipe plan``.
+those of AMPipe. Keys that the planner reads are checked here; the others are checked by Megatron's parser,
+when a run is launched or by ``ampipe config``. Called by ``ampipe plan``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster, Dtype
-from megatron_ampipe.plan.flags import ampipe_keys, known_flags
-from megatron_ampipe.plan.records import nearest, refuse
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.records import refuse
 from megatron_ampipe.router_losses import router_has_losses
 from megatron_ampipe.shipped import find_config
+from megatron_ampipe.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 SIZE_FLAGS = (
@@ -35,6 +38,8 @@ SIZE_FLAGS = (
 """What a block's sizes depend on, and a plan with them."""
 
 
+_AMPIPE_KEYS = frozenset(field.name.replace("_", "-") for field in dataclasses.fields(AMPipeConfig))
+"""What may stand in the section ``ampipe:`` of a model file: the settings, as their flags are written."""
 _LARGEST = 10**7
 """Of any size of a block. Planning takes time and memory with the number of experts."""
 
@@ -71,7 +76,7 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         overrides: Flags from the command line, which win.
 
     Raises:
-        BadInput: a key is no flag; names file, line and the nearest flag.
+        BadInput: a key is misspelt; names file, line and the right one.
     """
     top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
     values: dict[str, Any] = dict(top)
@@ -81,18 +86,22 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
         )
     for key in section:
-        if key not in ampipe_keys():
-            refuse(path, section.lines[key], f"ampipe.{key}", "is no setting", nearest(key, ampipe_keys()))
-    for key in values:
-        if key not in known_flags():
-            refuse(path, top.lines[key], key, "is no flag of Megatron's", _nearest_flag(key))
+        if key not in _AMPIPE_KEYS:
+            rule = "is not a setting of AMPipe"
+            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, _AMPIPE_KEYS))
+    for key, value in values.items():
+        if isinstance(value, LinedMapping):
+            remedy = "Give a model file: 'hidden-size: 1024' and the like."
+            refuse(path, top.lines[key], key, "is a section, and no flag of Megatron has one", remedy)
+        plain = key.strip("-").replace("_", "-")
+        if key != plain and plain in SIZE_FLAGS:
+            refuse(path, top.lines[key], key, "keys have hyphens inside and none in front", f"Write {plain}.")
     lines = dict(top.lines)
     for key, value in (overrides or {}).items():
-        if key not in known_flags():
-            raise BadInput("--set", key, rule="is no flag of Megatron's", remedy=_nearest_flag(key))
         if key not in SIZE_FLAGS:
             rule = "changes nothing: no size of a block depends on it"
-            raise BadInput("--set", f"{key}={value}", rule=rule, remedy="Leave it out.")
+            remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
+            raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
     return ModelFile(path, values, lines)
 
@@ -168,7 +177,15 @@ class _Builder:
             **sizes,
         )
         self._check(workload)
+        for key, near in self._misspelt().items():
+            place = f"{self._model.path}:{self._model.lines[key]}"
+            self._assumed.append(f"{key} ({place}) is not read here; did you mean {near}?")
         return workload, tuple(self._assumed)
+
+    def _misspelt(self) -> dict[str, str]:
+        """The keys of the file that are probably meant to be others, which are read."""
+        found = {key: meant(key, SIZE_FLAGS) for key in self._model.values}
+        return {key: near for key, near in found.items() if near is not None}
 
     def _projections(
         self, hidden: int, heads: int, head_size: int, *, latent: bool
@@ -286,10 +303,11 @@ class _Builder:
         found = self._model.values.get(key)
         if found is None:
             if default is None:
-                line = f"{self._model.path}:1:"
-                raise BadInput(
-                    line, key, rule="is missing", remedy=f"Add '{key}: ...', or give --set {key}=..."
-                )
+                remedy = f"Add '{key}: ...', or give --set {key}=..."
+                for wrong, near in self._misspelt().items():
+                    if near == key:
+                        remedy = f"Write {key} in place of {wrong} in line {self._model.lines[wrong]}."
+                refuse(self._model.path, 1, key, "is missing", remedy)
             return default
         if type(found) is not int or found < (0 if default == 0 else 1):
             self._refuse(key, "must be a whole number of at least 1", "Write for example 8.")
@@ -323,10 +341,3 @@ class _Builder:
         if line == 0:
             raise BadInput("--set", shown, rule=rule, remedy=remedy)
         refuse(self._model.path, line, shown, rule, remedy)
-
-
-def _nearest_flag(key: str) -> str:
-    if (dashed := key.replace("_", "-").lstrip("-")) in known_flags():
-        return f"Write {dashed}."
-    close = nearest(key, known_flags())
-    return close if close.startswith("Did") else "Write the flag as Megatron has it, without dashes."

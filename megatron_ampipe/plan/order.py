@@ -91,7 +91,7 @@ def _moved(problem: OrderProblem, start: Lanes) -> Lanes:
         order.insert(target, stage)
         if target == source or not problem.keeps_order(order, source, target):
             continue
-        lanes = (best[0], tuple(order)) if lane else (tuple(order), best[1])
+        lanes = (*best[:lane], tuple(order), *best[lane + 1 :])
         if (found := problem.time(lanes)) <= time:
             best, time = lanes, found
     return best
@@ -110,7 +110,7 @@ def _tidied(problem: OrderProblem, found: Lanes, start: Lanes, *, cost: float) -
     swapped = True
     while swapped and left > 0:
         swapped = False
-        for lane in (0, 1):
+        for lane in range(len(best)):
             for index in range(len(best[lane]) - 1):
                 order = list(best[lane])
                 if place[order[index]] < place[order[index + 1]] or left <= 0:
@@ -119,7 +119,7 @@ def _tidied(problem: OrderProblem, found: Lanes, start: Lanes, *, cost: float) -
                 if not problem.keeps_order(order, index, index + 1):
                     continue
                 left -= 1
-                lanes = (best[0], tuple(order)) if lane else (tuple(order), best[1])
+                lanes = (*best[:lane], tuple(order), *best[lane + 1 :])
                 if problem.time(lanes) <= limit:
                     best, swapped = lanes, True
     return best

@@ -15,8 +15,8 @@ from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.records import read_record, refuse, write_record
 from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
+from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
@@ -67,7 +67,7 @@ class Plan:
     @property
     def backward_degree(self) -> int:
         """Of the backward pass."""
-        return self.schedule.of_backward
+        return self.schedule.backward_degree
 
     @property
     def predicted_speedup(self) -> float:
@@ -87,24 +87,28 @@ class Plan:
             return None
         return self.stages_forward_ms, self.stages_backward_ms
 
-    def pipeline(self, *, rows: int) -> Pipeline:
-        """What the blocks take.
+    def pipeline(self, *, rows: int | None = None) -> Pipeline:
+        """What the blocks run.
 
         The order is taken as it stands, under whatever name: somebody may have written it by hand.
 
         Args:
-            rows: Of the residual stream of one rank.
+            rows: Of the residual stream of one rank, by which equal chunks are recognized; None while they
+                are not known.
         """
-        even = even_chunks(rows, len(self.shares))
-        equal = (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6 or all(
-            abs(share * rows - length) < 0.5 for share, length in zip(self.shares, even, strict=True)
-        )
-        forward, backward = self.forward_degree, self.backward_degree
+        equal = rows is not None and self._are_equal(rows)
         return Pipeline(
-            degree=forward,
-            backward_degree=None if backward == forward else backward,
+            degree=self.forward_degree,
+            backward_degree=self.backward_degree,
             shares=None if equal else self.shares,
             order=self.schedule,
+        )
+
+    def _are_equal(self, rows: int) -> bool:
+        """Whether the shares of so many rows are the lengths of equal chunks."""
+        even = even_chunks(rows, len(self.shares))
+        return (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6 or all(
+            abs(share * rows - length) < 0.5 for share, length in zip(self.shares, even, strict=True)
         )
 
     def write(self, path: Path, *, head: str) -> None:
@@ -144,7 +148,8 @@ class Plan:
             schedule = from_text(found.schedule)
         except BadInput as error:
             refuse(path, lines["schedule"], f"{error.name} {error.value}", error.rule, error.remedy)
-        for key, inside in (("forward_degree", schedule.degree), ("backward_degree", schedule.of_backward)):
+        degrees = {"forward_degree": schedule.degree, "backward_degree": schedule.backward_degree}
+        for key, inside in degrees.items():
             if getattr(found, key) != inside:
                 shown = f"{key} {getattr(found, key)}"
                 refuse(path, lines[key], shown, f"the schedule has {inside}", f"Write {inside}.")
@@ -249,7 +254,7 @@ def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] 
         found: What was chosen.
         degrees: What it is compared with in the reason: the next smaller and the next larger one.
     """
-    forward, backward = found.schedule.degree, found.schedule.of_backward
+    forward, backward = found.schedule.degree, found.schedule.backward_degree
     timeline = predictor.timeline(found.schedule, found.lengths)
     plan = Plan(
         schedule=found.schedule,

@@ -10,11 +10,11 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.cost import CostModel, Pair
+from megatron_ampipe.plan.cost import CostFunction, CostModel, Pair
 from megatron_ampipe.plan.host_time import share
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind
+from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind, data_flow
 from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
 
 
@@ -24,20 +24,29 @@ class Predictor:
     Args:
         workload: The block.
         cluster: What its operations cost.
+        added: Costs of kinds of stages beyond the table's.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        added: Mapping[StageKind, CostFunction] | None = None,
+    ) -> None:
         self.workload, self.cluster = workload, cluster
-        self._model = CostModel(workload, cluster)
+        self._model = CostModel(workload, cluster, added=added)
+        self.features = self._model.features
+        kinds_of_block = data_flow(self.features).kinds
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._shares = {
-            direction: {kind: share(kind, direction, workload) for kind in StageKind}
+            direction: {kind: share(kind, direction, workload) for kind in kinds_of_block}
             for direction in Direction
         }
-        self._latency = {kind: self._model.latency(kind) for kind in StageKind}
+        self._latency = {kind: self._model.latency(kind) for kind in kinds_of_block}
         self._slowdowns = {
             "compute_slowdown": cluster.overlap.compute_slowdown,
             "communication_slowdown": cluster.overlap.communication_slowdown,
@@ -77,7 +86,7 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
         """What :func:`~.simulate.run` takes: the program, its durations, and the host's times."""
-        compiled = compile_named(schedule, self.workload.features, direction)
+        compiled = compile_named(schedule, self.features, direction)
         parts = len(lengths) // schedule.degree_of(direction)
         costs = self.costs(tuple(lengths), parts, schedule.whole_attention)
         return (
@@ -138,9 +147,9 @@ class Predictor:
                 spans += [
                     StageSpan(
                         lane=lane,
-                        stage=str(compiled.stages[stage]),
+                        stage=compiled.stages[stage].name,
                         direction=direction.value,
-                        layer=1,
+                        layer=1 + compiled.stages[stage].layer,
                         iteration=0,
                         begin_us=offset + begin[stage],
                         end_us=offset + end[stage],
@@ -162,7 +171,6 @@ class Predictor:
 
 
 def durations_of(stages: Sequence[Stage], costs: Mapping[Stage, Pair], direction: Direction) -> list[float]:
-    """How long each stage takes alone in one direction."""
-    if direction is Direction.FORWARD:
-        return [costs[stage].forward for stage in stages]
-    return [costs[stage].backward for stage in stages]
+    """How long each stage takes alone in one direction. Costs are those of one layer."""
+    index = 0 if direction is Direction.FORWARD else 1
+    return [costs[Stage(stage.kind, stage.chunk) if stage.layer else stage][index] for stage in stages]

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import NOT_YET, Compiled, graph, run, streams_of
-from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage
-from megatron_ampipe.schedule.issue import COVERS_A_WAIT, counts_of, merge_lanes
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, contention, run, streams_of
+from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
+from megatron_ampipe.schedule.issue import merge_lanes, read_by_host
+from megatron_ampipe.schedule.kinds import COMPUTE
 
-Lanes = tuple[tuple[int, ...], tuple[int, ...]]
-"""The order of the computation, and that of the communication."""
+Lanes = tuple[tuple[int, ...], ...]
+"""The order of the stages of each lane; the first lane computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,12 @@ class OrderProblem:
         durations: How long each takes alone.
         needs: For each stage those that must be done before.
         followers: For each stage those that wait for it.
-        travels: Whether a stage is a collective.
+        lanes: Names of the lanes; the first computes.
+        lane_of: For each stage the position of its lane in there.
         ancestors: For each stage all that must be done before, directly or not, as bits.
         host_needs: For each stage the one that a host waits for before issuing it, or -1.
+        communicates: Whether a stage is a transfer rather than a computation.
+        contended: See :class:`~.simulate.Compiled`.
         issue_us: The host's time to issue each stage; None where the host computes itself.
         latency_us: See :func:`~.simulate.run`.
         compute_slowdown: Factor on a computation while something travels.
@@ -43,9 +46,12 @@ class OrderProblem:
     durations: tuple[float, ...]
     needs: tuple[tuple[int, ...], ...]
     followers: tuple[tuple[int, ...], ...]
-    travels: tuple[bool, ...]
+    lanes: tuple[str, ...]
+    lane_of: tuple[int, ...]
     ancestors: tuple[int, ...]
     host_needs: tuple[int, ...]
+    communicates: tuple[bool, ...]
+    contended: tuple[int, ...]
     issue_us: tuple[float, ...] | None = None
     latency_us: tuple[float, ...] | None = None
     compute_slowdown: float = 1.0
@@ -58,8 +64,7 @@ class OrderProblem:
     ) -> OrderProblem:
         """That of one direction of a schedule on a cluster."""
         compiled, durations, issue = predictor.inputs(schedule, lengths, direction)
-        degree = schedule.degree_of(direction)
-        needs = graph(predictor.workload.features, degree, schedule.whole_attention, direction)
+        needs = needs_of(schedule, predictor.features, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
         latency = predictor.latency(compiled)
         issues, latencies = (
@@ -86,6 +91,7 @@ class OrderProblem:
         needs = [tuple(number[needed] for needed in graph[stage]) for stage in stages]
         ancestors = [0] * len(stages)
         followers: list[list[int]] = [[] for _ in stages]
+        lanes = sorted({stage.kind.lane.name for stage in stages}, key=lambda lane: (lane != COMPUTE, lane))
         for index, earlier in enumerate(needs):
             for needed in earlier:
                 ancestors[index] |= ancestors[needed] | 1 << needed
@@ -95,10 +101,19 @@ class OrderProblem:
             durations=tuple(times[stage] for stage in stages),
             needs=tuple(needs),
             followers=tuple(map(tuple, followers)),
-            travels=tuple(stage.is_communication for stage in stages),
+            lanes=tuple(lanes),
+            lane_of=tuple(lanes.index(stage.kind.lane.name) for stage in stages),
             ancestors=tuple(ancestors),
             host_needs=tuple(
-                -1 if (counts := counts_of(stage, graph)) is None else number[counts] for stage in stages
+                -1 if (counts := read_by_host(stage, graph)) is None else number[counts] for stage in stages
+            ),
+            communicates=tuple(stage.is_communication for stage in stages),
+            contended=contention(
+                [
+                    (lane, [number[stage] for stage in stages if stage.kind.lane.name == lane])
+                    for lane in lanes
+                ],
+                stages,
             ),
             issue_us=None if issue_us is None else tuple(issue_us[stage] for stage in stages),
             latency_us=None if latency_us is None else tuple(latency_us[stage] for stage in stages),
@@ -108,16 +123,21 @@ class OrderProblem:
         )
 
     def lanes_of(self, program: Program) -> Lanes:
-        """The order of a program, whatever lanes it has."""
+        """The order of a program, each stage in the lane of its kind, whatever lanes the program has."""
         number = {stage: index for index, stage in enumerate(self.stages)}
         order = [number[stage] for stage in program.stages]
-        compute = tuple(stage for stage in order if not self.travels[stage])
-        return compute, tuple(stage for stage in order if self.travels[stage])
+        return tuple(
+            tuple(stage for stage in order if self.lane_of[stage] == lane) for lane in range(len(self.lanes))
+        )
 
     def program(self, lanes: Lanes) -> Program:
         """An order as a program."""
-        compute, comm = (tuple(self.stages[stage] for stage in lane) for lane in lanes)
-        return Program((LaneOrder(COMPUTE, compute), LaneOrder(COMM, comm)))
+        return Program(
+            tuple(
+                LaneOrder(name, tuple(self.stages[stage] for stage in order))
+                for name, order in zip(self.lanes, lanes, strict=True)
+            )
+        )
 
     def time(self, lanes: Lanes) -> float:
         """How long an order takes; infinite if its lanes wait for each other."""
@@ -125,10 +145,10 @@ class OrderProblem:
         positions = (-1,) * len(self.stages)
         if self.issue_us is not None:
             merged = merge_lanes(
-                {COMPUTE: lanes[0], COMM: lanes[1]},
+                dict(zip(self.lanes, lanes, strict=True)),
                 dict(enumerate(self.needs)),
                 waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
-                covers={stage for stage, one in enumerate(self.stages) if one.kind in COVERS_A_WAIT},
+                covers={stage for stage, one in enumerate(self.stages) if one.kind.covers_wait},
             )
             if merged is None:
                 return NOT_YET
@@ -137,14 +157,15 @@ class OrderProblem:
             for position, stage in enumerate(issued):
                 placed[stage] = position
             positions = tuple(placed)
-        named = ((COMPUTE, lanes[0]), (COMM, lanes[1]))
+        named = tuple(zip(self.lanes, lanes, strict=True))
         compiled = Compiled(
             stages=self.stages,
             lanes=named,
             num_needs=tuple(map(len, self.needs)),
             followers=self.followers,
-            communicates=self.travels,
-            reversed_lanes=(lanes[0][::-1], lanes[1][::-1]),
+            communicates=self.communicates,
+            contended=self.contended,
+            reversed_lanes=tuple(order[::-1] for order in lanes),
             reversed_streams=() if self.issue_us is None else streams_of(named, self.stages),
             issued=issued,
             positions=positions,
@@ -181,16 +202,17 @@ class OrderProblem:
 def list_schedule(problem: OrderProblem, priority: Sequence[float]) -> Lanes:
     """The order that comes out when a free lane always takes the ready stage of the highest priority."""
     waiting = [len(needed) for needed in problem.needs]
-    ready: tuple[list[int], list[int]] = ([], [])
+    lane_of, lanes = problem.lane_of, range(len(problem.lanes))
+    ready: list[list[int]] = [[] for _ in lanes]
     for stage, count in enumerate(waiting):
         if not count:
-            ready[problem.travels[stage]].append(stage)
-    orders: tuple[list[int], list[int]] = ([], [])
-    free = [0.0, 0.0]
+            ready[lane_of[stage]].append(stage)
+    orders: list[list[int]] = [[] for _ in lanes]
+    free = [0.0 for _ in lanes]
     running: list[tuple[float, int]] = []
     now = 0.0
     while True:
-        for lane in (0, 1):
+        for lane in lanes:
             if ready[lane] and free[lane] <= now:
                 stage = max(ready[lane], key=lambda one: (priority[one], -one))
                 ready[lane].remove(stage)
@@ -204,8 +226,8 @@ def list_schedule(problem: OrderProblem, priority: Sequence[float]) -> Lanes:
         for follower in problem.followers[stage]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                ready[problem.travels[follower]].append(follower)
-    return tuple(orders[0]), tuple(orders[1])
+                ready[lane_of[follower]].append(follower)
+    return tuple(map(tuple, orders))
 
 
 def _topological(graph: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:

@@ -130,7 +130,7 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     shaped = [improve_chunks(predictor, start) for start in _starts(predictor, plain, degrees)]
     best_shaped = min(shaped, key=lambda one: one.total_us)
     schedule = best_shaped.schedule
-    even = _named(predictor, schedule.name, schedule.degree, schedule.of_backward)
+    even = _named(predictor, schedule.name, schedule.degree, schedule.backward_degree)
     # Each gains from the other: a small last chunk is worth more where experts stand before it.
     ordered = [
         reorder(predictor, improve_chunks(predictor, reorder(predictor, start)))
@@ -141,7 +141,7 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
         # The plainer form stays unless the gain is more than a prediction can tell.
         if found.total_us < best.total_us * (1 - WORTHWHILE):
             best = found
-    check(best.schedule, predictor.workload.features)
+    check(best.schedule, predictor.features)
     return best
 
 
@@ -164,7 +164,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
         programs[Direction.BACKWARD],
         schedule.backward_degree,
     )
-    check(found, predictor.workload.features)
+    check(found, predictor.features)
     return Candidate(found, start.lengths, predictor.pass_us(found, start.lengths))
 
 
@@ -193,7 +193,7 @@ def _apart(predictor: Predictor, best: Candidate) -> Candidate:
 
 
 def _named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
-    features = predictor.workload.features
+    features = predictor.features
     schedule = build(name, degree=forward, backward_degree=backward, features=features)
     return _timed(predictor, schedule, even_chunks(predictor.workload.rows, schedule.num_chunks))
 

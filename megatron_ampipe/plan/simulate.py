@@ -1,15 +1,16 @@
 """Runs a schedule on paper: when every stage begins and ends, from how long each takes alone.
 
 The schedule is the value that an executor runs, and the result is the timeline that a run records. Lanes
-run their stages in order, a stage begins when all it needs is done, and computation and communication slow
-each other while both run, so rates change as stages begin and end. Where a host runs ahead of a device
-(``host.issue`` above zero), a stage cannot begin before it was issued, in the order of
-``schedule.issue_order``. Called by :mod:`.search` some hundred times per plan.
+run their stages in order, and a stage begins when all it needs is done. Computation and communication slow
+each other while both run, and lanes of one resource share it, so rates change as stages begin and end. Where
+a host runs ahead of a device (``host.issue`` above zero), a stage cannot begin before it was issued, in the
+order of ``schedule.issue_order``. Called by :mod:`.search` some hundred times per plan.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,12 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
-    dependencies,
     issue_order,
+    needs_of,
     stream_of,
 )
-from megatron_ampipe.schedule.issue import counts_of
+from megatron_ampipe.schedule.issue import read_by_host
+from megatron_ampipe.schedule.kinds import COMPUTE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
@@ -39,7 +41,8 @@ class Compiled:
         lanes: For each lane its name and the stages it runs, in order.
         num_needs: For each stage how many must be done before.
         followers: For each stage those that wait for it.
-        communicates: Whether a stage is a collective.
+        communicates: Whether a stage is a transfer rather than a computation.
+        contended: For each stage the number of its resource where several lanes occupy that, else -1.
         reversed_lanes: For each lane the stages it runs, last first.
         reversed_streams: The same for each stream of a device (``schedule.stream_of``).
         issued: The order in which a host issues them that runs ahead of its device.
@@ -52,6 +55,7 @@ class Compiled:
     num_needs: tuple[int, ...]
     followers: tuple[tuple[int, ...], ...]
     communicates: tuple[bool, ...]
+    contended: tuple[int, ...]
     reversed_lanes: tuple[tuple[int, ...], ...]
     reversed_streams: tuple[tuple[int, ...], ...]
     issued: tuple[int, ...]
@@ -60,18 +64,9 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def graph(
-    features: BlockFeatures, degree: int, whole_attention: bool, direction: Direction
-) -> dict[Stage, tuple[Stage, ...]]:
-    """``schedule.dependencies``, remembered."""
-    return dependencies(features, degree=degree, whole_attention=whole_attention, direction=direction)
-
-
-@functools.lru_cache(maxsize=512)
 def compile_named(schedule: Schedule, features: BlockFeatures, direction: Direction) -> Compiled:
     """One direction of a schedule, ready to run. Remembered, because a search comes back to few schedules."""
-    needs = graph(features, schedule.degree_of(direction), schedule.whole_attention, direction)
-    return compile_program(schedule.program(direction), needs)
+    return compile_program(schedule.program(direction), needs_of(schedule, features, direction))
 
 
 def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) -> Compiled:
@@ -93,13 +88,30 @@ def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) 
         num_needs=tuple(len(needs[stage]) for stage in stages),
         followers=tuple(map(tuple, followers)),
         communicates=tuple(stage.is_communication for stage in stages),
+        contended=contention(lanes, stages),
         reversed_lanes=tuple(order[::-1] for _, order in lanes),
         reversed_streams=streams_of(lanes, stages),
         issued=tuple(issued),
         positions=tuple(positions),
         host_needs=tuple(
-            -1 if (counts := counts_of(stage, needs)) is None else number[counts] for stage in stages
+            -1 if (counts := read_by_host(stage, needs)) is None else number[counts] for stage in stages
         ),
+    )
+
+
+def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
+    """For each stage the number of the resource that several lanes occupy, or -1.
+
+    A transfer in the compute lane keeps no other lane from its resource: nothing is computed meanwhile.
+    """
+    users: dict[str, set[str]] = {}
+    for lane, numbers in lanes:
+        for number in numbers:
+            users.setdefault(stages[number].kind.lane.resource, set()).add(lane)
+    shared = [resource for resource, names in users.items() if len(names - {COMPUTE}) > 1]
+    return tuple(
+        shared.index(stage.kind.lane.resource) if stage.kind.lane.resource in shared else -1
+        for stage in stages
     )
 
 
@@ -150,7 +162,7 @@ def run(
     # By lane: what it still has to run, last first; the stage that runs, or -1; and how much of it is left.
     queues = list(map(list, compiled.reversed_lanes if issue_us is None else compiled.reversed_streams))
     current, left = [-1] * len(queues), [0.0] * len(queues)
-    lanes = range(len(queues))
+    lanes, slowness = range(len(queues)), [1.0] * len(queues)
     ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
     # By stage, in which share of its time something is on the wire.
@@ -160,6 +172,8 @@ def run(
             share * max(0.0, 1.0 - latency / duration) if duration else 0.0
             for share, latency, duration in zip(sending, latency_us, durations, strict=True)
         ]
+    contended = compiled.contended
+    contends = max(contended, default=-1) >= 0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
     # Stages before this position have been issued. Without a host that runs ahead, all of them.
     num_issued, issued_at = len(issued), 0.0
@@ -211,10 +225,16 @@ def run(
         if slows and computing and travelling:
             slow_compute += (compute_slowdown - 1.0) * travelling
             slow_communication += (communication_slowdown - 1.0) * travelling
+        if contends:
+            users = Counter(contended[stage] for stage in current if stage >= 0)
         for lane in lanes:
             stage = current[lane]
             if stage >= 0:
-                done_at = now + left[lane] * (slow_communication if communicates[stage] else slow_compute)
+                slow = slow_communication if communicates[stage] else slow_compute
+                if contends and contended[stage] >= 0:
+                    slow *= users[contended[stage]]
+                slowness[lane] = slow
+                done_at = now + left[lane] * slow
                 if done_at < next_event:
                     next_event = done_at
         if next_event == NOT_YET:
@@ -223,7 +243,7 @@ def run(
         for lane in lanes:
             stage = current[lane]
             if stage >= 0:
-                left[lane] -= step / (slow_communication if communicates[stage] else slow_compute)
+                left[lane] -= step / slowness[lane]
                 if left[lane] <= ROUNDING_US:
                     end[stage] = now
                     current[lane] = -1

@@ -8,7 +8,8 @@ order a stage begins when some stage ends. A host that runs ahead is not part of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
@@ -34,13 +35,13 @@ class State:
     """
 
     waiting: tuple[int, ...]
-    ready: tuple[tuple[int, ...], tuple[int, ...]]
+    ready: tuple[tuple[int, ...], ...]
     begun: int
     num_begun: int
     now: float
-    running: tuple[int, int]
-    left: tuple[float, float]
-    work: tuple[float, float]
+    running: tuple[int, ...]
+    left: tuple[float, ...]
+    work: tuple[float, ...]
     orders: Lanes
 
 
@@ -56,29 +57,28 @@ class Walk:
         self._tails = problem.tails()
         self._by_tail = sorted(range(len(self._tails)), key=lambda stage: -self._tails[stage])
         self._rank = {stage: rank for rank, stage in enumerate(self._by_tail)}
-        self._slowdowns = (problem.compute_slowdown, problem.communication_slowdown)
+        self._lanes = range(len(problem.lanes))
 
     def start(self) -> State:
         """Nothing has begun."""
         problem = self.problem
         waiting = tuple(map(len, problem.needs))
         free = [stage for stage, count in enumerate(waiting) if not count]
-        work = [0.0, 0.0]
+        work = [0.0 for _ in self._lanes]
         for stage, duration in enumerate(problem.durations):
-            work[problem.travels[stage]] += duration
+            work[problem.lane_of[stage]] += duration
         return State(
             waiting=waiting,
-            ready=(
-                tuple(stage for stage in free if not problem.travels[stage]),
-                tuple(stage for stage in free if problem.travels[stage]),
+            ready=tuple(
+                tuple(stage for stage in free if problem.lane_of[stage] == lane) for lane in self._lanes
             ),
             begun=0,
             num_begun=0,
             now=0.0,
-            running=(IDLE, IDLE),
-            left=(0.0, 0.0),
-            work=(work[0], work[1]),
-            orders=((), ()),
+            running=tuple(IDLE for _ in self._lanes),
+            left=tuple(0.0 for _ in self._lanes),
+            work=tuple(work),
+            orders=tuple(() for _ in self._lanes),
         )
 
     def is_last(self, state: State) -> bool:
@@ -93,10 +93,11 @@ class Walk:
             if not begun >> stage & 1:
                 longest = tails[stage]
                 break
-        for lane in (0, 1):
+        for lane in self._lanes:
             if (stage := state.running[lane]) != IDLE:
                 longest = max(longest, state.left[lane] + tails[stage] - durations[stage])
-        return state.now + max(state.work[0] + state.left[0], state.work[1] + state.left[1], longest)
+            longest = max(longest, state.work[lane] + state.left[lane])
+        return state.now + longest
 
     def following(self, state: State, *, branches: int | None = None) -> Iterator[State]:
         """The states that can come next, those with the longest way to the end first.
@@ -106,18 +107,17 @@ class Walk:
             branches: How many ready stages of a lane are looked at; all if None.
         """
         choices: list[list[int]] = []
-        for lane in (0, 1):
+        for lane in self._lanes:
             if state.running[lane] != IDLE:
                 choices.append([state.running[lane]])
             else:
                 ready = sorted(state.ready[lane], key=self._rank.__getitem__)
                 choices.append([*ready[:branches], IDLE])
-        for compute in choices[0]:
-            for comm in choices[1]:
-                if compute != IDLE or comm != IDLE:
-                    yield self._after(state, (compute, comm))
+        for chosen in itertools.product(*choices):
+            if any(stage != IDLE for stage in chosen):
+                yield self._after(state, chosen)
 
-    def _after(self, state: State, chosen: tuple[int, int]) -> State:
+    def _after(self, state: State, chosen: tuple[int, ...]) -> State:
         """The moment when the first of the chosen stages ends."""
         problem = self.problem
         begun, num_begun = state.begun, state.num_begun
@@ -130,8 +130,8 @@ class Walk:
                 work[lane] -= left[lane]
                 orders[lane] = (*orders[lane], stage)
                 ready[lane] = tuple(other for other in ready[lane] if other != stage)
-        slow = (1.0, 1.0) if IDLE in chosen else self._slowdowns
-        step = min(left[lane] * slow[lane] for lane in (0, 1) if chosen[lane] != IDLE)
+        slow = self._slowness(chosen)
+        step = min(left[lane] * slow[lane] for lane in self._lanes if chosen[lane] != IDLE)
         running, waiting = list(chosen), list(state.waiting)
         for lane, stage in enumerate(chosen):
             if stage == IDLE:
@@ -142,18 +142,30 @@ class Walk:
                 for follower in problem.followers[stage]:
                     waiting[follower] -= 1
                     if not waiting[follower]:
-                        ready[problem.travels[follower]] += (follower,)
+                        ready[problem.lane_of[follower]] += (follower,)
         return State(
             waiting=tuple(waiting),
-            ready=(ready[0], ready[1]),
+            ready=tuple(ready),
             begun=begun,
             num_begun=num_begun,
             now=state.now + step,
-            running=(running[0], running[1]),
-            left=(left[0], left[1]),
-            work=(work[0], work[1]),
-            orders=(orders[0], orders[1]),
+            running=tuple(running),
+            left=tuple(left),
+            work=tuple(work),
+            orders=tuple(orders),
         )
+
+    def _slowness(self, chosen: Sequence[int]) -> list[float]:
+        """By lane the factor by which the others slow it, as in :func:`~.simulate.run`."""
+        problem = self.problem
+        computes = chosen[0] != IDLE
+        communicates = any(stage != IDLE for stage in chosen[1:])
+        slow = [problem.compute_slowdown if communicates else 1.0]
+        for stage in chosen[1:]:
+            group = problem.contended[stage] if stage != IDLE else -1
+            users = sum(other != IDLE and problem.contended[other] == group for other in chosen)
+            slow.append((problem.communication_slowdown if computes else 1.0) * (users if group >= 0 else 1))
+        return slow
 
 
 def beam(problem: OrderProblem, *, width: int, branches: int) -> Lanes | None:

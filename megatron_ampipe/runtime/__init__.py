@@ -1,4 +1,4 @@
 """Runs a schedule: executors, the autograd boundary of a block, collectives, attention kernels, recorder.
 
-Needs torch, knows nothing of Megatron and takes no scheduling decision.
+Needs torch; does not import Megatron and takes no scheduling decision.
 """

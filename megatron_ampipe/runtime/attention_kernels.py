@@ -1,8 +1,8 @@
-"""Causal core attention of some rows of a sequence against all earlier keys, by several kernels.
+"""Causal core attention of a chunk's rows over all earlier keys, implemented by several kernels.
 
-Every kernel has the same signature (:class:`AttentionKernel`): queries are the rows of a list of spans,
-and a span's queries see the keys ``[0, global_start + length)``, causal aligned to the bottom right
-(AMPipe, figure 5). No kernel holds a mask of the whole sequence. Called by ``layers``.
+Every kernel has the same signature (:class:`AttentionKernel`): the queries are the rows of a list of spans,
+and the queries of a span see the keys ``[0, global_start + length)`` under a causal mask aligned to the
+bottom right (AMPipe, figure 5). No kernel stores a mask of the whole sequence. Called by ``layers``.
 
 Shapes: ``R`` query rows of the chunk, ``S`` keys, ``B`` batch, ``H`` query heads, ``G`` key/value heads,
 ``C`` head size of queries and keys, ``V`` head size of values.
@@ -50,11 +50,12 @@ class AttentionKernel(Protocol):
             query: ``[R, B, H, C]``, the rows of the spans one after another.
             key: ``[S, B, G, C]``, from the start of the sequence.
             value: ``[S, B, G, V]``.
-            spans: Where the query rows stand in the sequence.
+            spans: Positions of the query rows in the sequence.
             scale: Factor on the scores.
             dropout: Probability of dropping an attention weight.
-            window: How many keys before its own a query sees; None for all.
-            sums: A kernel that can adds the gradients of keys and values there and returns none.
+            window: How many keys before its own position a query sees; None for all.
+            sums: Where a kernel that supports it accumulates the gradients of keys and values; it then
+                returns None for both. Other kernels ignore it.
 
         Returns:
             ``[R, B, H * V]``.
@@ -73,9 +74,9 @@ def exact(
     window: int | None = None,
     sums: KeyValueSums | None = None,
 ) -> Tensor:
-    """The definition, with the chunk's scores in memory: the yardstick of the other kernels.
+    """The reference implementation, which the other kernels are compared with.
 
-    Softmax in fp32.
+    Materializes the scores of the chunk. Softmax in fp32.
     """
 
     def attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def sdpa(
     window: int | None = None,
     sums: KeyValueSums | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``; without a window, by its bottom-right bias."""
+    """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
 
     def attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if window is None:
@@ -132,10 +133,10 @@ def sdpa_efficient(
     window: int | None = None,
     sums: KeyValueSums | None = None,
 ) -> Tensor:
-    """:func:`sdpa` on a GPU by torch's memory-efficient kernel alone, whatever the shapes and the dtype.
+    """:func:`sdpa` on a GPU, restricted to torch's memory-efficient kernel for all shapes and dtypes.
 
-    For comparisons: by itself torch may choose another kernel for a chunk than for the whole sequence.
-    Shared heads are repeated, because this kernel has no grouped ones in older versions of torch.
+    For comparisons: otherwise torch may choose a different kernel for a chunk than for the whole sequence.
+    Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
     """
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
@@ -151,7 +152,7 @@ def _each_span(
     spans: Sequence[Span],
     window: int | None,
 ) -> Tensor:
-    """Call ``attend`` with each span's rows and the keys and values that any of them sees."""
+    """Call ``attend`` with the rows of each span and the keys and values that at least one of them sees."""
     outputs = []
     for rows, span in split_spans(query, spans):
         first = 0 if window is None else max(0, span.global_start - window)
@@ -160,7 +161,7 @@ def _each_span(
 
 
 def _visible(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """``[R, S]`` bool: which row sees which key, the last row standing at the last key."""
+    """``[R, S]`` bool: which row sees which key; the last row is at the position of the last key."""
     visible = torch.ones(rows.shape[0], keys.shape[0], dtype=torch.bool, device=rows.device)
     offset = keys.shape[0] - rows.shape[0]
     visible = visible.tril(offset)
@@ -178,7 +179,7 @@ KERNELS: dict[str, AttentionKernel] = {
     "flash-attn-2": MergedAttention(FlashAttn2()),
     "flash-attn-3": MergedAttention(FlashAttn3()),
 }
-"""By the name that start-up table and benchmarks give them: which backend runs, for every chunk the same.
+"""Kernels by the name that the start-up table and the benchmarks print.
 
-But for ``sdpa``, which leaves the choice to torch.
+Each name stands for one backend, the same for every chunk. Only for ``sdpa`` does torch choose the backend.
 """

@@ -25,7 +25,7 @@ def run_block(
     hidden: Tensor,
     *,
     stages: BlockStages,
-    plan: CompiledSchedule,
+    schedule: CompiledSchedule,
     executor: Executor,
     recorder: Recorder,
     layer: int,
@@ -36,7 +36,7 @@ def run_block(
     Args:
         hidden: ``[S, B, D]``, this rank's rows of the residual stream.
         stages: What the layer computes.
-        plan: In which order.
+        schedule: In which order.
         executor: On what.
         recorder: Told of every stage.
         layer: Layer number for the recorder.
@@ -48,7 +48,7 @@ def run_block(
     keep_graph = torch.is_grad_enabled() and (
         hidden.requires_grad or any(parameter.requires_grad for parameter in parameters)
     )
-    call = BlockCall(stages, plan, executor, recorder, layer=layer, keep_graph=keep_graph)
+    call = BlockCall(stages, schedule, executor, recorder, layer=layer, keep_graph=keep_graph)
     if not keep_graph:
         return call.forward(hidden)
     trained = tuple(parameter for parameter in parameters if parameter.requires_grad)

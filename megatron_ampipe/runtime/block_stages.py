@@ -6,84 +6,88 @@ Both are read by :mod:`.block_call`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.collectives import Transport
+from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
+    DataFlow,
     Direction,
     Schedule,
     Stage,
     StageKind,
-    dependencies,
+    data_flow,
+    is_whole,
     issue_order,
+    needs_of,
 )
 
-# S sequence rows, B batch, D hidden size, T tokens in the order in which they travel, H heads.
+ComputeFunction = Callable[..., tuple[Tensor, ...]]
+"""Of a kind that is computed: ``(chunk, *values it takes)`` to the values it gives.
+
+The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets ``sums``, a
+:class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then returns none.
+"""
+
+
+class CommunicationFunction(Protocol):
+    """Of a kind that is started and waited for."""
+
+    def __call__(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Start the transfer of several chunks at once.
+
+        Args:
+            chunks: Indices.
+            tensors: For each chunk what the stage takes; in the backward pass the gradients of what it gave.
+            direction: Of which pass.
+
+        Returns:
+            Its outputs are, chunk by chunk, what the stage gives; in the backward pass the gradients of what
+            it took.
+        """
+        ...
 
 
 class BlockStages(Protocol):
     """What one pass through a layer computes. The layer makes one for every forward call."""
 
     chunks: Sequence[Chunk]
-    counts_group: dist.ProcessGroup
-    """Ranks that exchange :meth:`counts`."""
     recomputed: Collection[StageKind]
     """Kinds of stages of which only the inputs are kept, and that run again in the backward pass."""
+    parameters: Mapping[StageKind, Sequence[Parameter]]
+    """The trainable parameters of each kind that has any."""
 
-    def parameters(self, kind: StageKind) -> Sequence[Parameter]:
-        """The trainable parameters that stages of this kind use."""
+    def compute(self, kind: StageKind) -> ComputeFunction:
+        """The function of a kind that is computed."""
 
-    def qkv(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, ...]:
-        """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
+    def communicate(self, kind: StageKind) -> CommunicationFunction:
+        """The function of a kind that is started and waited for."""
 
-    def attention(
-        self,
-        chunk: Chunk,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden: Tensor,
-        *,
-        sums: KeyValueSums | None,
-    ) -> tuple[Tensor, ...]:
-        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
 
-        Its backward may add the gradients of ``key`` and ``value`` to ``sums``, and give none of its own.
-        """
+@dataclass(frozen=True, slots=True)
+class AddedStage:
+    """A stage beyond those of the table, which runs in every block.
 
-    def route(self, index: int, normed: Tensor) -> tuple[Tensor, ...]:
-        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
+    Attributes:
+        kind: Its row; says which row it follows.
+        compute: Its function, if it is computed.
+        communicate: Its function, if it is started and waited for.
+        parameters: The trainable parameters that it uses; must belong to the layers of the block.
+    """
 
-    def counts(self, index: int) -> Tensor:
-        """What the other ranks must know of the routing of chunk ``index`` before its tokens can travel."""
-
-    def set_counts(self, index: int, gathered: Tensor) -> None:
-        """Take :meth:`counts` of all ranks, one after another."""
-
-    def transport(self, index: int) -> Transport:
-        """How the tokens of chunk ``index`` travel; may wait for the counts to reach the host."""
-
-    def losses(self, *logits: Tensor) -> tuple[Tensor, ...]:
-        """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
-
-    def shared(self, normed: Tensor) -> tuple[Tensor, ...]:
-        """``[rows, B, D]`` through the shared experts."""
-
-    def expert(self, index: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
-
-    def merge(self, index: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
-        """``combined [T, D]`` back in place, plus shared and residual, to ``[rows, B, D]``."""
+    kind: StageKind
+    compute: ComputeFunction | None = None
+    communicate: CommunicationFunction | None = None
+    parameters: Sequence[Parameter] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +95,26 @@ class CompiledSchedule:
     """A schedule made ready for one executor: what can be derived once, for both directions.
 
     Attributes:
-        features: Of the block.
+        flow: Which stage takes what from which.
+        whole: Kinds of stages that are of the whole sequence.
         needs: What each stage waits for.
         order: Lanes and stages in issue order.
         parts: Each stage as the same stage of each of its chunks: several where the other direction has the
             larger degree.
     """
 
-    features: BlockFeatures
+    flow: DataFlow
+    whole: frozenset[StageKind]
     needs: dict[Direction, dict[Stage, tuple[Stage, ...]]]
     order: dict[Direction, tuple[tuple[str, Stage], ...]]
     parts: dict[Direction, dict[Stage, tuple[Stage, ...]]]
 
     @classmethod
     def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> CompiledSchedule:
-        """Derive both directions from a schedule that was checked."""
-        needs = {
-            direction: dependencies(
-                features,
-                degree=schedule.degree_of(direction),
-                whole_attention=schedule.whole_attention,
-                direction=direction,
-            )
-            for direction in Direction
-        }
+        """Derive both directions from a schedule of one block that was checked."""
+        assert schedule.num_layers == 1, "a block runs the stages of one layer"
+        flow = data_flow(features)
+        needs = {direction: needs_of(schedule, features, direction) for direction in Direction}
         order = {
             direction: issue_order(
                 schedule.program(direction), needs[direction], host_waits=executor.host_waits
@@ -125,4 +125,7 @@ class CompiledSchedule:
             direction: {stage: schedule.chunks_of(stage, direction) for stage in needs[direction]}
             for direction in Direction
         }
-        return cls(features, needs, order, parts)
+        whole = frozenset(
+            kind for kind in flow.kinds if is_whole(kind, features, whole_attention=schedule.whole_attention)
+        )
+        return cls(flow, whole, needs, order, parts)

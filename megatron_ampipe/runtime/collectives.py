@@ -1,7 +1,7 @@
-"""The collectives of a block. Every one names its group; none is an autograd node.
+"""The collectives of a block. Each takes its process group explicitly; none is an autograd node.
 
-Each is started, and gives back a :class:`Transfer`: on CPU its result may be read once the transfer was
-waited for, on CUDA at once by the stream that started it.
+All are asynchronous and return a :class:`Transfer`. On a CPU the result may be read after
+:meth:`Transfer.wait`; on CUDA, immediately, on the stream that issued the collective.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Collectives that were started.
+    """Collectives that have been issued.
 
     Attributes:
-        outputs: What they receive; not to be read before :meth:`wait` has returned.
-        works: What is not finished yet; empty on CUDA, where the stream keeps the order.
-        unpack: Fills the outputs from what was received, where that came in one piece.
+        outputs: The received tensors; not to be read before :meth:`wait` has returned.
+        works: The unfinished operations; empty on CUDA, where the stream orders them.
+        unpack: Copies from a joint receive buffer into the outputs, if there is such a buffer.
+        uses: Tensors that are sent or received besides those that the stage takes and gives by the table.
     """
 
     outputs: tuple[Tensor, ...]
     works: tuple[dist.Work, ...] = ()
     unpack: Callable[[], None] | None = None
+    uses: tuple[Tensor, ...] = ()
 
     def wait(self) -> None:
-        """Return when everything has been received and everything sent may be written to again."""
+        """Return when everything has been received and the send buffers may be reused."""
         for work in self.works:
             work.wait()
         if self.unpack is not None:
@@ -38,7 +40,7 @@ class Transfer:
 
     @classmethod
     def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work]) -> Transfer:
-        """Order the works on the current stream if this is CUDA."""
+        """Make a transfer; on CUDA, make the current stream wait for the operations."""
         if outputs[0].is_cuda:
             for work in works:
                 work.wait()
@@ -47,7 +49,7 @@ class Transfer:
 
 
 class Transport(Protocol):
-    """How the tokens of one chunk travel; going back is the adjoint of going there."""
+    """The token exchange of one chunk; ``combine`` is the adjoint of ``dispatch``."""
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the ranks that own the tokens to the ranks that own the experts."""
@@ -58,85 +60,75 @@ class Transport(Protocol):
         ...
 
     @property
-    def sent(self) -> Sequence[int]:
-        """Rows of each part of what goes there: by rank where ranks get different rows, else one part."""
+    def input_splits(self) -> Sequence[int]:
+        """Rows of each part of the dispatch's input: one part per rank for all-to-all, one for all-gather."""
         ...
 
     @property
-    def received(self) -> Sequence[int]:
-        """Rows of each part of what arrives there, by rank."""
+    def output_splits(self) -> Sequence[int]:
+        """Rows of each part of the dispatch's output, per rank."""
         ...
 
     @classmethod
-    def joined(cls, transports: Sequence[Self]) -> Self:
-        """One for the tokens of several chunks at once."""
+    def merged(cls, transports: Sequence[Self]) -> Self:
+        """One transport for the tokens of several chunks at once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """Each token goes to the ranks of its experts alone.
+    """Each token goes only to the ranks of its experts.
 
     Attributes:
-        send: Rows for each rank of ``group`` on the way there, in rank order.
-        receive: Rows from each rank of ``group`` on the way there.
-        group: The ranks that take part.
+        input_splits: Rows for each rank of ``group`` in the dispatch, in rank order.
+        output_splits: Rows from each rank of ``group`` in the dispatch.
+        group: The participating ranks.
     """
 
-    send: Sequence[int]
-    receive: Sequence[int]
+    input_splits: Sequence[int]
+    output_splits: Sequence[int]
     group: dist.ProcessGroup
 
-    @property
-    def sent(self) -> Sequence[int]:
-        """See :class:`Transport`."""
-        return self.send
-
-    @property
-    def received(self) -> Sequence[int]:
-        """See :class:`Transport`."""
-        return self.receive
-
     @classmethod
-    def joined(cls, transports: Sequence[AllToAll]) -> AllToAll:
+    def merged(cls, transports: Sequence[AllToAll]) -> AllToAll:
         """See :class:`Transport`."""
-        send = [sum(rows) for rows in zip(*(transport.send for transport in transports), strict=True)]
-        receive = [sum(rows) for rows in zip(*(transport.receive for transport in transports), strict=True)]
-        return cls(send, receive, transports[0].group)
+        inputs = [sum(rows) for rows in zip(*(one.input_splits for one in transports), strict=True)]
+        outputs = [sum(rows) for rows in zip(*(one.output_splits for one in transports), strict=True)]
+        return cls(inputs, outputs, transports[0].group)
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(send), ...]`` to ``[sum(receive), ...]``."""
-        return exchange_rows(tensors, send=self.send, receive=self.receive, group=self.group)
+        """Each ``[sum(input_splits), ...]`` to ``[sum(output_splits), ...]``."""
+        return exchange_rows(tensors, send=self.input_splits, receive=self.output_splits, group=self.group)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(receive), ...]`` to ``[sum(send), ...]``."""
-        return exchange_rows(tensors, send=self.receive, receive=self.send, group=self.group)
+        """Each ``[sum(output_splits), ...]`` to ``[sum(input_splits), ...]``."""
+        return exchange_rows(tensors, send=self.output_splits, receive=self.input_splits, group=self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Every token goes to every rank; what the ranks' experts made of it is summed on the way back.
+    """Every token goes to every rank; ``combine`` sums the ranks' expert outputs (reduce-scatter).
 
     Attributes:
         num_rows: Tokens of each rank.
-        group: The ranks that take part.
+        group: The participating ranks.
     """
 
     num_rows: int
     group: dist.ProcessGroup
 
     @property
-    def sent(self) -> Sequence[int]:
+    def input_splits(self) -> Sequence[int]:
         """See :class:`Transport`."""
         return (self.num_rows,)
 
     @property
-    def received(self) -> Sequence[int]:
+    def output_splits(self) -> Sequence[int]:
         """See :class:`Transport`."""
         return (self.num_rows,) * self.group.size()
 
     @classmethod
-    def joined(cls, transports: Sequence[AllGather]) -> AllGather:
+    def merged(cls, transports: Sequence[AllGather]) -> AllGather:
         """See :class:`Transport`."""
         return cls(sum(transport.num_rows for transport in transports), transports[0].group)
 
@@ -165,58 +157,60 @@ class AllGather:
 def exchange_chunks(
     transports: Sequence[Transport], tensors: Sequence[Sequence[Tensor]], *, combine: bool
 ) -> Transfer:
-    """Start to bring the tokens of several chunks to the experts' ranks, or back, as one collective.
+    """Issue the dispatch or the combine of several chunks as one collective.
 
     Args:
-        transports: How the tokens of each chunk travel, all of one kind.
-        tensors: Those of each chunk.
-        combine: From the experts' ranks, rather than to them.
+        transports: The transport of each chunk, all of the same class.
+        tensors: The tensors of each chunk.
+        combine: Combine instead of dispatch.
 
     Returns:
-        Its outputs are those of the first chunk, then those of the second, and so on.
+        A transfer whose outputs are those of the first chunk, then those of the second, and so on.
     """
     if len(transports) == 1:
         move = transports[0].combine if combine else transports[0].dispatch
         return move(tensors[0])
-    outgoing = [transport.received if combine else transport.sent for transport in transports]
-    incoming = [transport.sent if combine else transport.received for transport in transports]
-    joined = type(transports[0]).joined(transports)
-    moved = (joined.combine if combine else joined.dispatch)(
-        [_interleaved(of_chunks, outgoing) for of_chunks in zip(*tensors, strict=True)]
+    send = [one.output_splits if combine else one.input_splits for one in transports]
+    receive = [one.input_splits if combine else one.output_splits for one in transports]
+    merged = type(transports[0]).merged(transports)
+    transfer = (merged.combine if combine else merged.dispatch)(
+        [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
     )
-    return _separated(moved, incoming)
+    return _split_into_chunks(transfer, receive)
 
 
 def gather_chunks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
-    """:func:`all_gather_rows` of several tensors as one collective; as many rows on every rank."""
+    """:func:`all_gather_rows` of several tensors as one collective, with the same number of rows per rank."""
     if len(tensors) == 1:
         return all_gather_rows(tensors[0], group=group)
     gathered = all_gather_rows(torch.cat(list(tensors)), group=group)
-    return _separated(gathered, [[tensor.shape[0]] * group.size() for tensor in tensors])
+    return _split_into_chunks(gathered, [[tensor.shape[0]] * group.size() for tensor in tensors])
 
 
-def _interleaved(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
-    """The first part of every tensor, then the second of every tensor, and so on."""
+def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
+    """Concatenate the first part of every tensor, then the second part of every tensor, and so on."""
     parts = [tensor.split(list(sizes)) for tensor, sizes in zip(tensors, rows, strict=True)]
     return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
 
 
-def _separated(moved: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
-    """The tensors that :func:`_interleaved` would join, of each chunk in turn."""
+def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
+    """The inverse of :func:`_concatenate_by_rank`, applied to a transfer; ordered by chunk."""
     sizes = [size for of_rank in zip(*rows, strict=True) for size in of_rank]
     count = len(rows)
     outputs = [
-        tensor.new_empty((sum(of_chunk), *tensor.shape[1:])) for of_chunk in rows for tensor in moved.outputs
+        tensor.new_empty((sum(of_chunk), *tensor.shape[1:]))
+        for of_chunk in rows
+        for tensor in transfer.outputs
     ]
 
     def unpack() -> None:
-        for number, tensor in enumerate(moved.outputs):
+        for index, tensor in enumerate(transfer.outputs):
             parts = tensor.split(sizes)
-            for index, output in enumerate(outputs[number :: len(moved.outputs)]):
-                torch.cat(parts[index::count], out=output)
+            for chunk, output in enumerate(outputs[index :: len(transfer.outputs)]):
+                torch.cat(parts[chunk::count], out=output)
 
-    if moved.works:
-        return Transfer(tuple(outputs), moved.works, unpack)
+    if transfer.works:
+        return Transfer(tuple(outputs), transfer.works, unpack)
     unpack()
     return Transfer(tuple(outputs))
 
@@ -224,21 +218,21 @@ def _separated(moved: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
 def exchange_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
-    """Start an all-to-all of tensors that are split alike along the first dimension.
+    """Start an all-to-all of tensors that are split identically along the first dimension.
 
     Args:
         tensors: Each ``[sum(send), ...]``.
         send: Rows for each rank of ``group``, in rank order.
         receive: Rows from each rank of ``group``.
-        group: The ranks that take part.
+        group: The participating ranks.
 
     Returns:
-        Each ``[sum(receive), ...]``; the tensors themselves when the group is one rank.
+        Each ``[sum(receive), ...]``; the input tensors if the group has one rank.
     """
     if group.size() == 1:
         return Transfer(tuple(tensors))
     received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
-    exchange = exchange_at_once if tensors[0].is_cuda else exchange_pairwise
+    exchange = exchange_all_to_all if tensors[0].is_cuda else exchange_send_recv
     works = [
         work
         for tag, (tensor, output) in enumerate(zip(tensors, received, strict=True))
@@ -247,26 +241,26 @@ def exchange_rows(
     return Transfer.of(received, works)
 
 
-def exchange_at_once(
+def exchange_all_to_all(
     tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
-    """Start the exchange of one tensor as one collective of the backend."""
+    """Start the exchange of one tensor as the backend's all-to-all."""
     return [dist.all_to_all_single(output, tensor, receive, send, group=group, async_op=True)]
 
 
-def exchange_pairwise(
+def exchange_send_recv(
     tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
-    """Start the exchange of one tensor as sends and receives.
+    """Start the exchange of one tensor as point-to-point sends and receives.
 
-    For gloo, whose own all-to-all uses one direction of a link at a time and so takes twice as long
+    For gloo, whose all-to-all uses one direction of a link at a time and therefore takes twice as long
     (docs/log.md).
     """
     own = group.rank()
     outgoing, incoming = tensor.split_with_sizes(send), output.split_with_sizes(receive)
     incoming[own].copy_(outgoing[own])
     works = []
-    # Every rank starts with its next neighbour, so that no rank is everybody's first.
+    # Every rank starts with its next neighbour, so that the first messages do not all go to one rank.
     for step in range(1, group.size()):
         to, source = (own + step) % group.size(), (own - step) % group.size()
         if receive[source]:
@@ -277,7 +271,7 @@ def exchange_pairwise(
 
 
 def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Transfer:
-    """Start to gather ``[T, ...]`` of every rank, one after another; the tensor itself of a group of one."""
+    """Start an all-gather of ``[T, ...]``, in rank order; the tensor itself for a group of one rank."""
     if group.size() == 1:
         return Transfer((tensor,))
     gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
@@ -286,10 +280,10 @@ def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Transfer:
 
 
 class HostCopy:
-    """A tensor on its way to the host, without anyone waiting for it yet.
+    """An asynchronous copy of a tensor to the host.
 
     Args:
-        tensor: Made on the current stream; kept as :attr:`on_device`.
+        tensor: Computed on the current stream; kept as :attr:`on_device`.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -303,7 +297,7 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> Tensor:
-        """The copy; blocks the host until it is there, and nothing else."""
+        """The copy; blocks the host until it has arrived, without synchronizing the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host

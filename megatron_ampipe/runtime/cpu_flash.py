@@ -1,7 +1,7 @@
-"""torch's flash attention for CPU as a kernel of pieces (:mod:`.merged`).
+"""torch's flash attention for CPU as a piece kernel (:mod:`.merged`).
 
-The kernel knows causal attention only for as many queries as keys, and it computes what the mask hides up to
-512 keys to the right of the diagonal.
+The kernel supports causal attention only with as many queries as keys, and it also computes masked scores, up
+to 512 keys to the right of the diagonal.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.merged import Piece, PieceOutput
+from megatron_ampipe.runtime.merged import AttentionPiece, PieceOutput
 from megatron_ampipe.runtime.rows import repeat_heads
 from megatron_ampipe.schedule.chunks import Span
 
 _TRIANGLE_ROWS = 128
-"""Queries of the largest triangle: fewer would spend more on calls than they save behind the mask."""
+"""Queries of the largest causal piece: with fewer, the extra calls cost more than the masked scores saved."""
 
 
 class CpuFlash:
-    """Each span as rectangles without a mask and small causal triangles."""
+    """Splits each span into rectangles without a mask and small causal triangles."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        """Forward, few rows at a time; backward nothing is merged, so pieces are as large as can be."""
-        return _differentiated(span) if backward else _attended(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        """Forward: a few rows at a time. Backward merges nothing, so its pieces are as large as possible."""
+        return _backward_pieces(span) if backward else _forward_pieces(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> PieceOutput:
         """See :class:`.merged.PieceKernel`."""
         heads = query.shape[2]
-        query, key, value = _before_rows(query, key, value, causal=causal)
+        query, key, value = _heads_first(query, key, value, causal=causal)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, scale=scale
         )
@@ -57,7 +57,7 @@ class CpuFlash:
         """See :class:`.merged.PieceKernel`."""
         heads, groups = query.shape[2], key.shape[2]
         gradient, output = (x.permute(1, 2, 0, 3) for x in (gradient, output))
-        query, key, value = _before_rows(query, key, value, causal=causal)
+        query, key, value = _heads_first(query, key, value, causal=causal)
         if query.shape[1] != heads:
             gradient, output, lse = (
                 x.reshape(x.shape[0], groups, -1, *x.shape[3:]) for x in (gradient, output, lse)
@@ -65,43 +65,43 @@ class CpuFlash:
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, output, lse, 0.0, causal, scale=scale
         )
-        of_query, of_key, of_value = found
+        dq, dk, dv = found
         if query.shape[1] != heads:
-            of_query = of_query.reshape(of_query.shape[0], heads, -1, of_query.shape[-1])
-        if of_key.shape[1] != groups:
-            of_key, of_value = (x.unflatten(1, (groups, -1)).sum(2) for x in (of_key, of_value))
-        of_query, of_key, of_value = (x.permute(2, 0, 1, 3) for x in (of_query, of_key, of_value))
-        return of_query, of_key, of_value
+            dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
+        if dk.shape[1] != groups:
+            dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+        dq, dk, dv = (x.permute(2, 0, 1, 3) for x in (dq, dk, dv))
+        return dq, dk, dv
 
 
 @functools.cache
-def _attended(span: Span) -> tuple[Piece, ...]:
-    """For every few rows a triangle, and a rectangle of all keys before it."""
+def _forward_pieces(span: Span) -> tuple[AttentionPiece, ...]:
+    """For every block of rows a triangle, and a rectangle of all keys before it."""
     pieces = []
     for first in range(0, span.length, _TRIANGLE_ROWS):
         last = min(span.length, first + _TRIANGLE_ROWS)
         own = span.global_start + first
-        pieces.append(Piece(first, last, own, span.global_start + last, causal=True))
+        pieces.append(AttentionPiece(first, last, own, span.global_start + last, causal=True))
         if own:
-            pieces.append(Piece(first, last, 0, own, causal=False))
+            pieces.append(AttentionPiece(first, last, 0, own, causal=False))
     return tuple(pieces)
 
 
 @functools.cache
-def _differentiated(span: Span) -> tuple[Piece, ...]:
-    """Rectangles, each as large as can be, and the triangles of a span, which come first of their rows."""
+def _backward_pieces(span: Span) -> tuple[AttentionPiece, ...]:
+    """The triangles of a span, then rectangles, each as large as possible."""
     pieces = []
     if span.global_start:
-        pieces.append(Piece(0, span.length, 0, span.global_start, causal=False))
+        pieces.append(AttentionPiece(0, span.length, 0, span.global_start, causal=False))
 
     def cut(first: int, last: int) -> None:
         keys = span.global_start + first, span.global_start + last
         if last - first <= _TRIANGLE_ROWS:
-            pieces.append(Piece(first, last, *keys, causal=True))
+            pieces.append(AttentionPiece(first, last, *keys, causal=True))
             return
-        # Half, in whole triangles.
+        # Half the rows, rounded up to a multiple of the triangle's.
         half = first + -(-(last - first) // (2 * _TRIANGLE_ROWS)) * _TRIANGLE_ROWS
-        pieces.append(Piece(half, last, keys[0], span.global_start + half, causal=False))
+        pieces.append(AttentionPiece(half, last, keys[0], span.global_start + half, causal=False))
         cut(first, half)
         cut(half, last)
 
@@ -109,11 +109,11 @@ def _differentiated(span: Span) -> tuple[Piece, ...]:
     return tuple(reversed(pieces))
 
 
-def _before_rows(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
-    """Heads before rows, and as many of keys as of queries.
+def _heads_first(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
+    """``[B, heads, rows, C]``, with as many key heads as query heads.
 
-    Heads that share keys become more query rows of a rectangle, so its keys are never copied; a triangle's
-    are.
+    In a rectangle, query heads that share a key head become additional query rows, so no keys are copied. In
+    a triangle the keys are repeated.
     """
     groups = key.shape[2]
     if causal:

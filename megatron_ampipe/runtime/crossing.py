@@ -1,10 +1,10 @@
-"""What several streams use of one block call, as far as the block itself knows: the tensors that travel.
+"""Finds the memory of a block call that several CUDA streams use: the tensors of its collectives.
 
-torch's caching allocator may hand memory that the host has released to the next allocation on the stream
-that made it, whatever other streams still do with it. Most tensors stay on one stream. Those that a
-collective reads or writes do not, and :class:`Crossing` names them, stage by stage, to the executor, which
-keeps them for as long as it must (:mod:`.stream_order` states the rule). Called by :mod:`.block_call` where
-the executor has streams.
+When the host releases a tensor, torch's caching allocator may reuse its memory for the next allocation on the
+stream that allocated it, even if other streams are still using it. Most tensors stay on one stream. The
+inputs and outputs of collectives do not. :class:`Crossing` reports them, stage by stage, to the executor,
+which keeps them as long as necessary (:mod:`.stream_order` states the rule). Called by :mod:`.block_call` if
+the executor uses streams.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Crossing:
-    """The memory of one forward pass and its backward that a collective has touched.
+    """The memory that collectives have read or written in one forward pass and its backward.
 
-    Known by storage, so that views and what a stage hands on unchanged are found as well. Weak references
-    keep no memory: what the graph of a stage has not saved is freed as soon as nobody uses it.
+    Identified by storage, so that views and tensors that a stage passes on unchanged are found as well. The
+    references are weak: a tensor that no stage's graph has saved is freed after its last use.
     """
 
     def __init__(self) -> None:
-        self._travelled: dict[int, StorageWeakRef] = {}
+        self._communicated: dict[int, StorageWeakRef] = {}
         self._used: list[UntypedStorage] = []
 
     def travel(self, tensors: Iterable[Tensor]) -> None:
-        """The stage at hand is a collective that reads or writes these."""
+        """Record that the current stage is a collective that reads or writes these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._travelled[storage._cdata] = StorageWeakRef(storage)
+            self._communicated[storage._cdata] = StorageWeakRef(storage)
             self._used.append(storage)
 
     def use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
-        """The stage at hand computes with these.
+        """Record that the current stage computes with these tensors.
 
         Returns:
-            Those that have travelled, for :meth:`use_again`.
+            References to those that a collective has used, for :meth:`use_again`.
         """
         found = []
         for tensor in tensors:
             if tensor is None:
                 continue
             storage = tensor.untyped_storage()
-            reference = self._travelled.get(storage._cdata)
+            reference = self._communicated.get(storage._cdata)
             if reference is not None:
                 self._used.append(storage)
                 found.append(reference)
         return tuple(found)
 
     def use_again(self, references: Sequence[StorageWeakRef]) -> None:
-        """The stage at hand differentiates what used these, and releases what its graph has kept."""
+        """Record that the current stage runs the backward of a stage that used these, releasing its graph."""
         for reference in references:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 self._used.append(storage)
 
     def take(self) -> list[UntypedStorage]:
-        """What the stage at hand has used so far; the executor asks when the stage is issued."""
+        """Return and forget what the current stage has used; the executor calls this once per stage."""
         used, self._used = self._used, []
         return used

@@ -22,7 +22,8 @@ from typing import Protocol
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule.types import COMPUTE, Stage
+from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.types import Stage
 
 RunStage = Callable[[Stage], Transfer | None]
 """Does the work of a stage; a collective is only started, and has ended when its transfer was waited for."""

@@ -1,7 +1,7 @@
-"""FlashAttention 2 and 3 of the packages ``flash-attn`` and ``flash-attn-3``.
+"""FlashAttention 2 and 3 from the packages ``flash-attn`` and ``flash-attn-3``.
 
-Both align causal masks to the bottom right. Imported when first called; which is there and new enough, says
-``compat``. For fp16 and bf16.
+Both align causal masks to the bottom right. The packages are imported at the first call; ``compat`` tells
+which of them is installed and new enough. For fp16 and bf16.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import Piece, PieceOutput, all_keys
+from megatron_ampipe.runtime.merged import AttentionPiece, PieceOutput, all_visible_keys
 from megatron_ampipe.runtime.rows import join_spans, split_spans
 from megatron_ampipe.schedule.chunks import Span
 
-# The packages' own order of dimensions is batch, rows, heads: ``[B, R, H, C]``.
+# The packages' layout is batch, rows, heads: ``[B, R, H, C]``.
 
 
 def flash_attn(
@@ -51,16 +51,16 @@ def flash_attn(
 
 
 class FlashAttn2:
-    """The package flash-attn, 2.7 or later, by the two functions under its public one."""
+    """flash-attn 2.7 or later, through the two internal functions that its public function calls."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        """One."""
-        return all_keys(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        """All visible keys in one piece."""
+        return all_visible_keys(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> PieceOutput:
-        """See :class:`.merged.PieceKernel`; the state is of the random numbers, of which none is drawn."""
+        """See :class:`.merged.PieceKernel`; ``state`` is the random state, unused without dropout."""
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         output, lse, _, random_state = _flash_attn_forward(
@@ -93,7 +93,7 @@ class FlashAttn2:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         tensors = [x.transpose(0, 1) for x in (gradient, query, key, value, output)]
-        found = [_empty(x) for x in tensors[1:4]]
+        found = [_empty_gradient(x) for x in tensors[1:4]]
         _flash_attn_backward(
             *tensors,
             lse.contiguous(),
@@ -108,16 +108,16 @@ class FlashAttn2:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=state[0],
         )
-        of_query, of_key, of_value = (x.transpose(0, 1) for x in found)
-        return of_query, of_key, of_value
+        dq, dk, dv = (x.transpose(0, 1) for x in found)
+        return dq, dk, dv
 
 
 class FlashAttn3:
-    """The package flash-attn-3, for Hopper, by its operators: their schemas name all arguments."""
+    """flash-attn-3, for Hopper, through its torch operators, whose schemas name all arguments."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        """One."""
-        return all_keys(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        """All visible keys in one piece."""
+        return all_visible_keys(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
@@ -144,7 +144,7 @@ class FlashAttn3:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`.merged.PieceKernel`."""
         tensors = [x.transpose(0, 1) for x in (gradient, query, key, value, output)]
-        dq, dk, dv = (_empty(x) for x in tensors[1:4])
+        dq, dk, dv = (_empty_gradient(x) for x in tensors[1:4])
         _flash_attn_3().bwd(
             *tensors,
             lse.contiguous(),
@@ -159,11 +159,11 @@ class FlashAttn3:
 
 
 def _flash_attn_3() -> Any:
-    """The operators, which the package's library registers when it is imported."""
+    """The operators, which the package's extension module registers when it is imported."""
     importlib.import_module("flash_attn_3._C")
     return torch.ops.flash_attn_3
 
 
-def _empty(like: Tensor) -> Tensor:
-    """``[B, R, H, C]`` for a gradient, contiguous."""
+def _empty_gradient(like: Tensor) -> Tensor:
+    """An uninitialized gradient ``[B, R, H, C]``, contiguous."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device)

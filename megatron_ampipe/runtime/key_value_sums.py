@@ -1,6 +1,6 @@
-"""The gradients of keys and values, to which every chunk that attends to them adds.
+"""Accumulates the gradients of keys and values over all chunks that attend to them.
 
-Called by :mod:`.block_call` and by attention kernels that can add there themselves.
+Called by :mod:`.block_call`, and by attention kernels that can accumulate directly into it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor
 
 
 class KeyValueSums:
-    """The gradients of keys and values, summed in fp32 over everything that attends to them.
+    """The gradients of keys and values, summed in fp32 over all chunks that attend to them.
 
     Args:
-        key: ``[S, B, G, C]``, of all rows.
-        value: ``[S, B, G, V]``.
+        key: ``[S, B, G, C]``, all rows; gives shape and dtype.
+        value: ``[S, B, G, V]``, likewise.
     """
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self._like = key, value
         self._totals: tuple[Tensor, ...] = ()
         self._lowest = key.shape[0]
-        """Rows below it have not been written yet."""
+        """Rows below this index have not been written yet."""
 
     def add(self, start: int, key: Tensor, value: Tensor) -> None:
         """Add the gradients of the rows from ``start`` on, each ``[rows, B, G, ...]``.
 
-        What nothing was added to before is written, not added to: a backward pass that begins at the end of
-        the sequence never fills memory with zeros.
+        Rows without an earlier contribution are overwritten, not added to: a backward pass that begins at the
+        end of the sequence never zero-fills the buffers.
         """
         if not self._totals:
             self._totals = tuple(
@@ -47,7 +47,7 @@ class KeyValueSums:
         self._lowest = min(self._lowest, start)
 
     def totals(self) -> tuple[Tensor, ...]:
-        """The sums so far, of keys and of values: rows of these tensors change while others still attend."""
+        """The sums so far, of keys and of values; later calls of :meth:`add` change these tensors."""
         assert self._totals, "nothing has attended to these keys"
         if self._lowest:
             for total in self._totals:
@@ -57,5 +57,5 @@ class KeyValueSums:
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """In which many gradients of a tensor are summed: at least fp32."""
+    """The dtype in which several gradients of a tensor are summed: at least fp32."""
     return torch.float32 if tensor.element_size() < 4 else tensor.dtype

@@ -1,11 +1,12 @@
-"""Attention of a chunk as pieces of keys, each by a flash kernel, merged by their log-sum-exp.
+"""Attention of a chunk in pieces (ranges of keys), each run by a flash kernel, merged by their log-sum-exp.
 
-A kernel that knows causal attention only for as many keys as queries would leave all chunks but the first to
-a slower one. Here every chunk gets it: once for its own keys, causal, and once for all earlier keys, without
-a mask. A kernel that aligns its causal mask to the bottom right takes both as one piece. Nothing here knows a
-device; the kernels are in :mod:`.cpu_flash`, :mod:`.torch_flash` and :mod:`.flash_attn_packages`.
+A kernel that supports causal attention only with as many keys as queries could run the first chunk only.
+Here it runs every chunk in two calls: causal over the chunk's own keys, and without a mask over all earlier
+keys. A kernel that aligns its causal mask to the bottom right takes both as one piece. This module does not
+depend on the device; the kernels are in :mod:`.cpu_flash`, :mod:`.torch_flash` and
+:mod:`.flash_attn_packages`.
 
-Shapes as in :mod:`.attention_kernels`, which lists what is made here among its kernels.
+Shapes as in :mod:`.attention_kernels`, whose list of kernels includes those that are built here.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from megatron_ampipe.schedule.chunks import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a span and the keys that they attend to in one call of a kernel.
+class AttentionPiece:
+    """Rows of a span and the keys that they attend to in one kernel call.
 
     Attributes:
-        first_row: Of the span.
-        last_row: One past the last.
-        first_key: Of the sequence.
-        last_key: One past the last.
-        causal: The last row sees the last key, the row before it one key less, and so on; else all rows see
-            all keys.
+        first_row: First row, counted in the span.
+        last_row: One past the last row.
+        first_key: First key, counted in the sequence.
+        last_key: One past the last key.
+        causal: The last row sees the last key, the row before it one key less, and so on; otherwise all rows
+            see all keys.
     """
 
     first_row: int
@@ -46,13 +47,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceOutput:
-    """What a kernel computed of a piece.
+    """What a kernel returns for one piece.
 
     Attributes:
         output: ``[R, B, H, V]``.
-        lse: ``[B, H, R]``, at least fp32: natural logarithm of the sum of the exponentials of the scaled
-            scores.
-        state: What the backward call of the kernel asks for besides; that of any piece of a chunk will do.
+        lse: ``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores.
+        state: What else the kernel's backward call needs; it is the same for all pieces of a chunk.
     """
 
     output: Tensor
@@ -63,18 +63,18 @@ class PieceOutput:
 class PieceKernel(Protocol):
     """A flash kernel: attention of one piece, and its gradients."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
         """The pieces of a span, in the order in which they are computed.
 
-        Every row has exactly one causal piece, which comes before its other ones. Forward, pieces that share
-        a row have the same rows and follow one another.
+        Every row has exactly one causal piece, which comes before the other pieces of that row. In forward,
+        pieces that have a row in common have all rows in common and are adjacent in the list.
         """
         ...
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> PieceOutput:
-        """Attend: ``[R, B, H, C]``, ``[S, B, G, C]`` and ``[S, B, G, V]``."""
+        """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
         ...
 
     def backward(
@@ -90,29 +90,29 @@ class PieceKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, shaped as these are.
+        """Gradients of query, key and value, in the shapes of these.
 
-        ``output`` and ``lse`` are those over all pieces of the rows, not over this one: the gradients of a
-        piece are then its part of the whole.
+        ``output`` and ``lse`` are the merged ones, over all pieces of the rows: the gradients of the pieces
+        then add up to those of the whole attention.
         """
         ...
 
 
-def own_and_earlier(span: Span) -> tuple[Piece, ...]:
-    """The span's own keys, causal, with as many queries; then all earlier keys without a mask."""
-    own = Piece(0, span.length, span.global_start, span.global_end, causal=True)
+def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
+    """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask."""
+    own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
     if not span.global_start:
         return (own,)
-    return own, Piece(0, span.length, 0, span.global_start, causal=False)
+    return own, AttentionPiece(0, span.length, 0, span.global_start, causal=False)
 
 
-def all_keys(span: Span) -> tuple[Piece, ...]:
-    """Everything that the span sees, for a kernel whose causal mask is aligned to the bottom right."""
-    return (Piece(0, span.length, 0, span.global_end, causal=True),)
+def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:
+    """All keys that the span sees, for a kernel whose causal mask is aligned to the bottom right."""
+    return (AttentionPiece(0, span.length, 0, span.global_end, causal=True),)
 
 
 class MergedAttention:
-    """One of the kernels of :mod:`.attention_kernels`, made of a :class:`PieceKernel`.
+    """A kernel of :mod:`.attention_kernels`, built from a :class:`PieceKernel`.
 
     Args:
         kernel: Computes every piece.
@@ -133,22 +133,22 @@ class MergedAttention:
         window: int | None = None,
         sums: KeyValueSums | None = None,
     ) -> Tensor:
-        """See :class:`.attention.AttentionKernel`; neither dropout nor window."""
+        """See :class:`.attention_kernels.AttentionKernel`; supports neither dropout nor a window."""
         assert dropout == 0.0 and window is None, "pieces have neither dropout nor window"
         output: Tensor = _Merged.apply(query, key, value, self._kernel, tuple(spans), scale, sums)
         return output
 
     @property
     def num_calls(self) -> int:
-        """How often the kernel is called for a chunk of few rows behind other chunks."""
+        """Kernel calls for a short chunk that is not the first one."""
         return len(self._kernel.pieces(Span(0, 1, 1), backward=False))
 
 
 class _Merged(torch.autograd.Function):
-    """All spans of a chunk, the gradients of keys and values summed in place.
+    """All spans of a chunk; the gradients of keys and values are accumulated in place.
 
-    Backward, every piece is differentiated with the merged output and log-sum-exp, which makes it exact;
-    there nothing has to be merged, so pieces may be others than forward.
+    Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact. It
+    has nothing to merge, so it may use different pieces than forward.
     """
 
     @staticmethod
@@ -164,8 +164,8 @@ class _Merged(torch.autograd.Function):
     ) -> Tensor:
         outputs, exponents = [], []
         for rows, span in split_spans(query, spans):
-            for same_rows in _by_rows(kernel, span):
-                found = [
+            for same_rows in _group_by_rows(kernel, span):
+                parts = [
                     kernel.forward(
                         rows[piece.first_row : piece.last_row],
                         key[piece.first_key : piece.last_key],
@@ -175,8 +175,8 @@ class _Merged(torch.autograd.Function):
                     )
                     for piece in same_rows
                 ]
-                ctx.state = found[-1].state
-                output, lse = _merge(found)
+                ctx.state = parts[-1].state
+                output, lse = _merge(parts)
                 outputs.append(output)
                 exponents.append(lse)
         joined = join_spans(outputs)
@@ -190,9 +190,9 @@ class _Merged(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         gradient, output = (x.reshape(*query.shape[:3], -1) for x in (gradient, output))
 
-        def differentiate(rows: slice, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
             keys = slice(piece.first_key, piece.last_key)
-            of_piece: tuple[Tensor, Tensor, Tensor] = ctx.kernel.backward(
+            piece_gradients: tuple[Tensor, Tensor, Tensor] = ctx.kernel.backward(
                 gradient[rows],
                 query[rows],
                 key[keys],
@@ -203,71 +203,72 @@ class _Merged(torch.autograd.Function):
                 causal=piece.causal,
                 scale=ctx.scale,
             )
-            return of_piece
+            return piece_gradients
 
-        found = _sum_pieces(_placed(ctx.kernel, ctx.spans), differentiate, query, key, value, ctx.sums)
-        return *found, None, None, None, None
+        pieces = _pieces_with_rows(ctx.kernel, ctx.spans)
+        gradients = _sum_gradients(pieces, differentiate, query, key, value, ctx.sums)
+        return *gradients, None, None, None, None
 
 
-def _placed(kernel: PieceKernel, spans: Sequence[Span]) -> list[tuple[slice, Piece]]:
-    """All pieces of a backward pass, each with its rows of the query tensor."""
-    placed, first_row = [], 0
+def _pieces_with_rows(kernel: PieceKernel, spans: Sequence[Span]) -> list[tuple[slice, AttentionPiece]]:
+    """All pieces of a backward pass, each with its rows in the query tensor."""
+    pieces, first_row = [], 0
     for span in spans:
         for piece in kernel.pieces(span, backward=True):
-            placed.append((slice(first_row + piece.first_row, first_row + piece.last_row), piece))
+            pieces.append((slice(first_row + piece.first_row, first_row + piece.last_row), piece))
         first_row += span.length
-    return placed
+    return pieces
 
 
-def _sum_pieces(
-    placed: Sequence[tuple[slice, Piece]],
-    differentiate: Callable[[slice, Piece], tuple[Tensor, Tensor, Tensor]],
+def _sum_gradients(
+    pieces: Sequence[tuple[slice, AttentionPiece]],
+    differentiate: Callable[[slice, AttentionPiece], tuple[Tensor, Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sums: KeyValueSums | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key and value; of the last two None where there are ``sums`` to add to."""
-    rows, piece = placed[0]
-    if len(placed) == 1 and sums is None and piece.last_key - piece.first_key == key.shape[0]:
-        # The whole sequence in one piece, as in a stock layer: nothing to sum.
+    """The gradients of query, key and value; None for the last two if they were added to ``sums``."""
+    rows, piece = pieces[0]
+    if len(pieces) == 1 and sums is None and piece.last_key - piece.first_key == key.shape[0]:
+        # The whole sequence in one piece, as in a stock layer: there is nothing to sum.
         return differentiate(rows, piece)
-    into = KeyValueSums(key, value) if sums is None else sums
-    several = any(not piece.causal for _, piece in placed)
+    target = KeyValueSums(key, value) if sums is None else sums
+    several = any(not piece.causal for _, piece in pieces)
     dtype = sum_dtype(query) if several else query.dtype
     query_gradient = torch.empty(query.shape, dtype=dtype, device=query.device)
-    for rows, piece in placed:
-        of_rows, *of_keys = differentiate(rows, piece)
-        into.add(piece.first_key, *of_keys)
+    for rows, piece in pieces:
+        dq, dk, dv = differentiate(rows, piece)
+        target.add(piece.first_key, dk, dv)
         if piece.causal:
-            # The one piece of these rows that comes first.
-            query_gradient[rows] = of_rows
+            # The causal piece is the first one of its rows.
+            query_gradient[rows] = dq
         else:
-            query_gradient[rows] += of_rows
+            query_gradient[rows] += dq
     query_gradient = query_gradient.to(query.dtype)
     if sums is not None:
         return query_gradient, None, None
-    return query_gradient, *(total.to(key.dtype) for total in into.totals())
+    return query_gradient, *(total.to(key.dtype) for total in target.totals())
 
 
-def _by_rows(kernel: PieceKernel, span: Span) -> list[list[Piece]]:
-    """The pieces of a span, those of the same rows together."""
+def _group_by_rows(kernel: PieceKernel, span: Span) -> list[list[AttentionPiece]]:
+    """The pieces of a span, grouped by their rows."""
     pieces = kernel.pieces(span, backward=False)
     groups = itertools.groupby(pieces, key=lambda piece: (piece.first_row, piece.last_row))
     return [list(same_rows) for _, same_rows in groups]
 
 
-def _merge(found: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
-    """The output of the same rows over the keys of all pieces, and its log-sum-exp.
+def _merge(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
+    """Merge the outputs of the same rows over several ranges of keys; returns output and log-sum-exp.
 
-    Weighed and added in the dtype of the log-sum-exp, rounded once.
+    Scaled and added in the dtype of the log-sum-exp, rounded once.
     """
-    first, *others = found
+    first, *others = parts
     if not others:
         return first.output, first.lse
-    total = functools.reduce(torch.logaddexp, [part.lse for part in found])
-    weights = [(part.lse - total).exp_().permute(2, 0, 1).unsqueeze(-1) for part in found]
-    # In place where the output has that dtype already.
+    total = functools.reduce(torch.logaddexp, [part.lse for part in parts])
+    weights = [(part.lse - total).exp_().permute(2, 0, 1).unsqueeze(-1) for part in parts]
+    # In place if the output already has that dtype.
     in_place = first.output.dtype == total.dtype
     output = first.output.mul_(weights[0]) if in_place else first.output * weights[0]
     for part, weight in zip(others, weights[1:], strict=True):

@@ -1,8 +1,9 @@
-"""How long the passes through all blocks took, by direction: what a choice of degree is made from.
+"""Measures how long the passes through all blocks take, by direction; ``--ampipe-degree auto`` uses the sums.
 
-Not a recorder of stages: two moments of each pass, and only while someone is measuring. On CUDA they are
-events, read when the sums are asked for, so measuring never synchronises between blocks. Called by
-:mod:`.autograd_block` through the recorder; read by ``launch.auto``.
+Unlike the recorder it does not time stages: only the begin and the end of each pass, and only while
+:attr:`PassTimer.measuring` is set. On CUDA these are events that are read when a sum is requested, so
+measuring never synchronizes between blocks. Called by :mod:`.autograd_block` through the recorder; read by
+``launch.auto``.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_ampipe.schedule.types import Direction
+from megatron_ampipe.schedule.kinds import Direction
 
-Moment = float | torch.cuda.Event
+Timestamp = float | torch.cuda.Event
 
 
 class PassTimer:
-    """Sums of the times of passes, and the largest shape that went through a block."""
+    """Sums of the durations of passes, and the largest input shape of a block."""
 
     def __init__(self) -> None:
         self.measuring = False
-        """Whether passes are timed. Shapes are always seen."""
+        """Whether passes are timed. Shapes are always recorded."""
         self.shape = (0, 0)
         """Rows and batch of the largest input since :meth:`restart`, on this rank."""
-        self._passes: list[tuple[Direction, Moment, Moment]] = []
+        self._passes: list[tuple[Direction, Timestamp, Timestamp]] = []
 
     def restart(self) -> None:
-        """Forget everything."""
+        """Reset the times and the shape."""
         self.shape = (0, 0)
         self._passes.clear()
 
     def saw(self, rows: int, batch: int) -> None:
-        """Take note of the shape of one input."""
+        """Record the shape of one input."""
         self.shape = max(self.shape, (rows, batch))
 
     @contextmanager
     def timed(self, direction: Direction) -> Iterator[None]:
-        """Around one pass of one block."""
+        """Context manager around one pass of one block."""
         if not self.measuring:
             yield
             return
@@ -48,11 +49,11 @@ class PassTimer:
         self._passes.append((direction, begin, self._now()))
 
     def sum_us(self, direction: Direction) -> float:
-        """Microseconds of all passes since :meth:`restart`; waits for the device where there is one."""
-        return sum(_between_us(begin, end) for found, begin, end in self._passes if found is direction)
+        """Microseconds of all passes since :meth:`restart`; synchronizes with the device if there is one."""
+        return sum(_elapsed_us(begin, end) for one, begin, end in self._passes if one is direction)
 
-    def _now(self) -> Moment:
-        # Not what the host platform stands in for: it says that there is no CUDA.
+    def _now(self) -> Timestamp:
+        # The host platform replaces torch.cuda.Event but not is_available, which stays False without a GPU.
         if not torch.cuda.is_available():
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -60,7 +61,7 @@ class PassTimer:
         return event
 
 
-def _between_us(begin: Moment, end: Moment) -> float:
+def _elapsed_us(begin: Timestamp, end: Timestamp) -> float:
     if isinstance(begin, float):
         assert isinstance(end, float)
         return (end - begin) * 1e6

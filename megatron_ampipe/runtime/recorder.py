@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ampipe.runtime.pass_timer import PassTimer
-from megatron_ampipe.schedule.types import Direction, Stage
+from megatron_ampipe.schedule import Direction, Stage
 from megatron_ampipe.timeline import StageSpan, Timeline
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A stage that ran, in the how-manieth pass; ``begin`` and ``end`` are seconds, or events on CUDA."""
+    """A stage that ran; ``begin`` and ``end`` are seconds, or events on CUDA."""
 
     lane: str
     stage: str
     direction: Direction
     layer: int
-    number: int
+    pass_index: int
     begin: float | torch.cuda.Event
     end: float | torch.cuda.Event
 
@@ -126,8 +126,8 @@ class Recorder:
         for kept in self._iterations:
             for mark in kept.marks if kept.number == iteration else ():
                 begin, end = _microseconds(mark.begin, kept), _microseconds(mark.end, kept)
-                earliest, latest = ends.get((mark.direction, mark.number), (begin, end))
-                ends[mark.direction, mark.number] = (min(earliest, begin), max(latest, end))
+                earliest, latest = ends.get((mark.direction, mark.pass_index), (begin, end))
+                ends[mark.direction, mark.pass_index] = (min(earliest, begin), max(latest, end))
         times: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         for (direction, _), (begin, end) in ends.items():
             times[direction].append(end - begin)
@@ -137,7 +137,9 @@ class Recorder:
         self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
     ) -> None:
         kept = self._iterations[-1]
-        mark = _Mark(lane, str(stage), self._direction, self._layer, kept.num_passes, begin, end)
+        mark = _Mark(
+            lane, stage.name, self._direction, self._layer + stage.layer, kept.num_passes, begin, end
+        )
         kept.marks.append(mark)
 
 

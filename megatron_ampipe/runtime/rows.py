@@ -1,6 +1,6 @@
-"""Reading and writing the rows of a chunk: views where they are one span, one copy where they are several.
+"""Reading and writing the rows of a chunk: a view for one span, one copy for several.
 
-And what all attention kernels do before and behind them.
+Also the reshaping that all attention kernels share.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def put_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tensor)
 
 
 def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
-    """Rows that lie one after another as the rows of each span."""
+    """Split the concatenated rows of several spans; returns the rows of each span with the span."""
     if len(spans) == 1:
         return [(tensor, spans[0])]
     return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))
 
 
 def join_spans(outputs: list[Tensor]) -> Tensor:
-    """What attention made of each span, ``[rows, B, H, V]``, as one ``[R, B, H * V]``."""
+    """Concatenate the attention outputs of the spans, each ``[rows, B, H, V]``, to ``[R, B, H * V]``."""
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.reshape(*output.shape[:2], -1)
 

@@ -1,14 +1,14 @@
-"""Which work of one stream comes after which work of another, and what must be kept until it does.
+"""Tracks how CUDA streams are ordered, and keeps memory that several streams use until it may be released.
 
-The one place that states when memory that several streams use may be released:
+The rule, which is stated only here:
 
-    What a stage has used that crosses streams is kept until every stream that still has a stage of this
-    pass to run is ordered after that stage.
+    Memory that a stage has used and that several streams use is kept until every stream that still has
+    stages of this pass to run is ordered after that stage.
 
-Then whichever stream made the memory, its next allocation is ordered after the last use, in every order
-that a checked schedule can have. A stream without stages left allocates nothing more in this pass, and every
-pass begins and ends with all streams in order. There is no ``record_stream``: memory comes back at the same
-stage in every pass, however far the host runs ahead of the device. Pure bookkeeping; called by
+Then the next allocation on any stream is ordered after the last use of the memory, for every valid schedule.
+A stream without remaining stages allocates nothing more in this pass, and every pass begins and ends with all
+streams ordered after each other. ``record_stream`` is not used, so memory is released at the same stage in
+every pass, no matter how far the host runs ahead of the device. Pure bookkeeping, without torch; called by
 :mod:`.cuda_executor`.
 """
 
@@ -24,9 +24,9 @@ class Mark:
     """The end of one stage.
 
     Attributes:
-        stream: Where it ran.
+        stream: The stream on which it ran.
         number: Its position among the stages of that stream, from 1.
-        after: By stream, how many of its stages come before this end.
+        after: For each stream, how many of its stages are ordered before this end.
     """
 
     stream: str
@@ -35,7 +35,7 @@ class Mark:
 
 
 class StreamOrder:
-    """What the host knows of the order of the streams in one pass.
+    """What the host knows about the order of the streams in one pass.
 
     Args:
         streams: The stream of every stage that will be issued.
@@ -47,28 +47,28 @@ class StreamOrder:
         self._kept: list[tuple[Mark, object]] = []
 
     def is_after(self, stream: str, mark: Mark) -> bool:
-        """Whether what is issued to the stream next runs after that end."""
+        """Whether the next work issued to the stream runs after that end."""
         return self._after[stream].get(mark.stream, 0) >= mark.number
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """The stream was told to wait for that end."""
+        """Record that the stream was made to wait for that end."""
         known = self._after[stream]
         for other, number in mark.after.items():
             known[other] = max(known.get(other, 0), number)
 
     def issue(self, stream: str) -> Mark:
-        """One more stage was issued to the stream."""
+        """Record that one more stage was issued to the stream."""
         self._left[stream] -= 1
         known = self._after[stream]
         known[stream] += 1
         return Mark(stream, known[stream], dict(known))
 
     def keep(self, mark: Mark, memory: object) -> None:
-        """Keep a reference to what a stage has used."""
+        """Keep a reference to memory that a stage has used."""
         self._kept.append((mark, memory))
 
     def release(self) -> None:
-        """Drop every reference that the rule does not ask for any more."""
+        """Drop every reference that the rule no longer requires."""
         busy = [stream for stream, left in self._left.items() if left]
         self._kept = [
             (mark, memory)

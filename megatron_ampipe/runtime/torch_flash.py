@@ -1,8 +1,8 @@
-"""torch's own flash kernels for GPUs, FlashAttention 2 and cuDNN's, as kernels of pieces (:mod:`.merged`).
+"""torch's flash kernels for GPUs (FlashAttention 2 and cuDNN) as piece kernels (:mod:`.merged`).
 
-Called by the names of their operators: ``scaled_dot_product_attention`` chooses among them by the shapes, and
-so another one for the first chunk than for the rest. For fp16 and bf16. Which can be used where, says
-``layers/kernel_choice.py``.
+The operators are called directly: ``scaled_dot_product_attention`` chooses between them by shape, so it could
+choose a different one for the first chunk than for the others. For fp16 and bf16. ``layers/kernel_choice.py``
+decides which one can be used where.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.merged import Piece, PieceOutput, all_keys, own_and_earlier
+from megatron_ampipe.runtime.merged import AttentionPiece, PieceOutput, all_visible_keys, causal_then_earlier
 from megatron_ampipe.schedule.chunks import Span
 
 
 class TorchFlash2:
-    """The FlashAttention 2 that torch brings; causal is aligned to the bottom right."""
+    """torch's built-in FlashAttention 2; its causal mask is aligned to the bottom right."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        """One."""
-        return all_keys(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        """All visible keys in one piece."""
+        return all_visible_keys(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> PieceOutput:
-        """See :class:`.merged.PieceKernel`; the state is of the random numbers, of which none is drawn."""
-        query, key, value = (_heads_before_rows(x) for x in (query, key, value))
+        """See :class:`.merged.PieceKernel`; ``state`` is the random state, unused without dropout."""
+        query, key, value = (_heads_first(x) for x in (query, key, value))
         output, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal, False, scale=scale
         )
@@ -49,8 +49,8 @@ class TorchFlash2:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`.merged.PieceKernel`."""
         seed, offset = state
-        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(_heads_before_rows(x) for x in (gradient, query, key, value, output)),
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(_heads_first(x) for x in (gradient, query, key, value, output)),
             lse.contiguous(),
             None,
             None,
@@ -62,26 +62,29 @@ class TorchFlash2:
             offset,
             scale=scale,
         )
-        return of_query.permute(2, 0, 1, 3), of_key.permute(2, 0, 1, 3), of_value.permute(2, 0, 1, 3)
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
 class Cudnn:
-    """cuDNN's attention; torch lets it be causal from the top left only, so with as many keys as queries."""
+    """cuDNN's attention; through torch its causal mask is aligned to the top left only.
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        """Own keys and earlier keys."""
-        return own_and_earlier(span)
+    Causal pieces therefore need as many keys as queries.
+    """
+
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        """Two pieces: the span's own keys, and the earlier keys."""
+        return causal_then_earlier(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
     ) -> PieceOutput:
         """See :class:`.merged.PieceKernel`.
 
-        The state is that of the random numbers, of which none is drawn, and how many dimensions torch's
-        version of the operator gives the log-sum-exp: ``[B, H, R]`` or ``[B, H, R, 1]``.
+        ``state`` is the random state, which is unused without dropout, and the number of dimensions of the
+        log-sum-exp, which depends on torch's version: ``[B, H, R]`` or ``[B, H, R, 1]``.
 
         Raises:
-            BadInput: for a single key, which cuDNN refuses.
+            BadInput: for a single key, which cuDNN does not support.
         """
         if key.shape[0] == 1:
             raise BadInput(
@@ -91,7 +94,7 @@ class Cudnn:
                 remedy="Use a smaller --ampipe-degree, or --ampipe-chunks with two rows or more in each.",
             )
         rows, batch, heads, _ = query.shape
-        query, key, value = (_heads_before_rows(x) for x in (query, key, value))
+        query, key, value = (_heads_first(x) for x in (query, key, value))
         output, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scale
         )
@@ -114,8 +117,8 @@ class Cudnn:
         """See :class:`.merged.PieceKernel`."""
         seed, offset, lse_dimensions = state
         lse = lse.contiguous()
-        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(_heads_before_rows(x) for x in (gradient, query, key, value, output)),
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(_heads_first(x) for x in (gradient, query, key, value, output)),
             lse if lse.dim() == lse_dimensions else lse.unsqueeze(-1),
             seed,
             offset,
@@ -128,9 +131,9 @@ class Cudnn:
             causal,
             scale=scale,
         )
-        return of_query.permute(2, 0, 1, 3), of_key.permute(2, 0, 1, 3), of_value.permute(2, 0, 1, 3)
+        return dq.permute(2, 0, 1, 3), dk.permute(2, 0, 1, 3), dv.permute(2, 0, 1, 3)
 
 
-def _heads_before_rows(tensor: Tensor) -> Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """``[R, B, H, C]`` as ``[B, H, R, C]``, a view."""
     return tensor.permute(1, 2, 0, 3)

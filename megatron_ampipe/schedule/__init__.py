@@ -1,6 +1,6 @@
 """What runs when inside one transformer block, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.build import build
+from megatron_ampipe.schedule.build import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import (
     Chunk,
@@ -10,33 +10,56 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
-from megatron_ampipe.schedule.graph import BlockFeatures, dependencies, restrict
+from megatron_ampipe.schedule.graph import (
+    BlockFeatures,
+    DataFlow,
+    Source,
+    data_flow,
+    dependencies,
+    is_whole,
+    needs_of,
+    restrict,
+)
 from megatron_ampipe.schedule.issue import issue_order, stream_of
-from megatron_ampipe.schedule.pipeline import Pipeline
-from megatron_ampipe.schedule.text import from_text, to_text
-from megatron_ampipe.schedule.types import Direction, LaneOrder, Program, Schedule, Stage, StageKind
+from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
+from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares
+from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
+from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
+    "MOE_BLOCK",
+    "SCHEDULE_NAMES",
     "BlockFeatures",
     "Chunk",
+    "DataFlow",
     "Direction",
+    "Lane",
     "LaneOrder",
+    "Layout",
     "Pipeline",
     "Program",
     "Schedule",
+    "Scope",
     "SequenceLayout",
+    "Source",
     "Span",
     "Stage",
     "StageKind",
+    "Value",
     "build",
     "check",
     "chunk_sequence",
+    "data_flow",
     "dependencies",
     "even_chunks",
     "from_text",
+    "is_whole",
     "issue_order",
+    "needs_of",
+    "parse_shares",
     "restrict",
     "row_unit",
+    "stage_from_text",
     "stream_of",
     "to_text",
 ]

@@ -7,13 +7,29 @@ whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.graph import BlockFeatures
-from megatron_ampipe.schedule.types import COMM, COMPUTE, LaneOrder, Program, Schedule, Stage, StageKind
+from megatron_ampipe.schedule.graph import BlockFeatures, data_flow, dependencies, needs_of
+from megatron_ampipe.schedule.issue import issue_order
+from megatron_ampipe.schedule.kinds import (
+    ATTENTION,
+    COMBINE,
+    COMM,
+    COMPUTE,
+    COUNTS,
+    DISPATCH,
+    EXPERT,
+    LOSSES,
+    MERGE,
+    QKV,
+    ROUTE,
+    SHARED,
+    Direction,
+    StageKind,
+)
+from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
 @functools.lru_cache(maxsize=512)
@@ -21,7 +37,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     """The schedule of that name for that many chunks. Remembered, because a search comes back to few.
 
     Args:
-        name: One of :data:`~megatron_ampipe.config.SCHEDULE_NAMES`.
+        name: One of :data:`SCHEDULE_NAMES`.
         degree: Of the forward pass.
         features: What the block contains.
         backward_degree: Of the backward pass; as ``degree`` if None.
@@ -36,38 +52,69 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
             rule=f"is not one of {', '.join(_BUILDERS)}",
             remedy="Use --ampipe-schedule ampipe.",
         )
-    schedule = _BUILDERS[name](degree, features)
+    schedule = _placed(_BUILDERS[name](degree, features), features)
     if backward_degree in (None, degree):
         return schedule
     assert backward_degree is not None
-    backward = _BUILDERS[name](backward_degree, features).backward
+    backward = _placed(_BUILDERS[name](backward_degree, features), features).backward
     return replace(schedule, backward=backward, backward_degree=backward_degree)
 
 
+def _placed(schedule: Schedule, features: BlockFeatures) -> Schedule:
+    """The schedule with the stages that its builder does not know: those of kinds added to the block.
+
+    Each is put right before the first stage that needs it.
+    """
+
+    def program(direction: Direction) -> Program:
+        needs = needs_of(schedule, features, direction)
+        known = schedule.program(direction)
+        lane_of = {stage: order.lane for order in known.lanes for stage in order.stages}
+        lanes: dict[str, list[Stage]] = {order.lane: [] for order in known.lanes}
+        # Lanes that are cut out of one order which respects all dependencies never wait for each other.
+        before = {stage: tuple(one for one in needs[stage] if one in lane_of) for stage in lane_of}
+        order = [stage for _, stage in issue_order(known, before, host_waits=False)]
+        for stage in _completed(order, needs):
+            own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
+            lanes.setdefault(lane_of.get(stage, own), []).append(stage)
+        return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
+
+    if not features.added:
+        return schedule
+    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
+
+
+def _completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> Iterable[Stage]:
+    """The stages in their order, but each after all that it needs, and at the end what the order lacks."""
+    placed: dict[Stage, None] = {}
+
+    def place(stage: Stage) -> None:
+        if stage not in placed:
+            for needed in needs[stage]:
+                place(needed)
+            placed[stage] = None
+
+    for stage in (*order, *needs):
+        place(stage)
+    return placed
+
+
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
-    """One lane, chunk after chunk: every collective is waited for on the spot."""
-    chunks = range(degree)
-    forward = [] if features.chunked_qkv else [Stage(StageKind.QKV)]
-    own_qkv = [StageKind.QKV] if features.chunked_qkv else []
-    for chunk in chunks:
-        forward += _of_chunk(
-            chunk, *own_qkv, StageKind.ATTENTION, StageKind.ROUTE, StageKind.COUNTS, StageKind.DISPATCH
-        )
-        if features.shared:
-            forward += _of_chunk(chunk, StageKind.SHARED)
-        forward += _of_chunk(chunk, StageKind.EXPERT, StageKind.COMBINE, StageKind.MERGE)
-    backward: list[Stage] = []
-    if features.losses:
-        forward.append(Stage(StageKind.LOSSES))
-        backward.append(Stage(StageKind.LOSSES))
-    for chunk in reversed(chunks):
-        backward += _of_chunk(chunk, StageKind.MERGE, StageKind.COMBINE, StageKind.EXPERT, StageKind.DISPATCH)
-        if features.shared:
-            backward += _of_chunk(chunk, StageKind.SHARED)
-        backward += _of_chunk(chunk, StageKind.ROUTE, StageKind.ATTENTION, *own_qkv)
-    if not features.chunked_qkv:
-        backward.append(Stage(StageKind.QKV))
-    return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward))
+    """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
+    needs = dependencies(features, degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    needed = {earlier for found in needs.values() for earlier in found}
+
+    def chunk_of(stage: Stage) -> int:
+        """Stages of the whole sequence come first where others need them, else last."""
+        if stage.chunk is not None:
+            return stage.chunk
+        return -1 if stage in needed else degree
+
+    rows = data_flow(features).kinds
+    by_chunk = sorted(needs, key=lambda stage: (chunk_of(stage), rows.index(stage.kind)))
+    forward = list(_completed(by_chunk, needs))
+    backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
+    return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward), degree)
 
 
 def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
@@ -78,46 +125,46 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     still have to travel, and not after half of the way.
     """
     chunks = range(degree)
-    kinds = [StageKind.ATTENTION, StageKind.ROUTE]
-    whole = [Stage(StageKind.QKV)]
+    of_chunk = [ATTENTION, ROUTE]
+    whole = [Stage(QKV)]
     if features.chunked_qkv:
-        kinds, whole = [StageKind.QKV, *kinds], []
+        of_chunk, whole = [QKV, *of_chunk], []
     lead = max(1, degree // 4)
 
-    def backward(kind: StageKind, *behind: StageKind) -> list[Stage]:
-        """``kind`` of every chunk, last chunk first, and ``behind`` of the chunk ``lead`` before it."""
+    def backward(kind: StageKind, *later: StageKind) -> list[Stage]:
+        """``kind`` of every chunk, last chunk first, and ``later`` of the chunk ``lead`` before it."""
         stages = []
         for chunk in reversed(range(-lead, degree)):
             stages += _of_chunk(chunk, kind) if chunk >= 0 else []
-            stages += _of_chunk(chunk + lead, *behind) if chunk + lead < degree else []
+            stages += _of_chunk(chunk + lead, *later) if chunk + lead < degree else []
         return stages
 
     return _overlapped(
         "ampipe",
         degree,
         features,
-        first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *kinds))],
-        last_half=[*backward(StageKind.EXPERT, *reversed(kinds)), *whole],
-        backward_comm=backward(StageKind.COMBINE, StageKind.DISPATCH),
+        first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *of_chunk))],
+        last_half=[*backward(EXPERT, *reversed(of_chunk)), *whole],
+        backward_comm=backward(COMBINE, DISPATCH),
     )
 
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
-    attention = [Stage(StageKind.QKV), Stage(StageKind.ATTENTION)]
+    attention = [Stage(QKV), Stage(ATTENTION)]
     last_first = chunks[::-1]
     return _overlapped(
         "moe-only",
         degree,
         features,
-        first_half=[*attention, *_each(StageKind.ROUTE, chunks)],
+        first_half=[*attention, *_each(ROUTE, chunks)],
         last_half=[
-            *_each(StageKind.EXPERT, last_first),
-            *_each(StageKind.ROUTE, last_first),
+            *_each(EXPERT, last_first),
+            *_each(ROUTE, last_first),
             *reversed(attention),
         ],
-        backward_comm=[*_each(StageKind.COMBINE, last_first), *_each(StageKind.DISPATCH, last_first)],
+        backward_comm=[*_each(COMBINE, last_first), *_each(DISPATCH, last_first)],
     )
 
 
@@ -144,26 +191,26 @@ def _overlapped(
         backward_comm: Backward, all collectives.
     """
     chunks = range(degree)
-    shared = _each(StageKind.SHARED, chunks) if features.shared else []
-    losses = [Stage(StageKind.LOSSES)] if features.losses else []
+    shared = _each(SHARED, chunks) if features.shared else []
+    losses = [Stage(LOSSES)] if features.losses else []
     forward = _program(
         compute=[
             *first_half,
             *losses,
             *shared,
-            *_each(StageKind.EXPERT, chunks),
-            *_each(StageKind.MERGE, chunks),
+            *_each(EXPERT, chunks),
+            *_each(MERGE, chunks),
         ],
         comm=[
-            *(stage for chunk in chunks for stage in _of_chunk(chunk, StageKind.COUNTS, StageKind.DISPATCH)),
-            *_each(StageKind.COMBINE, chunks),
+            *(stage for chunk in chunks for stage in _of_chunk(chunk, COUNTS, DISPATCH)),
+            *_each(COMBINE, chunks),
         ],
     )
     backward = _program(
-        compute=[*_each(StageKind.MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
+        compute=[*_each(MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
         comm=backward_comm,
     )
-    return Schedule(name, degree, forward, backward)
+    return Schedule(name, degree, forward, backward, degree)
 
 
 def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
@@ -186,4 +233,5 @@ _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
     "moe-only": _moe_only,
     "sequential": _sequential,
 }
-assert tuple(_BUILDERS) == SCHEDULE_NAMES
+SCHEDULE_NAMES = tuple(_BUILDERS)
+"""The named orders of stages."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.graph import BlockFeatures, dependencies
-from megatron_ampipe.schedule.types import COMPUTE, Direction, Program, Schedule, Stage
+from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
+from megatron_ampipe.schedule.kinds import COMPUTE, Direction
+from megatron_ampipe.schedule.types import Program, Schedule, Stage
 
 _REMEDY = "Use one of the named schedules, or mend the text form of this one."
 
@@ -17,21 +18,16 @@ def check(schedule: Schedule, features: BlockFeatures) -> None:
     Raises:
         BadInput: naming the direction and the first stage that is wrong.
     """
-    if schedule.num_chunks % min(schedule.degree, schedule.of_backward):
+    if schedule.num_chunks % min(schedule.degree, schedule.backward_degree):
         raise _refuse(
             schedule,
             Direction.BACKWARD,
-            f"has degree {schedule.of_backward}, which neither divides the forward degree {schedule.degree} "
-            "nor is divided by it",
+            f"has degree {schedule.backward_degree}, which neither divides the forward degree "
+            f"{schedule.degree} nor is divided by it",
         )
     for direction in Direction:
         program = schedule.program(direction)
-        needs = dependencies(
-            features,
-            degree=schedule.degree_of(direction),
-            whole_attention=schedule.whole_attention,
-            direction=direction,
-        )
+        needs = needs_of(schedule, features, direction)
         _check_stages(schedule, direction, program, needs)
         _check_lanes(schedule, direction, program)
         _check_feasible(schedule, direction, program, needs)

@@ -1,13 +1,16 @@
-"""Which stage needs which: the data flow of a block, forward and backward.
+"""Which stage waits for which: the data flow of a block, derived from the table of kinds.
 
-The one place that states it; the checker, the issue order and the executors all read it from here.
+The checker, the issue order, the planner and the runtime all read it from here.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule.types import Direction, LaneOrder, Program, Schedule, Stage, StageKind
+from megatron_ampipe.schedule.kinds import HIDDEN_STATES, MOE_BLOCK, Direction, Layout, Scope, StageKind
+from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,31 +24,109 @@ class BlockFeatures:
             one chunk uses is gone for the next.
         chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
             can be projected chunk by chunk. Attention as a whole still takes them as a whole.
+        added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
     losses: bool = False
     shared: bool = False
     ordered_routing: bool = False
     chunked_qkv: bool = False
+    added: tuple[StageKind, ...] = ()
+
+    def has(self, field: str | None) -> bool:
+        """Whether the field that a row names is set; True for a row that names none."""
+        return field is None or bool(getattr(self, field))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a value that a stage takes comes from.
+
+    Attributes:
+        giver: The kind that gives it; None for what the block itself is given.
+        name: Of the value.
+    """
+
+    giver: StageKind | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFlow:
+    """The rows of one block, each value that a row takes connected with the row that gives it.
+
+    Attributes:
+        kinds: The rows that the block has, in order.
+        sources: For each row, where each value that it takes comes from; None for a value that no row of this
+            block gives, and that is left out.
+        takers: For each source the rows that take it, in order.
+        output: What the block returns.
+    """
+
+    kinds: tuple[StageKind, ...]
+    sources: Mapping[StageKind, tuple[Source | None, ...]]
+    takers: Mapping[Source, tuple[StageKind, ...]]
+    output: Source
+
+
+@functools.lru_cache(maxsize=512)
+def data_flow(features: BlockFeatures) -> DataFlow:
+    """The rows of a block with these features."""
+    rows = list(MOE_BLOCK)
+    for kind in features.added:
+        assert kind.after is not None, f"{kind} does not say which row it follows"
+        rows.insert(rows.index(kind.after) + 1, kind)
+    kinds = tuple(kind for kind in rows if features.has(kind.feature))
+    latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
+    sources: dict[StageKind, tuple[Source | None, ...]] = {}
+    takers: dict[Source, tuple[StageKind, ...]] = {}
+    for kind in kinds:
+        sources[kind] = tuple(latest.get(value.name) for value in kind.takes)
+        for source in sources[kind]:
+            if source is not None:
+                takers[source] = (*takers.get(source, ()), kind)
+        latest |= {value.name: Source(kind, value.name) for value in kind.gives}
+    return DataFlow(kinds, sources, takers, latest[HIDDEN_STATES.name])
+
+
+def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool) -> bool:
+    """Whether a stage of this kind is of the whole sequence rather than of a chunk."""
+    if kind.scope is Scope.EITHER:
+        return whole_attention or not features.has(kind.chunked_by)
+    return kind.scope is Scope.WHOLE
 
 
 def dependencies(
-    features: BlockFeatures, *, degree: int, whole_attention: bool, direction: Direction
+    features: BlockFeatures,
+    *,
+    degree: int,
+    whole_attention: bool,
+    direction: Direction,
+    num_layers: int = 1,
 ) -> dict[Stage, tuple[Stage, ...]]:
     """Every stage of one direction with the stages that must have run before it.
 
-    The backward graph is the forward graph with its edges reversed and without ``counts``.
+    The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
+
+    Args:
+        features: Of the blocks.
+        degree: Into how many parts the direction divides the sequence.
+        whole_attention: Attention is of the whole sequence.
+        direction: Of which pass.
+        num_layers: Consecutive blocks that share a schedule: each takes what the one before it returns.
     """
-    forward = _forward(features, degree=degree, whole_attention=whole_attention)
+    forward: dict[Stage, tuple[Stage, ...]] = {}
+    for layer in range(num_layers):
+        forward |= _forward(features, degree=degree, whole_attention=whole_attention, layer=layer)
     if direction is Direction.FORWARD:
-        return {stage: tuple(needed) for stage, needed in forward.items()}
+        return forward
     backward: dict[Stage, list[Stage]] = {
-        stage: [] for stage in forward if stage.kind is not StageKind.COUNTS
+        stage: [] for stage in forward if direction in stage.kind.directions
     }
     for stage, needed in forward.items():
         for earlier in needed:
-            # An order among equals (route after route) carries no data, so it has no reverse.
-            if stage in backward and earlier in backward and earlier.kind is not stage.kind:
+            # An order among stages of one kind (route after route) carries no data, so it has no reverse.
+            if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
     return {stage: tuple(needed) for stage, needed in backward.items()}
 
@@ -57,12 +138,7 @@ def restrict(schedule: Schedule, features: BlockFeatures) -> Schedule:
     """
 
     def program(direction: Direction) -> Program:
-        needs = dependencies(
-            features,
-            degree=schedule.degree_of(direction),
-            whole_attention=schedule.whole_attention,
-            direction=direction,
-        )
+        needs = needs_of(schedule, features, direction)
         return Program(
             tuple(
                 LaneOrder(order.lane, tuple(stage for stage in order.stages if stage in needs))
@@ -73,32 +149,51 @@ def restrict(schedule: Schedule, features: BlockFeatures) -> Schedule:
     return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
 
 
-def _forward(features: BlockFeatures, *, degree: int, whole_attention: bool) -> dict[Stage, list[Stage]]:
-    chunked_qkv = features.chunked_qkv and not whole_attention
-    projections = (
-        [Stage(StageKind.QKV, chunk) for chunk in range(degree)] if chunked_qkv else [Stage(StageKind.QKV)]
+def needs_of(
+    schedule: Schedule, features: BlockFeatures, direction: Direction
+) -> dict[Stage, tuple[Stage, ...]]:
+    """:func:`dependencies` of one direction of a schedule."""
+    return dependencies(
+        features,
+        degree=schedule.degree_of(direction),
+        whole_attention=schedule.whole_attention,
+        direction=direction,
+        num_layers=schedule.num_layers,
     )
-    graph: dict[Stage, list[Stage]] = {stage: [] for stage in projections}
-    routes = [Stage(StageKind.ROUTE, chunk) for chunk in range(degree)]
-    for chunk, route in enumerate(routes):
-        attention = Stage(StageKind.ATTENTION, None if whole_attention else chunk)
-        counts, dispatch = Stage(StageKind.COUNTS, chunk), Stage(StageKind.DISPATCH, chunk)
-        expert, combine = Stage(StageKind.EXPERT, chunk), Stage(StageKind.COMBINE, chunk)
-        merge = Stage(StageKind.MERGE, chunk)
-        # Attention is causal: a chunk sees the keys of earlier chunks and its own.
-        graph[attention] = projections[: chunk + 1]
-        graph[route] = [attention]
-        if features.ordered_routing and chunk:
-            graph[route].append(routes[chunk - 1])
-        graph[counts] = [route]
-        graph[dispatch] = [route, counts]
-        graph[expert] = [dispatch]
-        graph[combine] = [expert]
-        graph[merge] = [combine, attention]
-        if features.shared:
-            shared = Stage(StageKind.SHARED, chunk)
-            graph[shared] = [attention]
-            graph[merge].append(shared)
-    if features.losses:
-        graph[Stage(StageKind.LOSSES)] = list(routes)
+
+
+def _forward(
+    features: BlockFeatures, *, degree: int, whole_attention: bool, layer: int
+) -> dict[Stage, tuple[Stage, ...]]:
+    """One layer of the forward graph."""
+    flow = data_flow(features)
+
+    def stages_of(kind: StageKind) -> list[int | None]:
+        return [None] if is_whole(kind, features, whole_attention=whole_attention) else list(range(degree))
+
+    def givers(kind: StageKind, chunk: int | None) -> Iterable[Stage]:
+        for value, source in zip(kind.takes, flow.sources[kind], strict=True):
+            if source is None:
+                continue
+            giver, of_layer = (source.giver, layer)
+            if giver is None:
+                # The first layer takes what the schedule is given.
+                giver, of_layer = flow.output.giver, layer - 1
+                if of_layer < 0:
+                    continue
+            assert giver is not None
+            for given in stages_of(giver):
+                if given is None or chunk is None or given == chunk:
+                    yield Stage(giver, given, of_layer)
+                elif value.layout is Layout.KEYS and given < chunk:
+                    # Attention is causal: a chunk sees the keys of earlier chunks and its own.
+                    yield Stage(giver, given, of_layer)
+
+    graph: dict[Stage, tuple[Stage, ...]] = {}
+    for kind in flow.kinds:
+        for chunk in stages_of(kind):
+            needed = dict.fromkeys(givers(kind, chunk))
+            if chunk and kind.ordered_by is not None and features.has(kind.ordered_by):
+                needed[Stage(kind, chunk - 1, layer)] = None
+            graph[Stage(kind, chunk, layer)] = tuple(needed)
     return graph

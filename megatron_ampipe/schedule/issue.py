@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from megatron_ampipe.schedule.types import COMPUTE, Program, Stage, StageKind
-
-COVERS_A_WAIT = frozenset({StageKind.ATTENTION, StageKind.EXPERT, StageKind.SHARED})
-"""Kinds of stages that keep a device busy while its host waits: the others are over before the host knows
-what it waits for."""
+from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.types import Program, Stage
 
 
 def issue_order(
@@ -25,33 +22,34 @@ def issue_order(
     Args:
         program: One direction of a schedule that :func:`~megatron_ampipe.schedule.check.check` accepted.
         needs: The dependencies of that direction.
-        host_waits: Whether issuing a ``dispatch`` makes the host wait for its ``counts`` (as on CUDA).
-            It is then put after the next compute stage that is long enough to cover the wait, so that the
-            device has work meanwhile. A backward pass has no ``counts`` and nothing is postponed.
+        host_waits: Whether the host waits for a result that it must read (``counts``) when it issues what
+            takes it (``dispatch``), as on CUDA. That stage is then issued after the next compute stage that
+            is long enough to cover the wait, so that the device has work meanwhile. A backward pass has no
+            ``counts`` and nothing is postponed.
     """
     lanes = {order.lane: order.stages for order in program.lanes}
     order = merge_lanes(
         lanes,
         needs,
-        waits_before={stage for stage in needs if host_waits and counts_of(stage, needs) is not None},
-        covers={stage for stage in needs if stage.kind in COVERS_A_WAIT},
+        waits_before={stage for stage in needs if host_waits and read_by_host(stage, needs) is not None},
+        covers={stage for stage in needs if stage.kind.covers_wait},
     )
     assert order is not None, "the program was not checked"
     return order
 
 
-def counts_of(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
-    """The ``counts`` that a host must know before it can issue this stage; None where it need not wait."""
-    return next((needed for needed in needs[stage] if needed.kind is StageKind.COUNTS), None)
+def read_by_host(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
+    """The stage whose result the host must know before it can issue this one; None where it need not wait."""
+    return next((needed for needed in needs[stage] if needed.kind.host_reads), None)
 
 
 def stream_of(lane: str, stage: Stage) -> str:
     """The stream of a device on which a stage of a lane runs.
 
-    Every lane is a stream, except that ``counts`` have their own: behind a ``dispatch`` the host would wait
-    for a whole transfer before it knew a few numbers.
+    Every lane is a stream, except that stages whose result the host reads have a separate one: queued after a
+    ``dispatch``, the host would wait for a whole transfer before it knew a few numbers.
     """
-    return f"{lane} counts" if stage.kind is StageKind.COUNTS and lane != COMPUTE else lane
+    return f"{lane} {stage.kind}" if stage.kind.host_reads and lane != COMPUTE else lane
 
 
 def merge_lanes[S: Hashable](

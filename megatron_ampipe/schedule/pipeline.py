@@ -1,55 +1,76 @@
-"""How blocks are run at present: where the sequence is cut, and in which order the stages run.
+"""How blocks are run: where the sequence is cut, and in which order the stages run.
 
-A plain value. The flags make one, a plan makes one, and ``--ampipe-degree auto`` goes from one to another
-between two iterations. Carried to the blocks by ``layers.context``.
+A plain value, and the only carrier of degrees and shares: flags, plans and benchmarks make one, and
+``--ampipe-degree auto`` replaces one by another between two iterations. ``layers.context`` carries it to the
+blocks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import Self
 
-from megatron_ampipe.config import check_pipeline
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures, restrict
 from megatron_ampipe.schedule.types import Schedule
 
+_ROUNDING_OF_SHARES = 0.015
+"""How far the sum of shares may be from 1: 0.33,0.33,0.33 means thirds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """One way to run every block of a model.
 
-    The sequence is cut into as many chunks as the larger of the two degrees says. In the direction with the
-    smaller one, adjacent chunks stand together: they are computed one behind the other and share a
-    collective.
+    The sequence is cut into as many chunks as the larger of the two degrees. In the direction with the
+    smaller degree, adjacent chunks are grouped: they are computed one after the other and share a collective.
 
     Attributes:
         degree: Of the forward pass.
-        backward_degree: Of the backward pass; one of the two divides the other. As ``degree`` if None.
+        backward_degree: Of the backward pass; one of the two divides the other.
         shares: Of the sequence, with a sum of 1: one for each chunk, or for each part of the forward pass,
             whose chunks are then equal. All equal if None.
         schedule: Name of the order of the stages.
         order: A searched order in place of the named one; has these degrees.
 
     Raises:
-        BadInput: the figures do not go together.
+        BadInput: a degree is wrong, or degrees and shares contradict each other.
     """
 
     degree: int
-    backward_degree: int | None = None
+    backward_degree: int
     shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
     order: Schedule | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
+    @classmethod
+    def of(
+        cls,
+        degree: int,
+        *,
+        backward_degree: int | None = None,
+        shares: tuple[float, ...] | None = None,
+        schedule: str = "ampipe",
+        order: Schedule | None = None,
+    ) -> Self:
+        """A pipeline whose backward degree is the forward one's unless it is given."""
+        return cls(
+            degree=degree,
+            backward_degree=degree if backward_degree is None else backward_degree,
+            shares=shares,
+            schedule=schedule,
+            order=order,
+        )
+
     def __post_init__(self) -> None:
-        shares = self.shares
-        if shares is not None and len(shares) == self.num_chunks:
-            shares = None
-        check_pipeline(self.degree, self.backward_degree, shares)
+        self._check()
         if self.order is not None:
-            assert (self.order.degree, self.order.of_backward) == (self.degree, self.of_backward)
+            assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
         values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order)
         object.__setattr__(self, "_hash", hash(values))
 
@@ -57,15 +78,39 @@ class Pipeline:
         # Blocks look up by it in every pass, and an order has hundreds of stages.
         return self._hash
 
+    def _check(self) -> None:
+        degree, backward = self.degree, self.backward_degree
+        if degree < 1:
+            raise BadInput(
+                "--ampipe-degree",
+                degree,
+                rule="must be a whole number of chunks, at least 1",
+                remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
+            )
+        if backward < 1 or max(degree, backward) % min(degree, backward):
+            raise BadInput(
+                "--ampipe-backward-degree",
+                backward,
+                rule=f"must divide the degree of the forward pass ({degree}), or be divided by it",
+                remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
+            )
+        if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
+            raise BadInput(
+                "--ampipe-degree",
+                degree,
+                rule=f"is not the number of chunks that --ampipe-chunks names ({len(self.shares)})",
+                remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}.",
+            )
+
     @property
-    def of_backward(self) -> int:
-        """The degree of the backward pass."""
-        return self.degree if self.backward_degree is None else self.backward_degree
+    def is_stock(self) -> bool:
+        """Whether nothing is cut, which is Megatron's own layer."""
+        return self.num_chunks == 1
 
     @property
     def num_chunks(self) -> int:
         """Into how many chunks the sequence is cut."""
-        return max(self.degree, self.of_backward)
+        return max(self.degree, self.backward_degree)
 
     def chunks(self, sequence_length: int, layout: SequenceLayout | None = None) -> tuple[Chunk, ...]:
         """The chunks of a sequence.
@@ -98,8 +143,8 @@ class Pipeline:
     def labels(self) -> dict[str, str]:
         """What the timeline of such a run says of it, recorded or predicted."""
         labels = {"degree": str(self.degree), "schedule": self.name}
-        if self.of_backward != self.degree:
-            labels["backward degree"] = str(self.of_backward)
+        if self.backward_degree != self.degree:
+            labels["backward degree"] = str(self.backward_degree)
         if self.shares is not None:
             labels["shares"] = self._shares
         return labels
@@ -115,7 +160,37 @@ class Pipeline:
 
     def __str__(self) -> str:
         degree = f"degree {self.degree}"
-        if self.of_backward != self.degree:
-            degree += f" forward, {self.of_backward} backward"
+        if self.backward_degree != self.degree:
+            degree += f" forward, {self.backward_degree} backward"
         shares = "" if self.shares is None else f", shares {self._shares}"
         return f"{degree}{shares}, schedule {self.name}"
+
+
+def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
+    """Read shares of a sequence, such as ``0.4,0.3,0.3``.
+
+    Args:
+        text: Numbers with commas between them.
+        flag: Where it stands, for the error.
+
+    Returns:
+        The shares, scaled to a sum of exactly 1.
+
+    Raises:
+        BadInput: it is no list of numbers above 0 with a sum of 1.
+    """
+    remedy = f"Use for example {flag} 0.4,0.3,0.3."
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise BadInput(
+            flag, text or "(empty)", rule="is not a list of numbers with commas between them", remedy=remedy
+        ) from None
+    if not all(0 < share < math.inf for share in shares):
+        raise BadInput(flag, text, rule="every share must be above 0", remedy=remedy)
+    total = sum(shares)
+    if abs(total - 1) > _ROUNDING_OF_SHARES:
+        raise BadInput(
+            flag, text, rule=f"the shares must have a sum of 1, and have {total:.6g}", remedy=remedy
+        )
+    return tuple(share / total for share in shares)

@@ -8,29 +8,25 @@
     backward compute: ...
     backward comm: ...
 
+Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``.
 Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.types import (
-    EITHER,
-    WHOLE_BLOCK,
-    Direction,
-    LaneOrder,
-    Program,
-    Schedule,
-    Stage,
-    StageKind,
-)
+from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Scope, StageKind
+from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
 def to_text(schedule: Schedule) -> str:
     """The text form, ending in a newline."""
     header = f"schedule {schedule.name} degree {schedule.degree}"
-    if schedule.of_backward != schedule.degree:
-        header += f" backward {schedule.of_backward}"
+    if schedule.backward_degree != schedule.degree:
+        header += f" backward {schedule.backward_degree}"
     lines = [header]
     for direction in Direction:
         for order in schedule.program(direction).lanes:
@@ -38,8 +34,12 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str) -> Schedule:
+def from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Schedule:
     """Read the text form. The result is well-formed, not yet checked against a block.
+
+    Args:
+        text: What :func:`to_text` returns.
+        kinds: Which stages there are.
 
     Raises:
         BadInput: naming the line that is wrong.
@@ -68,28 +68,59 @@ def from_text(text: str) -> Schedule:
                 remedy="Write for example 'forward compute: qkv attention.0'.",
             )
         direction = Direction(words[0])
-        stages = tuple(_stage(word, number=number, degree=degrees[direction]) for word in tail.split())
+        stages = tuple(
+            _stage(word, number=number, degree=degrees[direction], kinds=kinds) for word in tail.split()
+        )
         programs[direction].append(LaneOrder(words[1], stages))
     return Schedule(
         header[1],
         degree,
         Program(tuple(programs[Direction.FORWARD])),
         Program(tuple(programs[Direction.BACKWARD])),
-        None if degrees[Direction.BACKWARD] == degree else degrees[Direction.BACKWARD],
+        degrees[Direction.BACKWARD],
     )
 
 
-def _stage(word: str, *, number: int, degree: int) -> Stage:
-    name, dot, index = word.partition(".")
-    whole = name in WHOLE_BLOCK or (name in EITHER and not dot)
-    if name in set(StageKind) and (not dot if whole else _is_number(index) and int(index) < degree):
-        return Stage(StageKind(name), None if whole else int(index))
+def stage_from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Stage:
+    """Read the name of a stage, as ``str`` writes it.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    found = _STAGE.fullmatch(text)
+    kind = next((kind for kind in kinds if found is not None and kind.name == found["kind"]), None)
+    if found is None or kind is None or not _fits(kind.scope, found["chunk"]):
+        raise ValueError(f"{text!r} is not a stage")
+    chunk = None if found["chunk"] is None else int(found["chunk"])
+    return Stage(kind, chunk, int(found["layer"] or 0))
+
+
+def _fits(scope: Scope, chunk: str | None) -> bool:
+    return scope is Scope.EITHER or (chunk is None) is (scope is Scope.WHOLE)
+
+
+_STAGE = re.compile(
+    r"(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{1,9}))?(@(?P<layer>[1-9][0-9]{0,8}))?", re.ASCII
+)
+
+
+def _stage(word: str, *, number: int, degree: int, kinds: Sequence[StageKind]) -> Stage:
+    try:
+        stage = stage_from_text(word, kinds=kinds)
+    except ValueError:
+        stage = None
+    if stage is not None and (stage.chunk is None or stage.chunk < degree):
+        return stage
+
+    def names(*scopes: Scope) -> str:
+        return ", ".join(sorted(kind.name for kind in kinds if kind.scope in scopes))
+
     raise BadInput(
         f"schedule line {number}",
         word,
         rule=f"is not a stage of a block of degree {degree}",
-        remedy=f"Stages are {', '.join(StageKind)}, followed by .0 to .{degree - 1} "
-        f"except {', '.join(sorted(WHOLE_BLOCK))}; {', '.join(sorted(EITHER))} also without.",
+        remedy=f"Stages are {', '.join(map(str, kinds))}, followed by .0 to .{degree - 1} "
+        f"except {names(Scope.WHOLE)}; {names(Scope.EITHER)} also without.",
     )
 
 

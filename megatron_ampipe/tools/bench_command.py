@@ -1,4 +1,4 @@
-"""``ampipe bench``: Megatron's own layer against AMPipe's, interleaved in one run, over a chosen link.
+"""``ampipe bench``: compares Megatron's layer with AMPipe's, interleaved in one run, over a chosen link.
 
 Puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
 Imports no torch: that is for the processes it starts. Called by :mod:`megatron_ampipe.cli`.
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             result.write(document, arguments.json)
     finally:
-        # Also where a disk has filled meanwhile: a table is better than nothing. One in a file or a pipe is
-        # read later, by someone with more room.
+        # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
+        # terminal.
         console = Console(width=None if sys.stdout.isatty() else 120)
         (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
@@ -223,7 +223,7 @@ def _check_cases(job: BenchJob, grid: Grid) -> None:
                 remedy="Use --ranks 2, or change the grid.",
             )
         for cut in job.cuts:
-            degree = max(cut.degree, cut.backward_degree or 1)
+            degree = cut.num_chunks
             if degree > case.sequence_length:
                 raise BadInput(
                     "--degrees",

@@ -1,4 +1,4 @@
-"""``ampipe config``: what a launch with these files and flags would be told, and where each value comes from.
+"""``ampipe config``: the flags that a launch with these files gets, and where each value comes from.
 
 Trains nothing and opens no data. Needs Megatron, whose parser checks the settings.
 """
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="check everything that a launch on N ranks checks"
     )
-    parser.set_defaults(passed_on=[])
+    parser.set_defaults(training_flags=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput(
             "--ranks", arguments.ranks, rule="must be a whole number, at least 1", remedy="Use --ranks 8."
         )
-    resolved = check_launch_flags(arguments.passed_on, num_ranks=arguments.ranks)
+    resolved = check_launch_flags(arguments.training_flags, num_ranks=arguments.ranks)
     print(settings.as_yaml(resolved) if arguments.format == "yaml" else settings.as_command(resolved), end="")
     return 0

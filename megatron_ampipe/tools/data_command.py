@@ -71,7 +71,7 @@ Megatron gives whole documents to training, validation and test, as --split says
 enough for --split 99,1,0, files are cut where there are fewer than 200 of them; with --document-bytes 0 they
 stay whole.
 Hidden files and directories and empty files are left out. A run that was interrupted is resumed by the same
-command; until it is finished, nothing stands under the final names.
+command; until it is finished, there are no files with the final names.
 """
 
 
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replace a dataset that stands under PREFIX already, and remove Megatron's cache of it",
+        help="replace an existing dataset PREFIX, and remove Megatron's cache of it",
     )
 
 
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise RunFailed(
             f"{error.filename or paths.prefix} cannot be written ({error.strerror}). Nothing unfinished "
-            f"stands under {paths.prefix}; when that is mended, the same command resumes."
+            f"has the name {paths.prefix}; when that is fixed, the same command resumes."
         ) from error
     print(f"wrote {paths.data} and {paths.index}: {_counts(manifest)}")
     print(_how_to_train(paths))

@@ -1,4 +1,4 @@
-"""Writes checked text files as Megatron's IndexedDataset; an interruption loses little and leaves no debris.
+"""Writes checked text files as Megatron's IndexedDataset; a later run resumes an interrupted one.
 
 Chooses no files (that is :mod:`megatron_ampipe.tools.text_source`) and prints nothing. Called by
 ``ampipe data``.
@@ -6,8 +6,8 @@ Chooses no files (that is :mod:`megatron_ampipe.tools.text_source`) and prints n
 Work goes to ``PREFIX.partial/``: a journal with the fingerprint of the source, and *shards*, each a small
 IndexedDataset of consecutive files that is there whole or not at all. A later run with the same fingerprint
 writes only the shards that are missing. Then the shards are joined, and ``PREFIX.json`` (what the dataset
-was made from), ``PREFIX.bin`` and ``PREFIX.idx`` take their names, in that order: who finds an index, finds
-a finished dataset.
+was made from), ``PREFIX.bin`` and ``PREFIX.idx`` take their names, in that order: if there is an
+index, the dataset is finished.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SHARD_BYTES = 256 << 20
 
 @contextmanager
 def partial_directory(paths: DatasetPaths) -> Iterator[None]:
-    """Make ``PREFIX.partial/`` and hold it against a second ``ampipe data`` for the same prefix.
+    """Make ``PREFIX.partial/`` and lock it, so that no second ``ampipe data`` uses the same prefix.
 
     Raises:
         RunFailed: another process holds it.
@@ -73,7 +73,7 @@ def partial_directory(paths: DatasetPaths) -> Iterator[None]:
 
 
 def begin(paths: DatasetPaths, *, content: str) -> tuple[bool, bool]:
-    """Take over unfinished work of the same source, or throw away that of another one.
+    """Take over unfinished work of the same source, or remove that of another one.
 
     Returns:
         Whether there is work to resume, and whether other work was discarded.
@@ -135,10 +135,10 @@ def write_dataset(
     with _building(builder_class, joined) as builder:
         for number in range(len(shards)):
             builder.add_index(str(paths.shard(number)))
-    # From here until the last name is taken there must be no index beside data that it does not describe.
+    # From here until the last name is taken there must be no index next to data that it does not describe.
     paths.index.unlink(missing_ok=True)
     remove_cache(paths)
-    _write_text(paths.manifest, json.dumps(asdict(manifest), indent=1) + "\n", beside=paths.partial)
+    _write_text(paths.manifest, json.dumps(asdict(manifest), indent=1) + "\n", partial_folder=paths.partial)
     _take_name(joined, paths.prefix)
 
 
@@ -217,7 +217,7 @@ def _documents(file: CheckedFile, *, document_bytes: int) -> Iterator[numpy.ndar
 
 
 def _ends(content: bytes, number: int) -> list[int]:
-    """Where each of ``number`` documents of about the same length ends: behind a line, else a character."""
+    """Where each of ``number`` documents of similar length ends: after a line, else after a character."""
     size = len(content) // number
     ends = []
     for index in range(1, number):
@@ -248,8 +248,8 @@ def _take_name(built: Path, final: Path) -> None:
     _sync(final.parent)
 
 
-def _write_text(path: Path, text: str, *, beside: Path | None = None) -> None:
-    partial = (beside or path.parent) / (path.name + ".new")
+def _write_text(path: Path, text: str, *, partial_folder: Path | None = None) -> None:
+    partial = (partial_folder or path.parent) / (path.name + ".new")
     partial.write_text(text)
     _sync(partial)
     os.replace(partial, path)

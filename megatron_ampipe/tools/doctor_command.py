@@ -1,4 +1,4 @@
-"""``ampipe doctor``: is everything there that training needs, do ranks agree, and does overlap happen here?
+"""``ampipe doctor``: checks what training needs, whether ranks agree, and whether overlap happens.
 
 Puts the parts of :mod:`megatron_ampipe.tools.checkup` together. Works where torch or Megatron is absent or
 broken: neither is imported here. Called by :mod:`megatron_ampipe.cli`, also under torchrun, where the ranks
@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at everything, and say it.
+    """Check everything, and print it.
 
     Returns:
-        0 if all is well, else 1.
+        0 if there is no problem, else 1.
 
     Raises:
         BadInput: the JSON cannot be written where it should be.
-        RunFailed: it could before, and cannot any more.
+        RunFailed: the JSON can no longer be written.
     """
     if arguments.json not in (None, "-"):
         outputs.check(Path(arguments.json), flag="--json")
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         from rich.console import Console
 
-        # A table in a file or a pipe is read later, by someone with more room.
+        # A table in a file or a pipe may be wider than this terminal.
         report.show(findings, Console(width=None if sys.stdout.isatty() else 140))
     return findings.exit_code
 
@@ -84,9 +84,9 @@ def _meet(*, quick: bool) -> dict[str, Any] | str:
         from megatron_ampipe.tools.checkup.rank import examine
 
         return examine(measure_overlap=not quick)
-    # A torch that cannot be imported, a peer that is not there, a network that does not work.
+    # A torch that cannot be imported, a missing peer, a network that does not work.
     except (EnvironmentMissing, ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"the ranks that torchrun has started cannot meet ({type(error).__name__}: {error})"
+        return f"the ranks that torchrun has started cannot connect ({type(error).__name__}: {error})"
 
 
 def _start(found: components.Components) -> dict[str, Any] | str:
@@ -106,13 +106,13 @@ def _judge(findings: report.DoctorFindings, answers: dict[str, Any] | str, *, qu
     findings.ranks, findings.overlap = answers["ranks"], answers["overlap"]
     findings.differences = compare_ranks.differences(findings.ranks)
     for difference in findings.differences:
-        findings.problems.append(f"ranks do not agree on {difference.name}. Start all of them alike.")
+        findings.problems.append(f"ranks do not agree on {difference.name}. Start all of them identically.")
     if findings.overlap is None:
         findings.not_measured = "as --quick asks" if quick else "because one rank on a CPU has no peer"
     elif findings.overlap["device"] == "cuda" and findings.overlap["hidden_share"] < PARTLY:
         findings.problems.append(
             "communication does not overlap with computation on this machine. Look at the variables above; "
-            "with another process on the GPUs, ask again when it is gone."
+            "with another process on the GPUs, run this again when it has ended."
         )
 
 

@@ -1,6 +1,6 @@
 """``ampipe draw``: pictures of the timelines that a run recorded.
 
-Chooses what is shown and says what it amounts to; the drawing itself is
+Chooses what is shown and prints how much was hidden; the drawing itself is
 :mod:`megatron_ampipe.tools.timeline_picture`. Called by :mod:`megatron_ampipe.cli`.
 """
 
@@ -35,7 +35,7 @@ A run writes its traces with --ampipe-trace-dir traces/. Perfetto (ui.perfetto.d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe draw``."""
-    parser.description = "Draw what each rank computed and what travelled meanwhile, as SVG and PNG."
+    parser.description = "Draw what each rank computed and communicated, and when, as SVG and PNG."
     parser.epilog = _EPILOG
     parser.add_argument(
         "traces",
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="NAME",
         type=Path,
-        help="write NAME.svg and NAME.png (default: timeline, beside the traces)",
+        help="write NAME.svg and NAME.png (default: timeline, in the directory of the traces)",
     )
     parser.add_argument(
         "--iteration",
@@ -66,16 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predicted",
         metavar="FILE",
         type=Path,
-        help="lay this prediction of ampipe plan --trace under every rank, and compare",
+        help="draw this prediction of ampipe plan --trace below every rank, and compare",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, and print the share of communication that was hidden; with a prediction, what took how long.
+    """Draw, and print the share of communication that was hidden; with a prediction, the time of each stage.
 
     Raises:
-        BadInput: no trace, not ours, or without the iteration or layer that was asked for; or a prediction
-            of something else.
+        BadInput: no trace, not one of a run, or without the iteration or layer that was asked for; or
+            a prediction of something else.
         EnvironmentMissing: matplotlib is absent.
         RunFailed: the pictures cannot be written.
     """
@@ -109,7 +109,7 @@ def read_timelines(traces: Sequence[Path]) -> list[Timeline]:
     """Read files and directories of files, in the order of their ranks.
 
     Raises:
-        BadInput: a directory without a trace, a file that is no trace, or two traces of one rank.
+        BadInput: a directory without a trace, a file that is not a trace, or two traces of one rank.
     """
     paths: list[Path] = []
     for trace in traces:
@@ -137,7 +137,7 @@ def read_timelines(traces: Sequence[Path]) -> list[Timeline]:
 
 
 def split_passes(spans: Iterable[StageSpan]) -> list[list[StageSpan]]:
-    """Part the spans of one layer and direction into its passes, one for each micro-batch.
+    """Split the spans of one layer and direction into its passes, one for each micro-batch.
 
     A pass ends where a stage comes again. Spans are taken in the order in which they began.
     """
@@ -153,7 +153,7 @@ def split_passes(spans: Iterable[StageSpan]) -> list[list[StageSpan]]:
 
 
 def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Timeline | None:
-    """What is laid under every rank, if anything, in the directions that they hold."""
+    """What is drawn below every rank, if anything, in the directions that they hold."""
     if arguments.predicted is None:
         return None
     if arguments.layer == "all":
@@ -161,7 +161,7 @@ def _prediction(arguments: argparse.Namespace, shown: Sequence[Timeline]) -> Tim
             "--layer",
             "all",
             rule="is every layer, and a prediction is of one block",
-            remedy="Leave it away, or name one layer: --layer 1.",
+            remedy="Leave it out, or name one layer: --layer 1.",
         )
     predicted = read_predicted(arguments.predicted)
     require_fit(predicted, arguments.predicted, shown)
@@ -189,7 +189,7 @@ def _targets(output: Path) -> list[Path]:
             "--output",
             output,
             rule="has a suffix, and both an SVG and a PNG are written",
-            remedy=f"Leave it away: {output.with_suffix('')}.",
+            remedy=f"Leave it out: {output.with_suffix('')}.",
         )
     if output.is_dir():
         raise BadInput(

@@ -22,7 +22,7 @@ def check_launch_flags(words: Sequence[str], *, num_ranks: int | None) -> Resolv
 
     Args:
         words: Flags of Megatron and AMPipe, with ``--ampipe-config`` in them or not.
-        num_ranks: For how many ranks a launch is checked as well; None for none.
+        num_ranks: Also check a launch on so many ranks; None for no such check.
 
     Raises:
         EnvironmentMissing: torch or Megatron is not there.
@@ -30,13 +30,13 @@ def check_launch_flags(words: Sequence[str], *, num_ranks: int | None) -> Resolv
     """
     from megatron_ampipe.launch import pretrain, settings
 
-    # Some libraries greet on standard output when they are imported.
+    # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         pretrain.import_megatron()
         parser = pretrain.full_parser()
     resolved = settings.resolve(words, parser)
     pretrain.check_settings(resolved, parser)
-    # Refuses what is no flag at all.
+    # Refuses words that are not flags.
     parser.parse_args(resolved.words)
     if num_ranks is not None:
         _check_launch(resolved.words, num_ranks=num_ranks)

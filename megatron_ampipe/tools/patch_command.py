@@ -1,4 +1,4 @@
-"""``ampipe patch``: puts AMPipe's flags into a Megatron-LM tree, or takes them out.
+"""``ampipe patch``: puts AMPipe's flags into a Megatron-LM tree, or removes them.
 
 What is inserted, and the checksums of every touched file before and after, lie in ``patches/`` by version of
 Megatron; the inserted lines call :mod:`megatron_ampipe.launch.patched`. A file that is neither the release's
@@ -24,9 +24,9 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 
 _EPILOG = """\
 examples:
-  ampipe patch check Megatron-LM       does it fit, or is it in it already
+  ampipe patch check Megatron-LM       whether it fits, or was applied already
   ampipe patch apply Megatron-LM       after this, pretrain_gpt.py --ampipe-degree 4 needs no launcher
-  ampipe patch revert Megatron-LM      gives back the release, to the byte
+  ampipe patch revert Megatron-LM      restores the release exactly
 
 Without a patch, -m megatron_ampipe.launch PATH/pretrain_gpt.py does the same. docs/checkout.md has both.
 """
@@ -36,7 +36,7 @@ PATCHES = next(
     (found for parent in (_PACKAGE, _PACKAGE.parent) if (found := parent / "patches").is_dir()),
     _PACKAGE.parent / "patches",
 )
-"""In the package where a wheel brought them, else beside it in a checkout."""
+"""In the package of an installed wheel, else next to it in a checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,7 @@ class Patch:
             oldest = compat.MINIMUM_VERSIONS["megatron-core"]
             remedy = "Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no patch."
             if found < Version(oldest):
-                remedy = (
-                    f"Use Megatron {oldest} or later: AMPipe runs on none before it, patched or launched."
-                )
+                remedy = f"Use Megatron {oldest} or later: AMPipe runs on no earlier one."
             raise BadInput(
                 "PATH",
                 tree,
@@ -134,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("apply", "check", "revert"),
-        help="apply puts it in, revert takes it out, check writes nothing and says whether it is in or fits",
+        help="apply puts it in, revert removes it, check only says whether it was applied or fits",
     )
     parser.add_argument(
         "path", type=Path, metavar="PATH", help="a Megatron-LM checkout, the folder with megatron/ in it"
@@ -201,7 +199,7 @@ def write(patch: Patch, tree: Path, *, revert: bool) -> None:
             check=True,
         )
         found = {name: _checksum(copy / name) for name in expected}
-        assert found == expected, "a patch and its files.json do not belong together"
+        assert found == expected, "a patch and its files.json do not match"
         for name in expected:
             os.replace(copy / name, tree / name)
 

@@ -38,7 +38,7 @@ examples:
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures of your own machines; the plan as a file, and a picture of the predicted timeline
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
-      the predicted timeline of a run with --ampipe-degree 4, to lay over its traces with ampipe draw
+      the predicted timeline of a run with --ampipe-degree 4, to compare with its traces by ampipe draw
 
 A model is a YAML file of Megatron's flags without dashes, a cluster a YAML file of fitted times; both are
 also found by name in configs/models and configs/clusters.
@@ -52,17 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.add_argument(
-        "--model", required=True, metavar="FILE", help="model file, or the name of one of ours"
+        "--model", required=True, metavar="FILE", help="model file, or the name of a shipped one"
     )
     parser.add_argument(
-        "--cluster", required=True, metavar="FILE", help="cluster file, or the name of one of ours"
+        "--cluster", required=True, metavar="FILE", help="cluster file, or the name of a shipped one"
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FLAG=VALUE",
-        help="a flag of Megatron's over what the model file says, for example seq-length=8192; repeatable",
+        help="a Megatron flag that replaces the model file's, for example seq-length=8192; repeatable",
     )
     parser.add_argument(
         "--ranks", type=at_least(1), metavar="N", help="ranks of the whole run (default: those of one node)"
@@ -157,13 +157,13 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> Timeline | None:
-    """What ``--trace`` and ``--picture`` show; None where nobody asked."""
+    """What ``--trace`` and ``--picture`` show; None if neither was asked for."""
     if arguments.trace is None and arguments.picture is None:
         if arguments.trace_of is not None:
             raise BadInput(
                 "--trace-of",
                 arguments.trace_of.degree,
-                rule="says of what a timeline is written, and none is",
+                rule="chooses the timeline that is written, and none is written",
                 remedy="Add --trace FILE or --picture NAME.",
             )
         return None
@@ -287,7 +287,7 @@ def _setting(text: str) -> tuple[str, Any]:
     try:
         return key, value_of(value)
     except ValueError:
-        raise BadInput("--set", text, rule="has a value that is no YAML", remedy="Quote it.") from None
+        raise BadInput("--set", text, rule="has a value that is not YAML", remedy="Quote it.") from None
 
 
 def _at_least_one(text: str) -> float:

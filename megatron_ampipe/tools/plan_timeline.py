@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
 from megatron_ampipe.timeline import PREDICTED, Timeline
 
 _MOST_CHUNKS = 64
@@ -33,8 +32,8 @@ def parse_pipeline(text: str) -> Pipeline:
             f"{text!r} is no degree such as 4, 4:2 or 4,moe-only (orders: {', '.join(SCHEDULE_NAMES)})"
         )
     try:
-        pipeline = Pipeline(
-            degree=int(forward),
+        pipeline = Pipeline.of(
+            int(forward),
             backward_degree=int(backward) if colon else None,
             schedule=schedule or SCHEDULE_NAMES[0],
         )
@@ -57,7 +56,7 @@ def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str)
     Args:
         predictor: Of the workload on the cluster.
         pipeline: What runs.
-        source: From what it is predicted.
+        source: Names the model and the cluster.
 
     Raises:
         BadInput: the sequence has fewer rows than the pipeline has chunks.
@@ -82,7 +81,7 @@ def draw(timeline: Timeline, name: Path) -> None:
         EnvironmentMissing: matplotlib is absent.
         RunFailed: a file cannot be written.
     """
-    # Imported only here: without a picture, matplotlib need not be there.
+    # Imported here, so that matplotlib is needed only for a picture.
     from megatron_ampipe.tools import timeline_picture
 
     targets = [name.with_name(name.name + suffix) for suffix in timeline_picture.SUFFIXES]

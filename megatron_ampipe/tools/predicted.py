@@ -1,4 +1,4 @@
-"""A predicted timeline held against recorded ones: whether they fit together, and how long each stage took.
+"""A predicted timeline compared with recorded ones: whether they fit together, and how long each stage took.
 
 ``ampipe plan --trace`` writes the prediction, ``ampipe draw --predicted`` reads it. Draws nothing. Called by
 :mod:`megatron_ampipe.tools.draw_command`.
@@ -21,7 +21,7 @@ _SHOWN_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedTime:
     """One kind of stage in one direction, or the whole pass.
 
     Attributes:
@@ -54,7 +54,7 @@ def read_predicted(path: Path) -> Timeline:
 
 
 def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -> None:
-    """Hold what was predicted against what ran.
+    """Refuse a prediction of something else than what ran.
 
     Args:
         predicted: One block.
@@ -69,7 +69,7 @@ def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -
             raise BadInput(
                 "TRACE",
                 f"of rank {timeline.rank}",
-                rule="is a prediction, and --predicted wants recorded traces to hold one against",
+                rule="is a prediction, and --predicted needs recorded traces to compare it with",
                 remedy="Give the directory that a run got as --ampipe-trace-dir.",
             )
         labels = ("degree", "backward degree", "schedule", "shares")
@@ -85,7 +85,7 @@ def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -
             _require_same_stages(predicted, path, timeline, direction)
 
 
-def compare(predicted: Timeline, measured: Sequence[Timeline]) -> list[Row]:
+def compare(predicted: Timeline, measured: Sequence[Timeline]) -> list[ComparedTime]:
     """Every kind of stage in both directions, in the order in which the prediction begins them.
 
     Args:
@@ -100,19 +100,19 @@ def compare(predicted: Timeline, measured: Sequence[Timeline]) -> list[Row]:
         kinds = dict.fromkeys(_kind(span.stage) for span in predicted.spans if span.direction == direction)
         for kind in kinds:
             mean_ms = statistics.fmean(_kind_ms(one, direction, kind) for one in ran)
-            rows.append(Row(direction, kind, _kind_ms(predicted, direction, kind), mean_ms))
+            rows.append(ComparedTime(direction, kind, _kind_ms(predicted, direction, kind), mean_ms))
         mean_ms = statistics.fmean(one.length_us(direction) / 1e3 for one in ran)
-        rows.append(Row(direction, "first to last", predicted.length_us(direction) / 1e3, mean_ms))
+        rows.append(ComparedTime(direction, "first to last", predicted.length_us(direction) / 1e3, mean_ms))
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """For people: the passes, and under them both together."""
+def table_of(rows: Sequence[ComparedTime]) -> Table:
+    """A table to print: each row, and the whole pass in the last line."""
     table = Table(title="one block, one micro-batch, mean over the ranks drawn")
     for name in ("direction", "stages", "predicted ms", "measured ms", "measured/predicted"):
         table.add_column(name, justify="left" if name in ("direction", "stages") else "right", no_wrap=True)
     totals = [row for row in rows if row.what == "first to last"]
-    both = Row(
+    both = ComparedTime(
         "both",
         "first to last",
         sum(row.predicted_ms for row in totals),
@@ -169,7 +169,7 @@ def _described(timeline: Timeline) -> str:
 
 
 def _stages(timeline: Timeline, direction: str) -> set[tuple[str, str]]:
-    """Each with its lane: a collective on the lane of the computation is no collective beside it."""
+    """Each with its lane: a collective on the compute lane does not overlap."""
     return {(span.lane, span.stage) for span in timeline.spans if span.direction == direction}
 
 

@@ -26,7 +26,7 @@ from megatron_ampipe.tools.profiling.profile_job import ProfileJob
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 NUM_PARTS = 3
-"""Steps of a measurement before the rounds of a real block: computation, collectives, both side by side."""
+"""Steps of a measurement before the rounds of a real block: computation, collectives, both concurrently."""
 WARMUP = 2
 """Rounds of a real block that do not count."""
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     grid = "file of blocks, or a name in configs/bench: the sizes of one of them are measured"
     link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
-    timeout = "give up after so many seconds without a sign of life"
+    timeout = "fail after so many seconds without an answer of any rank"
     chosen = " (default: %(default)s)"
     add("--output", metavar="FILE", type=Path, required=True, help="the cluster file to write")
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BadInput: an argument is refused.
         EnvironmentMissing: the link needs what is not there.
-        RunFailed: a rank was lost, the times of some operation lie on no line, or the file cannot be written.
+        RunFailed: a rank was lost, no line fits the times of some operation, or the file cannot be written.
     """
     outputs.check(arguments.output, flag="--output")
     case = _case(arguments)
@@ -183,7 +183,7 @@ def _show(profile: Profile) -> None:
         table.add_row(family, _figures(line.figures), f"{line.r_squared:.4f}", f"{line.worst:.0%}")
     overlap = profile.cluster.overlap
     table.add_row(
-        "side by side",
+        "concurrent",
         f"computation {overlap.compute_slowdown:.2f} times as long, communication "
         f"{overlap.communication_slowdown:.2f} times and {overlap.latency_us:.4g} us",
         "",
@@ -198,7 +198,7 @@ def _figures(figures: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def _progress(*, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, nothing elsewhere; yields what is to be told each event of the first rank."""
+    """A bar on the terminal, nothing elsewhere; yields what takes each event of the first rank."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,8 +1,8 @@
 """``ampipe sbatch``: a job script for SLURM from a model, a cluster and a number of nodes.
 
-Declares and checks the arguments, shows the script, and hands it to ``sbatch`` where that is asked for. What
-the script does stands in :mod:`megatron_ampipe.tools.slurm`. Imports neither torch nor Megatron, which login
-nodes often lack; a process of its own asks Megatron about the flags, where it is there. Called by
+Declares and checks the arguments, shows the script, and gives it to ``sbatch`` on request. What
+the script does is in :mod:`megatron_ampipe.tools.slurm`. Imports neither torch nor Megatron, which login
+nodes often lack; a separate process asks Megatron about the flags, where it is installed. Called by
 :mod:`megatron_ampipe.cli`.
 """
 
@@ -35,7 +35,7 @@ examples:
   ampipe sbatch --model mixtral-8x7b --cluster a800x8-20gbps --nodes 4 --run my-run.yaml
       show the script for four nodes, then ask whether to submit it
   ampipe sbatch --nodes 1 --gpus-per-node 8 --model my-model.yaml --output job.sbatch -- --bf16 --lr 1e-4
-      write it to a file; what stands behind -- are Megatron's flags, and go before what the files say
+      write it to a file; what follows -- are Megatron's flags, and replace what the files say
   ampipe sbatch --nodes 2 --site site.yaml --model my-model.yaml --run my-run.yaml --submit
       submit it, with what is the same for every job of a cluster in one file (docs/slurm.md)
   ampipe sbatch --nodes 2 --gpus-per-node 8 --model my-model.yaml --container reg.org#me/image --submit
@@ -44,8 +44,8 @@ examples:
       five jobs, each waits for the one before: where jobs may not go back to the queue
 
 The job saves and goes back to the queue before its time is up or after a failure, and goes on from its last
-checkpoint. Each job has a folder of its own, runs/JOB-NAME/JOB-NUMBER; to go on with what another job left,
-name its folder with --folder. 'none' takes away what the site's file says. docs/slurm.md explains all of it.
+checkpoint. Each job has a folder, runs/JOB-NAME/JOB-NUMBER; to go on with what another job left,
+name its folder with --folder. 'none' removes what the site's file says. docs/slurm.md explains all of it.
 """
 
 
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the script, write it where that was asked for, submit it where that was asked for or is agreed to.
+    """Show the script, write it on request, submit it on request or if the user agrees.
 
     Raises:
         BadInput: an argument or a file is refused.
@@ -139,7 +139,7 @@ def make_job(arguments: argparse.Namespace) -> Job:
             "--model",
             "(not given)",
             rule="there is nothing to train",
-            remedy="Give --model mixtral-8x7b, a YAML file of your own, or Megatron's flags behind --.",
+            remedy="Give --model mixtral-8x7b, your YAML file, or Megatron's flags after --.",
         )
     if arguments.gpus_per_node is None:
         raise BadInput(
@@ -226,12 +226,12 @@ def _is_number(text: str) -> bool:
 
 
 def _agreed() -> bool:
-    """Whether the user wants it submitted; nobody is asked where nobody can answer, and is told so."""
+    """Whether the user wants it submitted. Without a terminal it asks nothing, and says so."""
     reason = None
     if shutil.which("sbatch") is None:
         reason = "there is no sbatch on the PATH. Write the script with --output job.sbatch and submit that"
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
-        reason = "without a terminal nobody can be asked. Add --submit, or --output job.sbatch"
+        reason = "without a terminal it cannot ask. Add --submit, or --output job.sbatch"
     if reason is not None:
         print(f"{reason}.", file=sys.stderr)
         return False

@@ -1,9 +1,9 @@
 """Draws timelines with matplotlib: a row for each lane of each rank, a colour for each chunk.
 
-A timeline that was predicted is one more, on a ground of its own; it stands where the caller puts it, for
-example under the rank that it is held against.
+A timeline that was predicted is one more, with another background; the caller chooses its place, for
+example below the rank that it is compared with.
 
-Chooses nothing: what it is given, it draws. Called by :mod:`megatron_ampipe.tools.draw_command`.
+Chooses nothing of what it draws. Called by :mod:`megatron_ampipe.tools.draw_command`.
 
 The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
 does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which is told apart by all common kinds of colour vision, without its black and
-# its pale yellow; the order keeps neighbouring chunks far apart.
+# Okabe and Ito's palette, for all common kinds of colour vision, without its black and its pale yellow; the
+# order keeps neighbouring chunks far apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C6BB1", "#7F7F3F")
 WHOLE_BLOCK = "#A6A9AD"
 
@@ -112,13 +112,13 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
 
 
 def layers_of(timeline: Timeline) -> str:
-    """``layer 2`` or ``layers 1-4``: what a timeline holds, for people."""
+    """``layer 2`` or ``layers 1-4``: what a timeline holds, as text."""
     layers = sorted({span.layer for span in timeline.spans})
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]}-{layers[-1]}"
 
 
 def chunk_colours(chunks: Sequence[int]) -> dict[int, str]:
-    """A colour for each chunk: the palette, or for more chunks than it has, an even walk through viridis."""
+    """A colour for each chunk: the palette, or for more chunks than it has, colours evenly from viridis."""
     if len(chunks) <= len(PALETTE):
         return dict(zip(chunks, PALETTE, strict=False))
     from matplotlib import colormaps
@@ -219,13 +219,13 @@ def _dress(axes: Axes, rows: Sequence[_Row], *, panel: _Panel, panel_in: float) 
 def _draw_row(
     axes: Axes, row: _Row, spans: Sequence[StageSpan], *, colours: dict[int, str], in_per_ms: float
 ) -> None:
-    """Bars in one collection for each look, so that tens of thousands of spans stay quick; then the names."""
+    """Bars in one collection for each style, which is fast for tens of thousands of spans; then the names."""
     looks: defaultdict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
     bar_in = _ROW_IN * _BAR_SHARE
     for span in spans:
         begin_ms, length_ms = span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3
         fill = _fill(span, colours)
-        # Paper shows between neighbours; an edge drawn in white would swallow the narrow ones whole.
+        # A gap between neighbours: a white edge would cover narrow ones completely.
         shown_ms = length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms)
         looks[fill, span.direction == "backward"].append((begin_ms, shown_ms))
         name = _fitting_name(span, room_in=length_ms * in_per_ms)
@@ -280,7 +280,7 @@ def _draw_margins(
 
 
 def _hidden(timelines: Sequence[Timeline]) -> str:
-    """Second line of the picture; a prediction that stands under a recorded rank is said behind it."""
+    """Second line of the picture; the share of a prediction comes after that of the recorded ranks."""
     recorded = [timeline for timeline in timelines if not timeline.is_predicted]
     total_us = sum(timeline.communication_us for timeline in recorded or timelines)
     hidden_us = sum(timeline.hidden_us for timeline in recorded or timelines)
@@ -339,7 +339,7 @@ def _fill(span: StageSpan, colours: dict[int, str]) -> str:
 
 
 def _fitting_name(span: StageSpan, *, room_in: float) -> str:
-    """The stage's name, its first letter with the chunk, or nothing: the longest that has room in the bar."""
+    """The stage's name, its first letter with the chunk, or nothing: the longest that fits into the bar."""
     for name in (span.stage, _initial(span)):
         if len(name) * _LABEL_PT * _CHARACTER_SHARE / 72 + 0.05 <= room_in:
             return name
@@ -352,7 +352,7 @@ def _initial(span: StageSpan) -> str:
 
 
 def _initials(timelines: Sequence[Timeline]) -> str:
-    """What the initials in the bars stand for."""
+    """What the initials in the bars mean."""
     stages = {span.stage.partition(".")[0] for timeline in timelines for span in timeline.spans}
     return "   ".join(f"{_letter(stage)} {stage}" for stage in sorted(stages))
 
@@ -371,10 +371,10 @@ def _write(figure: Figure, target: Path) -> None:
     kind = target.suffix.removeprefix(".")
     dpi = min(_PNG_DPI, _MAX_PNG_PIXELS / max(figure.get_size_inches()))
     metadata = {"Date": None} if kind == "svg" else None
-    with outputs.whole(target) as partial:
+    with outputs.atomic_file(target) as partial:
         figure.savefig(partial, format=kind, dpi=dpi, metadata=metadata)
 
 
 def _letter(stage: str) -> str:
-    """What stands for a stage where its name does not fit; counts and combine share an initial."""
+    """The initial of a stage, where its name does not fit; counts and combine share one."""
     return "#" if stage == "counts" else stage[:1].upper()

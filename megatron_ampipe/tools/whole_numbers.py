@@ -1,4 +1,4 @@
-"""A type of argument that several tools take: whole numbers of a range."""
+"""A type of argument that several tools use: whole numbers of a range."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 LARGEST_SEED = 2**32 - 1
-"""That every library takes."""
+"""The largest that every library accepts."""
 
 
 def at_least(minimum: int, *, at_most: int | None = None) -> Callable[[str], int]:

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pack",
         metavar="DIR",
         type=Path,
-        help="check nothing: download the wheels that the check needs beside torch into DIR",
+        help="check nothing: download the wheels that the check needs in addition to torch into DIR",
     )
     parser.add_argument(
         "--wheels",

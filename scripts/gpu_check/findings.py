@@ -24,7 +24,7 @@ _PARITY = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
-    "test_equals_the_sequence_of_stages": "under stress, against its stages in turn",
+    "test_equals_the_sequence_of_stages": "under stress, compared with its stages in turn",
     "test_equals_stock_at_real_sizes": "under stress, parity fp32",
     "test_a_missing_wait_is_seen": "the stress shows a missing wait",
     "test_an_early_release_is_seen": "the stress shows an early release",
@@ -117,7 +117,7 @@ def _profile(text: str) -> Iterator[Row]:
     )
     for direction in DIRECTIONS:
         waits = dict(found["host_waits"][direction])
-        # The split sizes of dropless routing: one wait for each chunk, behind the next chunk's attention.
+        # The split sizes of dropless routing: one wait for each chunk, after the next chunk's attention.
         allowed = found["degree"] if direction == "forward" else 0
         for_counts = waits.pop(_COUNTS_WAIT, 0)
         others = ", ".join(f"{count} x {call}" for call, count in sorted(waits.items()))

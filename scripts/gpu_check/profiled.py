@@ -1,6 +1,6 @@
 """The step that profiles one block on the GPU: overlap, host synchronisation, peak memory.
 
-A process of its own: ``python -m gpu_check.profiled``. The block, its weights and the
+A separate process: ``python -m gpu_check.profiled``. The block, its weights and the
 emulated link are those of ``ampipe bench``; ranks are pretended. Started by :mod:`.steps`.
 """
 
@@ -50,7 +50,7 @@ def _job(case: Case, link: str, device: Any) -> BenchJob:
     return BenchJob(
         cases=(case,),
         schedules=("ampipe",),
-        cuts=(Cut(2), Cut(DEGREE), Cut(8)),
+        cuts=(Cut.of(2), Cut.of(DEGREE), Cut.of(8)),
         link=link,
         num_ranks=min(_RANKS, case.experts),
         pretended=True,
@@ -83,14 +83,14 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
 
     on_cuda = job.device == "cuda"
     factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
-    block = _Block(case, on_cuda=on_cuda, seed=job.seed)
+    block = _MarkedPasses(case, on_cuda=on_cuda, seed=job.seed)
     peaks = {}
     for variant in job.variants:
         layer = factory.stock if variant.schedule == STOCK else factory.build(variant)
         for _ in range(job.warmup):
             block.run(layer)
         peaks[str(variant)] = block.peak_bytes(layer)
-    pipelined = factory.build(Variant("ampipe", Cut(DEGREE)))
+    pipelined = factory.build(Variant("ampipe", Cut.of(DEGREE)))
     for _ in range(job.warmup):
         block.run(pipelined)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -108,7 +108,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     }
 
 
-class _Block:
+class _MarkedPasses:
     """Passes through layers, always of the same input and output gradient."""
 
     def __init__(self, case: Case, *, on_cuda: bool, seed: int) -> None:

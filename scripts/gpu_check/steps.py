@@ -1,7 +1,7 @@
 """What the check runs, one process after another, and for how long each may run. Called by :mod:`.__main__`.
 
 A step that would not end in time is cut: its processes are killed, and the table says so. So the check ends
-when it has to, whatever hangs.
+in time, whatever hangs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SHORTEST_S = 5.0
 
 
 class Outcome(StrEnum):
-    """How a step, or one line of its findings, came out."""
+    """The result of a step, or of one line of its findings."""
 
     OK = "ok"
     DIFFERENT = "DIFFERENT"
@@ -74,14 +74,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of a step.
+    """The result of a step.
 
     Attributes:
         kind: Of the step.
         name: Of the step.
         outcome: By its exit code and its time; what it found is for :mod:`.findings`.
         seconds: How long it ran.
-        said: Its last line, where it was not well.
+        said: Its last line, if it failed.
         found: What it wrote, as text; None if nothing.
     """
 
@@ -119,7 +119,7 @@ class Device:
 
     @classmethod
     def ask(cls, environment: Mapping[str, str]) -> Device:
-        """Look, in a process of its own.
+        """Ask torch, in a separate process.
 
         Raises:
             EnvironmentMissing: there is no torch, or it finds no CUDA device.

@@ -88,6 +88,6 @@ def _waits(events: list[dict[str, Any]], direction: str) -> dict[str, int]:
 
 
 def _waits_for_device(call: str) -> bool:
-    # A copy to pageable memory is Async by name; the synchronisation of its stream behind it is what counts.
+    # A copy to pageable memory is Async by name; the synchronisation of its stream after it is what counts.
     copies = call.startswith(("cudaMemcpy", "cuMemcpy"))
     return call.endswith("Synchronize") or (copies and "Async" not in call)

@@ -1,6 +1,6 @@
 """The wheels that a machine with torch and without a network lacks: packing here, unpacking there.
 
-Python's own library, and pip for packing alone. torch is not among them, nor what torch brings. Compiled
+Python's own library, and pip for packing alone. torch is not among them, nor what comes with torch. Compiled
 modules are left out on unpacking: the two there are have a pure Python stand-in or serve datasets only, which
 the check does not read. So one pack serves every Python from 3.12 on. Called by :mod:`.__main__`.
 """
@@ -93,7 +93,7 @@ def pack(folder: Path) -> int:
 
 
 def unpack(folder: Path, site: Path) -> None:
-    """Put what :func:`pack` downloaded, but for compiled modules, into a folder of its own.
+    """Put what :func:`pack` downloaded, but for compiled modules, into a separate folder.
 
     Raises:
         BadInput: there are no wheels, or something that is none.

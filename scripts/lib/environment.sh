@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# The environment that every script runs in; sourced, never run.
+# The environment of all scripts; sourced, never run.
 #
-# The first time it finds a Python, makes .venv in the checkout and installs the package and what it needs
-# into it; after that it compares a stamp and is done in milliseconds. Sets `root` and `python`, changes to
-# the checkout, and points every cache below it, so that nothing is left anywhere else.
+# The first time, it finds a Python, creates .venv in the checkout and installs the package and its dependencies.
+# After that it only compares a stamp, which takes milliseconds. Sets `root` and `python`, changes to the
+# checkout, and puts all caches below it, so that nothing is written anywhere else.
 #
-# .venv/.ampipe-stamp       what is installed; written last, so it is there only when all of it is
-# .venv/.ampipe-installing  an installation of ours has begun; still there when it was interrupted
+# .venv/.ampipe-stamp       what is installed; written last, so it exists only if the installation is complete
+# .venv/.ampipe-installing  an installation by this script has started; still exists if it was interrupted
 
 root=$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 cd "$root" || exit 1
@@ -19,7 +19,7 @@ needed_gb=12
 
 say() { printf 'ampipe: %s\n' "$*"; }
 
-# fail SUMMARY [REMEDY...]: one line of what is wrong, then what to do.
+# fail SUMMARY [REMEDY...]: prints one line about the error, then what to do, and exits.
 fail() {
     printf 'ampipe: %s\n' "$1" >&2
     shift
@@ -27,8 +27,8 @@ fail() {
     exit 1
 }
 
-# What another environment has set must not reach this one. The pip variables would redirect the install;
-# the rest of the machine's pip settings (index, proxy, certificates) are left alone.
+# Removes the variables of other environments. These pip variables would redirect the installation; the other pip
+# settings of the machine (index, proxy, certificates) stay.
 leave_other_environments() {
     unset PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV PIP_TARGET PIP_PREFIX PIP_ROOT
     export PIP_USER=0
@@ -49,14 +49,14 @@ keep_caches_inside() {
     export WANDB_CACHE_DIR=$cache/wandb WANDB_CONFIG_DIR=$cache/wandb
     export WANDB_DATA_DIR=$cache/wandb WANDB_DIR=$cache/wandb
     mkdir -p "$PYTEST_DEBUG_TEMPROOT" "$WANDB_DIR"
-    # matplotlib lists the system's fonts, and fontconfig then writes its cache where its settings say.
+    # matplotlib lists the system's fonts, for which fontconfig writes a cache.
     export FONTCONFIG_FILE=$cache/fonts.conf
     printf '<fontconfig><cachedir>%s</cachedir><include ignore_missing="yes">%s</include></fontconfig>\n' \
         "$cache/fontconfig" /etc/fonts/fonts.conf >"$FONTCONFIG_FILE"
 }
 
-# Prints "ok VERSION PATH" for an interpreter that can carry the package, else "no VERSION REASON".
-# Runs on whatever is called python, so it is written for Python 2 as well.
+# Prints "ok VERSION PATH" for an interpreter that can run the package, otherwise "no VERSION REASON".
+# Also runs on Python 2, because `python` may be one.
 probe='import sys
 version = "%d.%d.%d" % sys.version_info[:3]
 try:
@@ -77,7 +77,7 @@ elif not has_venv:
     reason = "lacks the venv module (Debian and Ubuntu: install python3.%d-venv)" % sys.version_info[1]
 print("no %s %s" % (version, reason) if reason else "ok %s %s" % (version, sys.executable))'
 
-# interpreters VERSION: everything that may be a Python of that version, one path a line.
+# interpreters VERSION: candidates for a Python of that version, one path per line.
 interpreters() {
     local each
     type -aP "python$1" python3 python 2>/dev/null || true
@@ -89,7 +89,7 @@ interpreters() {
     fi
 }
 
-# Sets `base_python`, or explains how to get a Python. 3.12 and 3.13 first: a newer one may have no torch yet.
+# Sets `base_python`, or explains how to install a Python. 3.12 and 3.13 first: there may be no torch for newer ones.
 find_python() {
     local wanted candidate answer seen=$'\n'
     rejected=()
@@ -114,7 +114,7 @@ find_python() {
     done
     fail "no Python 3.12 or newer was found (on PATH, among pyenv's versions, with uv)." \
         ${rejected[@]+"${rejected[@]}"} \
-        "Get one in any of these ways, then run this script again:" \
+        "Install one in any of these ways, then run this script again:" \
         "  uv python install 3.12" \
         "  pyenv install 3.12" \
         "  conda create -n python3.12 python=3.12 && conda activate python3.12" \
@@ -122,13 +122,13 @@ find_python() {
         "  dnf install python3.12                         (Fedora, RHEL 9)"
 }
 
-# What the environment is for: a virtual environment works neither at another path nor with another Python.
+# What the environment was made for: a virtual environment cannot be moved, nor used with another Python.
 identity() {
     printf 'checkout %s\n' "$root"
     "$python" -I -S -c 'import sys; print("python %d.%d" % sys.version_info[:2])' 2>/dev/null
 }
 
-# What is installed in it. A checksum: it has to notice an edit, not an attack.
+# What is installed in it, as a checksum.
 inputs() { printf 'inputs %s\n' "$(cat setup.py constraints.txt | cksum)"; }
 
 make_venv() {
@@ -136,17 +136,17 @@ make_venv() {
     local free_kb
     free_kb=$(df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print $4 }')
     if [ "${free_kb:-999999999}" -lt $((needed_gb * 1024 * 1024)) ]; then
-        say "only $((free_kb / 1024 / 1024)) GB are free here, and with CUDA builds of torch about $needed_gb are needed"
+        say "only $((free_kb / 1024 / 1024)) GB are free here, but about $needed_gb are needed with a CUDA build of torch"
     fi
-    say "making .venv with Python $base_version ($base_python)"
-    # Of an interrupted installation pip's download cache is kept, and what it had unpacked is not.
+    say "creating .venv with Python $base_version ($base_python)"
+    # Keeps pip's download cache of an interrupted installation, and removes everything else.
     find "$venv/" -mindepth 1 -maxdepth 1 ! -name cache ! -name .ampipe-lock -exec rm -rf {} +
     : >"$marker"
     PYTHONDONTWRITEBYTECODE=1 "$base_python" -m venv "$venv" >"$cache/install.log" 2>&1 ||
-        fail "$base_python -m venv failed; its last words:" "$(tail -n 3 "$cache/install.log")"
+        fail "$base_python -m venv failed; the end of its output:" "$(tail -n 3 "$cache/install.log")"
 }
 
-# Of all that pip says, the lines that tell how far it is.
+# Prints the lines of pip's output that show its progress.
 show_progress() {
     local line
     while IFS= read -r line; do
@@ -154,7 +154,7 @@ show_progress() {
         case $line in
             *Downloading*" MB"*) case $line in *[0-9][0-9]"."[0-9]" MB"*) say "  ${line#"${line%%[! ]*}"}" ;; esac ;;
             *Downloading*" GB"*) say "  ${line#"${line%%[! ]*}"}" ;;
-            "Installing collected packages"*) say "  unpacking (some minutes)" ;;
+            "Installing collected packages"*) say "  unpacking (takes some minutes)" ;;
         esac
     done
 }
@@ -169,19 +169,19 @@ explain_pip() {
             "then run this script again."
     elif grep -q 'No matching distribution found' "$log"; then
         fail "$(grep -m 1 'No matching distribution found' "$log")" \
-            "The index has no build for this Python and this system. Python 3.12 on Linux is the tested one:" \
+            "The index has no build for this Python and this system. Tested with Python 3.12 on Linux:" \
             "put it on PATH, remove .venv, and run this script again."
     fi
     fail "pip failed; the end of $log:" "$(tail -n 15 "$log")"
 }
 
 install_package() {
-    say "installing torch, Megatron and the test tools into .venv (the first time 3 to 6 GB and some minutes)"
+    say "installing torch, Megatron and the test tools into .venv (the first time: 3 to 6 GB, some minutes)"
     rm -rf "$cache/tmp"
     mkdir -p "$cache/tmp"
     : >"$cache/install.log"
-    # /tmp is often too small for what pip unpacks. The download cache is there for an interrupted
-    # installation only, and takes as much room as the downloads.
+    # /tmp is often too small for what pip unpacks. The download cache, which is as large as the downloads, is only
+    # needed after an interrupted installation.
     if ! TMPDIR=$cache/tmp PYTHONDONTWRITEBYTECODE=1 "$python" -m pip install --no-input \
         --disable-pip-version-check --progress-bar off --cache-dir "$cache/pip" \
         -c constraints.txt -e '.[test]' 2>&1 | show_progress; then
@@ -211,17 +211,17 @@ update_environment() {
                 ;;
         esac
     elif [ -e "$venv/pyvenv.cfg" ]; then
-        # Made by hand, so completed and never cleared.
+        # Created by the user, so packages are added and nothing is removed.
         "$python" -c 'import sys, pip; sys.exit(sys.version_info[:2] < (3, 12))' 2>/dev/null ||
             fail "$venv was not made by this script, and has no working Python 3.12 with pip." \
                 "Remove or rename it, then run this script again."
-        say "using the .venv that is already there"
+        say "using the existing .venv"
     else
         make_venv
     fi
     install_package
     here=$(identity)
-    # The order matters: stamp and marker together mean that all is done, the marker alone that it is not.
+    # The order matters: stamp and marker together mean complete, the marker alone means incomplete.
     printf '%s\n%s\n' "$here" "$(inputs)" >"$stamp.partial"
     mv "$stamp.partial" "$stamp"
     rm -f "$marker"
@@ -233,7 +233,7 @@ ready() { [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(identity)"$'\n'"$(inputs)"
 leave_other_environments
 keep_caches_inside
 if ! ready; then
-    # Two scripts started together must not install over each other.
+    # Two scripts that start at the same time must not both install.
     if command -v flock >/dev/null; then
         exec 9>"$venv/.ampipe-lock"
         flock 9

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# The older Megatrons that the tests run against, each in a folder of its own, so that a test can put it first
+# Installs the older Megatron versions for the tests, each in a separate folder, so that a test can put it first
 # on the path. Sourced by test.sh, after environment.sh; needs `root`, `venv`, `python`, `say` and `fail`.
 #
-# tests/older_megatron.txt                     which ones
-# .venv/megatron-core-0.18/.ampipe-requirement what is in that folder; written last
+# tests/older_megatron.txt                     the versions
+# .venv/megatron-core-0.18/.ampipe-requirement the version in that folder; written last
 
 install_older_megatrons() {
     local list=${root:?}/tests/older_megatron.txt requirement version folder
@@ -23,7 +23,7 @@ install_older_megatron() {
     say "installing $requirement into ${folder#"$root/"}, for the tests"
     rm -rf "$partial"
     mkdir -p "$partial"
-    # Its dependencies are those of the newer one, which are there.
+    # Its dependencies are those of the newer version, which are installed already.
     "${python:?}" -m pip install --no-input --disable-pip-version-check --quiet --no-cache-dir --no-deps \
         --target "$partial" "$requirement" </dev/null >"$partial.log" 2>&1 ||
         fail "$requirement cannot be installed:" "$(tail -n 5 "$partial.log")"

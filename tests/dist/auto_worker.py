@@ -1,4 +1,4 @@
-"""``--ampipe-degree auto`` on ranks whose clocks and loads differ at random; reports what each decided."""
+"""``--ampipe-degree auto`` on ranks whose clocks and loads differ randomly; reports each rank's choices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 class _Clock:
-    """Has a pace of its own and jumps: what a rank measures says little about what the others do."""
+    """A clock with a random rate and random jumps, so that the measurements of the ranks differ widely."""
 
     def __init__(self, noise: random.Random) -> None:
         self._noise, self._pace, self._jitter_s = noise, 1 + noise.random(), noise.random() * 5e-3
@@ -47,7 +47,7 @@ class _Clock:
 
 
 def _train(rank: int, noise: random.Random) -> dict[str, object]:
-    """Iterations of three shapes, the third one known already."""
+    """Train with three shapes, of which the third is already known."""
     from megatron_ampipe.launch.auto import AutoDegree
     from megatron_ampipe.launch.trials import Trials, candidates
     from megatron_ampipe.schedule import Direction
@@ -62,7 +62,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     def train_step(rows: int) -> None:
         nonlocal difference
-        ran.append(f"{context.pipeline.degree}:{context.pipeline.of_backward}")
+        ran.append(f"{context.pipeline.degree}:{context.pipeline.backward_degree}")
         time.sleep(noise.random() * 3e-3)
         generator = torch.Generator().manual_seed(rank)
         hidden = torch.randn(rows, 1, 32, generator=generator).requires_grad_()
@@ -82,7 +82,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
 
 def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
-    """After every iteration, when Megatron logs: the degree that ran, and what was predicted of it."""
+    """After every iteration, when Megatron logs: the degree that ran, and its predicted times."""
     from megatron_ampipe.launch.auto import AutoDegree
     from megatron_ampipe.launch.trials import Choice
     from megatron_ampipe.schedule import Pipeline
@@ -90,7 +90,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     layer, context = _layer()
 
     def planner(shape: tuple[int, int]) -> Choice:
-        return Choice(Pipeline(degree=4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
+        return Choice(Pipeline.of(4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
 
     auto = AutoDegree(context, planner=planner, say=lambda line: None)
     auto.start((LONG, 1))
@@ -103,7 +103,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
 
 
 def _run_for(iterations: int) -> dict[str, object]:
-    """A run of so many iterations, which are enough for its trials or not."""
+    """A run of ``iterations`` iterations, which may be too few to try all degrees."""
     from megatron_ampipe.launch.auto import AutoDegree
 
     layer, context = _layer()
@@ -134,20 +134,20 @@ def _layer() -> tuple[torch.nn.Module, object]:
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))
-    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
+    context = AMPipeContext(AMPipeConfig(automatic=True), kernel="exact")
     torch.manual_seed(7)
     spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
     return build_module(spec, config=config, layer_number=1), context
 
 
 def _disagree(rank: int) -> str:
-    """The last rank has read another plan."""
+    """The last rank reads a different plan."""
     from megatron_ampipe.errors import RunFailed
     from megatron_ampipe.launch.auto import agreed_upon
     from megatron_ampipe.schedule import Pipeline
 
     try:
-        agreed_upon(Pipeline(degree=4 if rank == 3 else 2), lambda: None)()
+        agreed_upon(Pipeline.of(4 if rank == 3 else 2), lambda: None)()
     except RunFailed as error:
         return str(error)
     return "ran"

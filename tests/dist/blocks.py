@@ -1,4 +1,4 @@
-"""Builds a stock Megatron MoE layer and an AMPipe layer with the same weights, and runs them alike."""
+"""Builds a stock Megatron MoE layer and an AMPipe layer with the same weights, and runs both identically."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from tests.dist import logged_losses
 from tests.dist.cases import Case
-from tests.plain_pieces import PLAIN_KERNELS
+from tests.reference_pieces import REFERENCE_KERNELS
 
-KERNELS.update(PLAIN_KERNELS)
+KERNELS.update(REFERENCE_KERNELS)
 EXECUTORS = {"sequential": SequentialExecutor, "thread": ThreadExecutor, "cuda": CudaExecutor}
 HEADS = 4
 HIDDEN = 32
@@ -58,7 +59,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         "params_dtype": torch.float32,
     }
     fields |= case.model
-    # With one expert per token, a softmax over the chosen would always be 1; Megatron asks for this.
+    # With top-1 routing, a softmax after the selection would always be 1; Megatron requires this.
     fields.setdefault("moe_router_pre_softmax", fields["moe_router_topk"] == 1)
     if fields.get("activation_func") == "silu":
         fields["activation_func"] = torch.nn.functional.silu
@@ -67,9 +68,12 @@ def transformer_config(case: Case) -> TransformerConfig:
 
 
 def build_layers(
-    case: Case, recorder: Recorder | None = None, executor: Executor | None = None
+    case: Case,
+    recorder: Recorder | None = None,
+    executor: Executor | None = None,
+    added: tuple[AddedStage, ...] = (),
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A stock layer and an AMPipe layer that loaded its ``state_dict``; by the case's executor or another."""
+    """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
     spec = get_gpt_layer_local_spec(
         config.num_moe_experts,
@@ -79,23 +83,19 @@ def build_layers(
         normalization=config.normalization,
     )
     if config.multi_latent_attention:
-        # Megatron's own takes no head size of the values. On a CPU host this one replaces it anyway.
+        # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     context = AMPipeContext(
-        AMPipeConfig(
-            degree=case.degree,
-            backward_degree=case.backward_degree,
-            chunks=case.shares,
-            schedule=case.schedule,
-        ),
+        AMPipeConfig(pipeline=case.pipeline),
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
+        added=added,
     )
     torch.manual_seed(11)
     stock = build_module(spec, config=config, layer_number=1)
     ours = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
-    # Weights of one size everywhere would hide mistakes; biases and norms start at constants.
+    # Random values everywhere: biases and norms are initialized to constants, which would hide errors.
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in stock.parameters():
@@ -107,7 +107,7 @@ def build_layers(
 
 
 class Inputs(NamedTuple):
-    """What a pass takes, on its device."""
+    """The inputs of a pass, on its device."""
 
     hidden: torch.Tensor
     gradient: torch.Tensor
@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype) -> Inputs:
-    """The same for every layer of a case; ranks have different ones."""
+    """The inputs of a case: the same for all layers, different for each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
     num_rows = case.sequence_length // math.prod(parts)
@@ -132,13 +132,13 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
 
 
 def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """One forward and backward; everything that may depend on the layer, by name.
+    """Run forward and backward; returns everything that the layer computes, by name.
 
     Args:
-        layer: Stock or ours.
-        case: What it was built from.
-        rank: Ranks have different inputs.
-        device: Where the layer is.
+        layer: Stock or AMPipe layer.
+        case: The case from which it was built.
+        rank: Selects the inputs.
+        device: Device of the layer.
     """
     inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()
@@ -156,7 +156,7 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -
 
 
 def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """One forward and backward, and nothing that a training would not do; the output and the input."""
+    """Run forward and backward as in training; returns the output and the input."""
     for parameter in layer.parameters():
         parameter.grad = None
     output, hidden = forward(layer, inputs)
@@ -165,14 +165,14 @@ def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torc
 
 
 def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output of one forward pass, and the input that its gradient goes to."""
+    """Run one forward pass; returns the output, and the input that receives a gradient."""
     hidden = inputs.hidden.detach().requires_grad_()
     output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.rotary)
     return output, hidden
 
 
 def differences(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference of each entry, relative to the largest value of the stock entry."""
+    """The maximum difference of each entry, relative to the maximum of the stock entry."""
     assert stock.keys() == ours.keys(), stock.keys() ^ ours.keys()
     return {
         name: ((expected - ours[name]).abs().max() / expected.abs().max().clamp_min(1e-12)).item()

@@ -1,4 +1,4 @@
-"""The block configurations that are held against the stock Megatron layer, as data.
+"""The block configurations that are compared with the stock Megatron layer, as data.
 
 Read by the tests (one test per case) and by the worker processes (all cases of a launch).
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ampipe.schedule import Pipeline
+
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of a stock layer with an AMPipe layer built beside it from the same weights.
+    """One comparison of a stock layer with an AMPipe layer that has the same weights.
 
     ``model`` overrides fields of Megatron's ``TransformerConfig``.
     """
@@ -28,11 +30,18 @@ class Case:
     batch: int = 1
     rope: bool = False
     only_losses: bool = False
-    """Give the output a gradient of zero, so that nothing but the router's losses flows back."""
+    """Use a zero gradient for the output, so that only the router's losses have gradients."""
     training: bool = True
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, int] = field(default_factory=dict)
-    """Sizes of Megatron's process groups; without, all ranks are expert-parallel."""
+    """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What the AMPipe layer runs."""
+        return Pipeline.of(
+            self.degree, backward_degree=self.backward_degree, shares=self.shares, schedule=self.schedule
+        )
 
 
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -58,14 +67,14 @@ PARITY = [
         Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, model={"num_query_groups": 2})
         for kernel in ("exact", "sdpa", "cpu-flash")
     ),
-    # The pieces that GPUs compute, by their definition: own and earlier keys, or both at once.
+    # Reference kernels with the pieces that GPUs use: own and earlier keys separately, or together.
     *(
         Case(f"kernel-{kernel}-gqa", kernel=kernel, batch=3, rope=True, model={"num_query_groups": 2})
-        for kernel in ("plain-pieces", "plain-bottom-right")
+        for kernel in ("reference-pieces", "reference-bottom-right")
     ),
     Case(
-        "kernel-plain-pieces-odd-recompute",
-        kernel="plain-pieces",
+        "kernel-reference-pieces-odd-recompute",
+        kernel="reference-pieces",
         degree=3,
         sequence_length=31,
         model={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -202,8 +211,8 @@ PARALLEL = [
     ),
     Case("tp-cpu-flash", parallel=TP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
     Case("cp-cpu-flash", parallel=CP, kernel="cpu-flash", rope=True, batch=3, model=LARGE),
-    Case("tp-plain-pieces", parallel=TP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
-    Case("cp-plain-pieces", parallel=CP, kernel="plain-pieces", rope=True, batch=3, model=LARGE),
+    Case("tp-reference-pieces", parallel=TP, kernel="reference-pieces", rope=True, batch=3, model=LARGE),
+    Case("cp-reference-pieces", parallel=CP, kernel="reference-pieces", rope=True, batch=3, model=LARGE),
     Case("tp-odd", parallel=TP, degree=3, sequence_length=26, batch=3, model=LARGE),
     Case("cp-odd", parallel=CP, degree=3, sequence_length=28, batch=3, model=LARGE),
     Case("tp-capacity", parallel=TP, model=TIGHT | AUX, batch=3),
@@ -293,7 +302,7 @@ PARALLEL = [
             ("mla-up-proj", ("mla_up_proj", "core_attn"), LATENT),
         )
     ),
-    # The executor for GPUs, on the host platform's streams: its issue order and what it keeps referenced.
+    # The executor for GPUs, on the host platform's streams: tests its issue order and its references.
     *(
         Case(
             f"cuda-executor-{schedule}-degree{degree}",
@@ -357,4 +366,4 @@ OTHER_CUTS = [
 
 PARITY += PARALLEL + OTHER_CUTS
 BY_NAME = {case.name: case for case in PARITY}
-assert len(BY_NAME) == len(PARITY), "two cases have one name"
+assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -1,4 +1,4 @@
-"""Two ranks run an AMPipe layer; on rank 0 one of its collectives fails. Reports what each rank met."""
+"""Two ranks run an AMPipe layer; on rank 0 one of its collectives fails. Reports each rank's exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.cases import AUX, Case
 from tests.dist.worker import report, start, use_groups
 
 FAILING_CALL = {"forward": 3, "backward": 10}
-"""Of the exchanges of a pass: 8 in each direction, two for each of four chunks."""
+"""Indices of exchanges of a pass: 8 in each direction, two for each of four chunks."""
 
 
 def main() -> None:

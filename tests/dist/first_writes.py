@@ -1,8 +1,8 @@
-"""A linear layer that treats ``main_grad`` as Transformer Engine's do, which is not installed for the tests.
+"""A linear layer that handles ``main_grad`` like Transformer Engine, which the tests do not install.
 
-With gradient accumulation fusion, the backward of the forward that ran as the first micro-batch writes the
-weight's gradient into ``main_grad``, and every other adds to it. Megatron's wrappers say that of their first
-forward ever.
+With gradient accumulation fusion, the backward of a forward marked as first micro-batch overwrites
+``main_grad`` with the weight's gradient, and every other backward adds to it. Megatron's wrappers mark only
+their first forward ever.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 
 class FirstWrites(torch.nn.Module):
-    """In place of a linear layer without bias or tensor parallelism.
+    """Replaces a linear layer without bias and tensor parallelism.
 
     Args:
-        weight: The layer's, with all that Megatron has noted on it.
+        weight: The weight of the layer, with the attributes that Megatron has set on it.
     """
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
@@ -47,12 +47,12 @@ class _Linear(torch.autograd.Function):
         else:
             weight.main_grad.add_(of_weight)
         weight.grad_added_to_main_grad = True
-        # Stands for a gradient that nobody may read.
+        # A placeholder: this gradient must not be read.
         return gradient @ weight, torch.full_like(weight, float("nan")), None
 
 
 def use_first_writes(layer: torch.nn.Module) -> None:
-    """Replace every linear layer of Megatron's in ``layer``; names and parameters stay."""
+    """Replace all linear layers of Megatron in ``layer``; names and parameters stay the same."""
     for parent in list(layer.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):

@@ -1,7 +1,7 @@
-"""Takes command lines of GPT pretraining: refused, or trained by a stock and an AMPipe model and compared.
+"""Runs command lines of GPT pretraining: each is refused, or trains a stock and an AMPipe model to compare.
 
-Everything up to the models is what a launch runs; forward and backward are Megatron's own schedules.
-Called by :mod:`.test_flags_property`.
+Runs the code of a launch up to the models; forward and backward use Megatron's schedules. Called by
+:mod:`.test_flags_property`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.dist.worker import start
 
 NUM_MICROBATCHES = 2
 LOSS_SCALE = 1024.0
-"""Of fp16, whose smallest gradients would otherwise be zero."""
+"""Loss scale for fp16, whose smallest gradients would otherwise underflow."""
 
 
 class Launch:
-    """One command line, as far as its models; leaves no trace in Megatron's globals."""
+    """Runs one command line up to its models; restores Megatron's globals."""
 
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
@@ -64,13 +64,13 @@ def forget_last_launch() -> None:
 
 
 class Groups:
-    """Megatron's process groups, made once for each combination of sizes and then put back."""
+    """Megatron's process groups, created once for each combination of sizes and then reused."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def use(self, args: Any) -> None:
-        """Make the groups that a launch with these arguments makes, and seed its random state."""
+        """Set the process groups of a launch with these arguments, and seed the random state."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -91,7 +91,7 @@ class Groups:
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(**sizes, get_embedding_ranks=embedding_ranks)
             self._made[key] = {name: state[name] for name in names}
-        # initialize_model_parallel binds new values and changes none in place.
+        # initialize_model_parallel assigns new values and modifies none in place.
         state.update(self._made[key])
         model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
 
@@ -125,7 +125,7 @@ def main() -> None:
     def compare(args: Any, stock_config: Any, our_config: Any) -> dict[str, Any]:
         groups.use(args)
         stock = build(stock_config)
-        # Megatron's builder fills in the configuration it is given.
+        # Megatron's builder modifies its configuration.
         ours = build(our_config)
         spread_out(stock)
         for mine, other in zip(ours, stock, strict=True):
@@ -154,7 +154,7 @@ def main() -> None:
         return chunks
 
     def spread_out(chunks: list[torch.nn.Module]) -> None:
-        """Weights of a trained size: initial routers are so small that every token is nearly tied."""
+        """Scale the weights as in a trained model: initially all experts are nearly tied."""
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for chunk in chunks:
@@ -219,9 +219,9 @@ def main() -> None:
     def differences(
         stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
     ) -> dict[str, tuple[float, float]]:
-        """Of each entry: largest difference over largest value, and norm of the difference over norm.
+        """For each entry: maximum difference relative to the maximum, and the same for norms.
 
-        A gradient that is zero but for rounding is measured by a thousandth of the model's largest.
+        A gradient that is zero except for rounding is compared with a thousandth of the model's largest one.
         """
         gradients = [value for name, value in stock.items() if name.startswith("gradient")]
         largest = max(value.abs().max().item() for value in gradients)

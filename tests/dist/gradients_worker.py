@@ -1,4 +1,4 @@
-"""What autograd and Megatron's DDP see of an AMPipe layer, beside a stock layer; reports by case name."""
+"""Compares an AMPipe layer with a stock layer under autograd and Megatron's DDP; reports by case name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "everything": lambda name: True,
 }
 ROUTINGS: dict[str, Callable[[int, int], int]] = {
-    # (rank, row) to expert; experts 0 and 1 live on rank 0, 2 and 3 on rank 1.
+    # (rank, row) to expert; experts 0 and 1 are on rank 0, 2 and 3 on rank 1.
     "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
     "one-expert-for-all": lambda rank, row: 2,
     "changes-from-chunk-to-chunk": lambda rank, row: (
@@ -36,7 +36,7 @@ ROUTINGS: dict[str, Callable[[int, int], int]] = {
 
 
 def make_hidden(seed: int) -> Any:
-    """``[S, B, D]``, another one for every seed and rank."""
+    """``[S, B, D]``, different for every seed and rank."""
     import torch
 
     from tests.dist.blocks import HIDDEN
@@ -52,14 +52,14 @@ def forward(layer: Any, hidden: Any) -> Any:
 
 
 def gradients(layer: Any, *inputs: Any) -> dict[str, Any]:
-    """Clones of every gradient there is, by name."""
+    """Clones of all gradients that are set, by name."""
     found = {f"input {index}": tensor.grad for index, tensor in enumerate(inputs)}
     found |= {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {name: None if gradient is None else gradient.clone() for name, gradient in found.items()}
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
-    """Relative differences; None on one side only is infinitely far."""
+    """Relative differences; infinite if only one side is None."""
     import torch
 
     from tests.dist.blocks import differences
@@ -86,7 +86,7 @@ def layers(**model: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def fused_weight_gradients() -> Iterator[None]:
-    """Megatron's fused accumulation, by the host platform's kernel; its placeholders are poisoned."""
+    """Gradient accumulation fusion with the host platform's kernel; fills the placeholders with NaN."""
     import torch
 
     empty = torch.empty
@@ -95,7 +95,7 @@ def fused_weight_gradients() -> Iterator[None]:
         tensor = empty(*args, **kwargs)
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    # The placeholder that stands for a fused gradient is uninitialised memory: a sum over it must show.
+    # The placeholder for a fused gradient is uninitialised memory: using it in a sum must be visible.
     torch.empty = poisoned
     try:
         yield
@@ -104,7 +104,7 @@ def fused_weight_gradients() -> Iterator[None]:
 
 
 def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]]) -> dict[str, Any]:
-    """Iterations of micro-batches under DDP: reduced gradients of each, and how often hooks fired."""
+    """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
@@ -151,13 +151,13 @@ def ddp(
     first_writes: bool = False,
     **model: Any,
 ) -> dict[str, Any]:
-    """The same iterations through both layers.
+    """Run the same iterations with both layers.
 
     Args:
         fusion: Linear layers add their weights' gradients to ``main_grad``.
-        distributed_optimizer: Gradients are reduced to the shards of one.
-        routing: Of ``ROUTINGS``.
-        first_writes: Linear layers write what they would add in the first micro-batch ever.
+        distributed_optimizer: Gradients are reduced to the shards of a distributed optimizer.
+        routing: A name in ``ROUTINGS``.
+        first_writes: In the first micro-batch, linear layers overwrite ``main_grad`` instead of adding to it.
         model: Fields of Megatron's configuration.
     """
     with fused_weight_gradients() if fusion else contextlib.nullcontext():
@@ -169,7 +169,7 @@ def ddp(
                 use_first_writes(layer)
         if routing is not None:
             for layer in pair:
-                obey(layer)
+                route_by_direction(layer)
         found = []
         for layer in pair:
             make = make_hidden if routing is None else lambda _: routed_hidden(routing)
@@ -189,7 +189,7 @@ def ddp(
 
 
 def in_flight() -> dict[str, Any]:
-    """Forward a, forward b, backward a, backward b, in one layer."""
+    """Two micro-batches in flight: forward a, forward b, backward a, backward b, in one layer."""
     found = []
     for layer in layers():
         a, b = make_hidden(1), make_hidden(2)
@@ -229,7 +229,7 @@ def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
 
 
 def no_grad() -> dict[str, Any]:
-    """Evaluation saves nothing for a backward pass and keeps nothing alive."""
+    """Evaluation saves nothing for backward, and keeps no tensor alive."""
     import torch
 
     from megatron_ampipe.runtime.block_call import BlockCall
@@ -273,8 +273,8 @@ RECORDED = (
 )  # fmt: skip
 
 
-def obey(layer: Any) -> None:
-    """Make the router send a token to the expert whose direction it lies in."""
+def route_by_direction(layer: Any) -> None:
+    """Make the router select an expert by the direction of the token's vector."""
     import torch
 
     with torch.no_grad():
@@ -284,7 +284,7 @@ def obey(layer: Any) -> None:
 
 
 def routed_hidden(routing: str) -> Any:
-    """Hidden states whose tokens are routed as ``ROUTINGS`` says (see :func:`obey`)."""
+    """Hidden states whose tokens are routed as in ``ROUTINGS`` (see :func:`route_by_direction`)."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -297,7 +297,7 @@ def routed_hidden(routing: str) -> Any:
 
 @contextlib.contextmanager
 def stage_of_thread() -> Iterator[Callable[[], str]]:
-    """While it lasts, the function it gives names the pass and the stage that the calling thread is in."""
+    """Context manager; yields a function that names the current pass and stage of the calling thread."""
     from megatron_ampipe.runtime.executors import ThreadExecutor
     from megatron_ampipe.runtime.recorder import Recorder
 
@@ -329,7 +329,7 @@ def stage_of_thread() -> Iterator[Callable[[], str]]:
 
 @contextlib.contextmanager
 def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[list[str]]]]:
-    """While it lasts, every collective by the ranks of its group: its name and the stage that issued it."""
+    """Context manager that records every collective, by group: its name and the stage that issued it."""
     import torch.distributed as dist
 
     from megatron_ampipe.runtime import collectives
@@ -345,7 +345,7 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
 
         return call
 
-    # Ours is made of sends and receives, of which a rank without tokens for another has none.
+    # AMPipe's all-to-all uses sends and receives, and sends nothing to a rank that gets no tokens.
     originals = [(collectives, "exchange_rows", collectives.exchange_rows)]
     originals += [(dist, name, getattr(dist, name)) for name in RECORDED]
     try:
@@ -358,10 +358,10 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
 
 
 def collectives(routing: str, **model: Any) -> dict[str, Any]:
-    """One pass through both layers, and the collectives of ours in order of issue."""
+    """Run one pass with both layers; returns the collectives of AMPipe's layer in order of issue."""
     found = []
     for layer in layers(moe_router_topk=1, moe_router_pre_softmax=True, **model):
-        obey(layer)
+        route_by_direction(layer)
         hidden = routed_hidden(routing)
         with stage_of_thread() as stage, recorded_collectives(stage) as issued:
             output = forward(layer, hidden)

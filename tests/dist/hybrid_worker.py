@@ -24,6 +24,7 @@ def main() -> None:
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.hybrid import HybridAttentionLayer, pipelined_stack
+    from megatron_ampipe.schedule import Pipeline
     from tests.dist.blocks import HIDDEN, differences, forward, inputs_of, run, transformer_config
     from tests.dist.parameter_reads import ParameterReads
 
@@ -46,7 +47,7 @@ def main() -> None:
             moe_layer=half(moe, half_mlp),
         ),
     )
-    context = AMPipeContext(AMPipeConfig(degree=4), kernel="exact")
+    context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(4)), kernel="exact")
 
     def build(chosen: ModuleSpec) -> torch.nn.Module:
         torch.manual_seed(3)
@@ -59,7 +60,7 @@ def main() -> None:
         )
 
     class AsLayer(torch.nn.Module):
-        """A stack called as ``tests.dist.blocks.run`` calls a layer."""
+        """A stack that can be called like a layer in ``tests.dist.blocks.run``."""
 
         def __init__(self, stack: torch.nn.Module) -> None:
             super().__init__()
@@ -94,7 +95,7 @@ def off():
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
 
-    return AMPipeContext(AMPipeConfig(degree=1))
+    return AMPipeContext(AMPipeConfig())
 
 
 if __name__ == "__main__":

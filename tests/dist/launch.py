@@ -1,4 +1,4 @@
-"""Starts worker processes joined by gloo and collects what each of them reports."""
+"""Starts worker processes that communicate over gloo, and collects their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_workers(
     timeout_s: float = 600,
     preloaded: bool = True,
 ) -> list[Any]:
-    """Run ``python -m module ARGUMENTS`` as that many ranks; rank r writes ``folder/rank<r>.json``.
+    """Run ``python -m module ARGUMENTS`` on ``world_size`` ranks; rank r writes ``folder/rank<r>.json``.
 
     ``preloaded``: see :func:`tests.forked.run_ranks`.
 
@@ -28,7 +28,7 @@ def run_workers(
         The ranks' reports, in order.
 
     Raises:
-        AssertionError: a rank failed or did not end in time; the message holds the end of its output.
+        AssertionError: a rank failed or timed out; the message contains the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""The losses that Megatron's routers log, of any version of Megatron."""
+"""The losses that Megatron's routers log, for all supported versions of Megatron."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ except ImportError:
 
 
 def clear() -> None:
-    """Set all of them to zero."""
+    """Reset all logged losses."""
     for entry in _tracker().values():
         _values(entry).zero_()
 
 
 def by_name() -> dict[str, torch.Tensor]:
-    """What has been logged since, per layer."""
+    """The losses logged since the reset, per layer."""
     return {name: _values(entry).clone() for name, entry in _tracker().items()}

@@ -1,4 +1,4 @@
-"""Measures the peak memory of a block at several degrees, stock's included: every tensor, to the byte."""
+"""Measures the peak memory of a stock block, and of AMPipe blocks of several degrees, from all tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.dist.cases import Case
 from tests.dist.worker import report, start, use_groups
 
 PASSES = 2
-"""Of which the highest peak counts: on threads, what is in flight together varies."""
+"""Number of passes, of which the highest peak counts: with threads, the overlap varies."""
 LETTING_GO_S = 5.0
-"""A thread of gloo has been seen to hold what it sent for 55 ms after the collective was waited for."""
+"""A gloo thread was seen to keep a send buffer for 55 ms after the collective had completed."""
 
 
 def main() -> None:
@@ -34,11 +34,12 @@ def main() -> None:
     from megatron_ampipe.layers.layer import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+    from megatron_ampipe.schedule import Pipeline
     from megatron_ampipe.tools.measuring.blocks import KernelAttention
     from tests.dist.blocks import transformer_config
 
     class Meter:
-        """Bytes of all storages that came to be since :meth:`restart` and still live."""
+        """Bytes of all storages that were allocated since :meth:`restart` and are still alive."""
 
         def __init__(self) -> None:
             self._lock = threading.RLock()
@@ -46,7 +47,7 @@ def main() -> None:
             self.restart([])
 
         def restart(self, known: list[Tensor]) -> None:
-            """Forget everything; tensors in ``known`` do not count."""
+            """Reset; tensors in ``known`` are not counted."""
             self._known = {tensor.untyped_storage()._cdata for tensor in known}
             self._live: dict[int, tuple[int, str, list[int]]] = {}
             self._now = self.peak = 0
@@ -75,7 +76,7 @@ def main() -> None:
     meter = Meter()
 
     class Watch(TorchDispatchMode):
-        """Shows the meter every tensor an operation of this thread returns."""
+        """Passes all tensors that operations of this thread return to the meter."""
 
         def __torch_dispatch__(
             self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -87,7 +88,7 @@ def main() -> None:
             return output
 
     def watched(run_stage: Callable[[Any], None]) -> Callable[[Any], None]:
-        """A mode holds for its thread alone, so the lanes need one of their own."""
+        """Activate a mode in the thread of a lane: a mode is active in one thread only."""
         main_thread = threading.get_ident()
 
         def run(stage: Any) -> Any:
@@ -110,14 +111,14 @@ def main() -> None:
     executors = {"sequential": WatchedSequential, "thread": WatchedThread}
 
     def build(case: Case) -> torch.nn.Module:
-        """Stock with the core attention that its chunks would have, as ``ampipe bench`` builds it."""
+        """A stock layer with the attention kernel of the chunks, as in ``ampipe bench``."""
         config = transformer_config(case)
         spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
             module=KernelAttention, params={"kernel": case.kernel}
         )
         context = AMPipeContext(
-            AMPipeConfig(degree=case.degree, schedule=case.schedule),
+            AMPipeConfig(pipeline=Pipeline.of(case.degree, schedule=case.schedule)),
             executor=executors[case.executor](),
             kernel=case.kernel,
         )
@@ -127,7 +128,7 @@ def main() -> None:
         return layer
 
     def left_bytes(allowed: float) -> int:
-        """What is live now; or soon, while it is more than allowed."""
+        """Bytes that are alive; waits a while if there are more than allowed."""
         end = time.monotonic() + LETTING_GO_S
         while meter._now > allowed and time.monotonic() < end:
             time.sleep(0.001)
@@ -161,7 +162,7 @@ def main() -> None:
         return best
 
     def measure_all(cases: list[Case]) -> list[dict[str, Any]]:
-        """Stock's case of a model comes before ours, which should leave no more behind."""
+        """Measure all cases; the stock case of a model comes first and sets the limit of leftover bytes."""
         reports: list[dict[str, Any]] = []
         allowed: dict[str, int] = {}
         for case in cases:

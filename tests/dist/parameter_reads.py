@@ -1,8 +1,7 @@
 """Finds modules whose parameters are read before their forward pre-hook has run.
 
-Under ``--overlap-param-gather`` that hook is where Megatron waits for the all-gather of the parameters. The
-modules are those that own a parameter and the reads are all calls of torch, so nothing has to be listed here
-when stages are added.
+With ``--overlap-param-gather``, Megatron waits for the all-gather of the parameters in that hook. All modules
+with parameters and all torch calls are watched, so new stages need no change here.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from torch.overrides import TorchFunctionMode
 
 
 class ParameterReads(TorchFunctionMode):
-    """While it lasts, watches the trainable parameters of ``module``; for one pass.
+    """Context manager that watches the trainable parameters of ``module`` during one pass.
 
-    Every call of torch on a tensor that shares a parameter's memory is a read, also inside autograd
-    functions, without gradients and in recompute. What C++ does by itself (torch's own backward functions)
-    and what other threads do is not seen: a parameter that only they read counts as unread.
+    Every torch call on a tensor that shares memory with a parameter is a read, also inside autograd
+    functions, under ``no_grad`` and in recompute. Reads in C++ (torch's backward functions) and in other
+    threads are not
+    seen: a parameter that is only read there counts as unread.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self._owner_of: dict[int, str] = {}
-        """By the address of a parameter's memory: the name of the module that owns it."""
+        """The name of the module that owns a parameter, by the address of its memory."""
         self._names: dict[int, str] = {}
         self._hooks = []
         self._entered: set[str] = set()
@@ -43,7 +43,7 @@ class ParameterReads(TorchFunctionMode):
                 self._hooks.append(owner.register_forward_pre_hook(self._enter(name)))
 
     def report(self) -> dict[str, Any]:
-        """What was found, by kind; ``early`` names the function that first read too soon."""
+        """The findings by kind; ``early`` names the function that first read a parameter too early."""
         owners = set(self._owner_of.values())
         return {
             "watched": len(self._names),
@@ -63,7 +63,7 @@ class ParameterReads(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        # What gives no tensor asks for a size or the like.
+        # Calls that return no tensor query a size or the like.
         if next(_tensors([result]), None) is not None:
             for tensor in _tensors((*args, *kwargs.values())):
                 self._note(_address(tensor), function)
@@ -79,7 +79,7 @@ class ParameterReads(TorchFunctionMode):
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Also those in lists, which no operation nests."""
+    """All tensors, also those in lists, which are never nested."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument

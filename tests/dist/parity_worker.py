@@ -30,7 +30,7 @@ def main() -> None:
             stock, ours = build_layers(case, recorder)
             expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
             spans = recorder.timeline(rank=rank, labels={}).spans
-            # In a pass of its own: the comparison runs without anything in between.
+            # In a separate pass, so that the comparison runs without this mode.
             with ParameterReads(ours) as reads:
                 forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
             results[name] = {

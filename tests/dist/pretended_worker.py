@@ -1,6 +1,6 @@
-"""Runs one block with pretended ranks: Megatron's layer, AMPipe's, and the layer that they are to equal.
+"""Runs a block with emulated ranks: Megatron's layer, AMPipe's, and a reference layer.
 
-One process for all cases, which stand on the command line as JSON. See ``tools.measuring.emulation``.
+One process for all cases, which are passed on the command line as JSON. See ``tools.measuring.emulation``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _start() -> Any:
         BenchJob(
             cases=(),
             schedules=("ampipe",),
-            cuts=(Cut(2),),
+            cuts=(Cut.of(2),),
             link="emulated:100GB/s",
             num_ranks=RANKS,
             pretended=True,
@@ -84,7 +84,7 @@ def _start() -> Any:
         ),
         rank=0,
     )
-    # Megatron was imported before the process began, with a reference to torch's own.
+    # Megatron was imported before the process was forked, and holds a reference to torch's function.
     mappings.dist_all_gather_func = torch.distributed.all_gather_into_tensor
     return emulation
 
@@ -104,8 +104,8 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
     report["cuts"] = {
         f"{schedule} {cut}": differences(stock, _results(factory.build(Variant(schedule, cut)), case))
         for schedule, cut in (
-            *(("ampipe", Cut(*degrees)) for degrees in ((2,), (4,), (4, 2), (2, 4))),
-            ("moe-only", Cut(4)),
+            *(("ampipe", Cut.of(*degrees)) for degrees in ((2,), (4,), (4, 2), (2, 4))),
+            ("moe-only", Cut.of(4)),
         )
     }
     if case.expert_kind != "sequential":
@@ -118,7 +118,7 @@ def _compare(request: dict[str, Any], emulation: Any) -> dict[str, Any]:
 
 
 def _sequential(case: Any, factory: Any) -> torch.nn.Module:
-    """The same layer and weights, with one expert after another."""
+    """The same layer and weights, with sequential experts."""
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     alone = dataclasses.replace(case, expert_kind="sequential")
@@ -133,7 +133,7 @@ def _sequential(case: Any, factory: Any) -> torch.nn.Module:
 
 
 def _stacked(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of single experts as those of grouped ones."""
+    """The gradients of single experts, stacked like those of grouped experts."""
     stacked: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if not name.startswith("mlp.experts.local_experts."):
@@ -155,7 +155,7 @@ def _use_groups(expert_ranks: int) -> None:
 
 
 def _watch_received() -> list[Tensor]:
-    """Fills with what every later exchange receives."""
+    """A list to which every later exchange appends its output."""
     received: list[Tensor] = []
     exchange = torch.distributed.all_to_all_single
 
@@ -190,7 +190,7 @@ def _results(layer: torch.nn.Module, case: Any) -> dict[str, Tensor]:
 
 
 def _results_of_whole(whole: Any, factory: Any, case: Any) -> dict[str, Tensor]:
-    """Of one rank with all experts: those of other ranks have this rank's weights, negated."""
+    """The results of one rank with all experts; those of other ranks have this rank's weights, negated."""
     local = case.experts // RANKS
     weights = factory.stock.state_dict()
     own = [name for name in weights if name.startswith("mlp.experts.local_experts.") and "_extra" not in name]
@@ -205,7 +205,7 @@ def _results_of_whole(whole: Any, factory: Any, case: Any) -> dict[str, Tensor]:
 
 
 def _folded(found: dict[str, Tensor], case: Any) -> dict[str, Tensor]:
-    """The gradients of all experts as those of the weights that they are made of."""
+    """The gradients of all experts, converted to gradients of the weights that they are made of."""
     local = case.experts // RANKS
     folded: dict[str, Tensor] = {}
     for name, tensor in found.items():

@@ -1,4 +1,4 @@
-"""Compares a requested case with stock, and tells how nearly any token would have been routed elsewhere."""
+"""Compares a case with stock, and computes the smallest routing margin of its tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def main() -> None:
             use_groups(**case.parallel)
             groups = case.parallel
         stock, ours = build_layers(case)
-        tell_ranks_apart(stock, ours)
+        make_ranks_differ(stock, ours)
         router = stock.mlp.router
         if router.expert_bias is not None:
-            # It starts at zero, where it changes nothing.
+            # It is initially zero and would have no effect.
             generator = torch.Generator().manual_seed(3)
             bias = torch.randn(router.expert_bias.shape, generator=generator) * 0.1
             for layer in (stock, ours):
@@ -44,8 +44,8 @@ def main() -> None:
             "class": type(ours).__name__,
         }
 
-    def tell_ranks_apart(stock: torch.nn.Module, ours: torch.nn.Module) -> None:
-        """Give each rank its own part of what is spread over ranks, so that parts that went astray show."""
+    def make_ranks_differ(stock: torch.nn.Module, ours: torch.nn.Module) -> None:
+        """Give each rank a different part of what is split over ranks, so that mixed-up parts are visible."""
         generator = torch.Generator().manual_seed(1000 + rank)
         with torch.no_grad():
             for (name, parameter), other in zip(stock.named_parameters(), ours.parameters(), strict=True):
@@ -56,7 +56,7 @@ def main() -> None:
     def measured(relative: dict[str, float], stock: dict[str, Tensor]) -> dict[str, float]:
         """Differences relative to the stock entry, or to a hundredth of the largest gradient.
 
-        The gradient of a bias is a sum over tokens that can cancel, down to the rounding of its summands.
+        The gradient of a bias is a sum over tokens that can cancel, down to rounding errors.
         """
         sizes = {name: value.abs().max().item() for name, value in stock.items()}
         floor = 0.01 * max(size for name, size in sizes.items() if name.startswith("gradient of"))
@@ -66,7 +66,7 @@ def main() -> None:
         }
 
     def margin(router: Any, logits: Tensor) -> float:
-        """By how much the scores of a chosen and a passed-over expert, or group of experts, differ at least.
+        """The smallest score difference between a selected and a not selected expert, or group of experts.
 
         Args:
             logits: ``[tokens, experts]``.

@@ -1,4 +1,4 @@
-"""Blocks that draw random numbers, or drop by a capacity of their own for each chunk."""
+"""Blocks that draw random numbers, or drop tokens with a separate capacity for each chunk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def passes(layer: Any, case: Case, rank: int, *, recompute: bool = False, seed: 
 
 
 def dropout(rank: int) -> dict[str, Any]:
-    """The same numbers from the same seed, also under recompute; others from another; stock's mean."""
+    """Equal results for equal seeds, also with recompute; different ones otherwise; the mean of stock."""
     from tests.dist.blocks import build_layers, differences
 
     found: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def dropout(rank: int) -> dict[str, Any]:
 
 
 def z_score(stock: list[Any], ours: list[Any]) -> float:
-    """Root mean square of the difference of two means, in its standard errors: 1 if they agree."""
+    """Root mean square of the difference of two means, in units of its standard error: 1 if they agree."""
     import torch
 
     first, second = torch.stack(stock), torch.stack(ours)
@@ -79,7 +79,7 @@ def z_score(stock: list[Any], ours: list[Any]) -> float:
 
 
 def chunk_capacity(rank: int) -> dict[str, float]:
-    """A capacity per chunk, against the stock MoE layer called once per chunk."""
+    """Compare a capacity per chunk with the stock MoE layer called once per chunk."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
@@ -87,6 +87,7 @@ def chunk_capacity(rank: int) -> dict[str, float]:
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
+    from megatron_ampipe.schedule import Pipeline
     from tests.dist.blocks import HIDDEN, transformer_config
 
     found = {}
@@ -96,7 +97,7 @@ def chunk_capacity(rank: int) -> dict[str, float]:
         })  # fmt: skip
         config = transformer_config(case)
         spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization="RMSNorm")
-        context = AMPipeContext(AMPipeConfig(degree=2, capacity_scope="chunk"), kernel="exact")
+        context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(2), capacity_scope="chunk"), kernel="exact")
         torch.manual_seed(1)
         stock = build_module(spec, config=config, layer_number=1)
         ours = build_module(pipelined(spec, context), config=config, layer_number=1)

@@ -1,7 +1,7 @@
-"""Worker processes that stay: joined by gloo, they answer one request after another.
+"""Long-running worker processes that communicate over gloo and answer one request after another.
 
-For tests that cannot know their requests beforehand (hypothesis). The test holds a :class:`Service`; each
-rank's module calls :func:`serve`. Requests and answers are JSON, one per line, over pipes.
+For tests whose requests are not known beforehand (hypothesis). The test creates a :class:`Service`; the
+module of each rank calls :func:`serve`. Requests and answers are JSON, one per line, over pipes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from tests.dist.launch import REPOSITORY
 
 
 class RanksLost(AssertionError):
-    """A rank died or did not answer; the service is over, and says so again to whoever asks on."""
+    """A rank died or did not answer; the service has ended, and every further request raises this again."""
 
 
 class Service:
     """A group of ranks, each running ``python -m module``.
 
     Args:
-        module: Of the ranks; calls :func:`serve`.
+        module: Module of the ranks; calls :func:`serve`.
         world_size: Number of ranks.
-        folder: For the ranks' logs and their rendezvous.
-        start_timeout_s: Until every rank has imported Megatron and answers the first time.
-        timeout_s: Until every rank has answered a later request.
+        folder: Folder for the ranks' logs and their rendezvous.
+        start_timeout_s: Timeout of the first request, which includes the import of Megatron.
+        timeout_s: Timeout of later requests.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Service:
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
         except BrokenPipeError:
-            self._lose(f"a rank was gone before {line}")
+            self._lose(f"a rank ended before {line}")
         return self._collect(line, time.monotonic() + self._timeout_s)
 
     def close(self) -> None:
-        """End the ranks; they have nothing to save."""
+        """Kill the ranks; they have nothing to save."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -144,7 +144,7 @@ class Service:
 
 
 def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    """Hand on a rank's answers; an empty line when it has ended."""
+    """Put a rank's answers into the queue; an empty line when the rank has ended."""
     assert process.stdout is not None
     for line in process.stdout:
         lines.put(line)
@@ -152,13 +152,13 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer requests until there are no more; for worker modules, once they can.
+    """Answer requests until there are no more; called by worker modules when they are ready.
 
     Args:
-        answer: Takes a request and returns what JSON can hold. An exception is answered with its traceback.
+        answer: Takes a request and returns a JSON value. For an exception the traceback is sent.
     """
     answers = os.fdopen(os.dup(1), "w")
-    # Megatron prints; the pipe is for answers alone.
+    # Megatron prints to stdout, but the pipe is only for answers.
     os.dup2(2, 1)
 
     def say(value: Any) -> None:

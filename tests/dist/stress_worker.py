@@ -1,4 +1,4 @@
-"""Runs the blocks of ``tests/stress.py`` on a CPU, with and without planted faults, in one process."""
+"""Runs the blocks of ``tests/stress.py`` on a CPU, with and without inserted faults, in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_ampipe.launch import host
-from megatron_ampipe.schedule import StageKind
+from megatron_ampipe.schedule import kinds
 from tests.dist.worker import report
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     from megatron_ampipe.runtime.executors import ThreadExecutor
     from tests import stress
 
-    scene = stress.Scene(
+    setup = stress.StressSetup(
         device="cpu",
         sequence_length=32,
         hidden=32,
@@ -29,20 +29,22 @@ def main() -> None:
         delay=lambda: time.sleep(2e-4),
         travel=lambda: time.sleep(5e-4),
     )
-    planted = {
-        "early release": (scene, stress.plant_unheld_reader),
-        "missing wait": (dataclasses.replace(scene, executor=_Impatient), None),
+    faults = {
+        "early release": (setup, stress.insert_unheld_reader),
+        "missing wait": (dataclasses.replace(setup, executor=_Impatient), None),
     }
     found: dict[str, Any] = {}
     with stress.start_ranks():
         for one in stress.STRESSES:
-            found[str(one)] = _try(partial(stress.differences_under, one, scene))
-        # On the host platform's streams: what it lets go, and when.
-        on_streams = dataclasses.replace(scene, executor=CudaExecutor)
+            found[str(one)] = _try(partial(stress.differences_under, one, setup))
+        # On the host platform's streams: tests what it releases, and when.
+        on_streams = dataclasses.replace(setup, executor=CudaExecutor)
         found["cuda executor"] = _try(partial(stress.differences_under, stress.Stress(4), on_streams))
-        found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), scene, stock=True))
-        for name, (where, plant) in planted.items():
-            found[name] = _try(partial(stress.differences_under, stress.Stress(4), where, plant=plant))
+        found["stock"] = _try(partial(stress.differences_under, stress.Stress(4), setup, stock=True))
+        for name, (where, insert_fault) in faults.items():
+            found[name] = _try(
+                partial(stress.differences_under, stress.Stress(4), where, insert_fault=insert_fault)
+            )
     report(found)
 
 
@@ -55,7 +57,7 @@ def _try(compare: Any) -> Any:
 
 
 class _Impatient:
-    """A planted fault: no collective but counts, without which nothing runs, is waited for in time."""
+    """A fault: does not wait for collectives, except for counts, which are needed to run at all."""
 
     host_waits = False
     crosses_streams = False
@@ -65,7 +67,7 @@ class _Impatient:
         travelling = []
         for _, stage in order:
             transfer = run_stage(stage)
-            if transfer is not None and stage.kind is StageKind.COUNTS:
+            if transfer is not None and stage.kind is kinds.COUNTS:
                 transfer.wait()
             elif transfer is not None:
                 travelling.append(transfer)

@@ -1,4 +1,4 @@
-"""Ranks with different clocks and loads never part in their choice of a degree."""
+"""Ranks with different clocks and loads always choose the same degree."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_all_ranks_run_the_same_pipelines(reports: list[Any]) -> None:
             assert run["said"] == runs[0]["said"]
 
 
-def test_the_noise_was_enough_to_part_them(reports: list[Any]) -> None:
-    """Had each rank decided from its own numbers, they would not have agreed."""
+def test_each_rank_alone_would_have_chosen_differently(reports: list[Any]) -> None:
+    """Shows that the noise is large enough: with their own measurements, the ranks would disagree."""
     runs = zip(*(report["runs"] for report in reports), strict=True)
     assert any(len({run["alone"] for run in of_ranks}) > 1 for of_ranks in runs)
 
 
-def test_it_settles_for_each_shape_once_and_remembers(reports: list[Any]) -> None:
+def test_it_chooses_once_for_each_shape(reports: list[Any]) -> None:
     for run in reports[0]["runs"]:
         said = run["said"]
         assert [line.split(":")[0] for line in said] == [
@@ -40,18 +40,18 @@ def test_it_settles_for_each_shape_once_and_remembers(reports: list[Any]) -> Non
         ], said
         assert {"1:1", "2:2", "4:4", "8:8"} <= set(run["ran"][:26])
         assert set(run["ran"][27:38]) <= {"1:1", "2:2", "1:2", "2:1"}
-        # The iteration that meets a shape still runs with the choice before; the next has its own again.
+        # The first iteration of a shape still runs with the previous choice; the next one with its own.
         assert run["ran"][-1] == run["ran"][26]
 
 
-def test_trying_changes_no_result(reports: list[Any]) -> None:
+def test_trials_do_not_change_results(reports: list[Any]) -> None:
     for report in reports:
         assert all(run["difference"] <= 1e-5 for run in report["runs"])
 
 
-def test_a_prediction_is_of_the_pipeline_and_the_shape_that_ran(reports: list[Any]) -> None:
+def test_a_prediction_is_for_the_pipeline_and_the_shape_that_ran(reports: list[Any]) -> None:
     for report in reports:
-        # An iteration that meets another shape runs with the plan before, which is for the old shape.
+        # The first iteration of another shape runs with the previous plan, which is for the old shape.
         assert report["predicted"] == [
             [4, [64, 1.0]],
             [4, [64, 1.0]],
@@ -68,7 +68,7 @@ def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
         assert "Put one file where every rank sees it" in report["refusal"]
 
 
-def test_a_run_that_is_shorter_than_its_trials_says_so_twice(reports: list[Any]) -> None:
+def test_a_run_that_is_shorter_than_its_trials_warns_twice(reports: list[Any]) -> None:
     for report in reports:
         trying, warning, end = report["short"]["said"]
         assert "trying degrees 1, 2, 4, 8" in trying
@@ -77,7 +77,7 @@ def test_a_run_that_is_shorter_than_its_trials_says_so_twice(reports: list[Any])
         assert report["short"]["kept"] == []
 
 
-def test_a_run_that_is_long_enough_keeps_its_choice_once(reports: list[Any]) -> None:
+def test_a_run_that_is_long_enough_logs_its_choice_once(reports: list[Any]) -> None:
     for report in reports:
         _, chosen = report["long"]["said"]
         assert chosen.startswith("input of 64 rows x 1: degree ")

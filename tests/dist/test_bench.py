@@ -1,6 +1,6 @@
-"""``ampipe bench`` with real ranks: what it measures, and what is left when it is interrupted.
+"""``ampipe bench`` with real ranks: its results, and what an interrupted run leaves.
 
-Sizes are tiny, so the figures mean nothing; that they are there, and of the right kind, is what counts.
+Sizes are tiny, so the values mean nothing; the tests check that they exist and have the right type.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ STARTUP_S = 60.0
 
 
 def why_no_network() -> str | None:
-    """Why no slow network can be made here, None if it can."""
+    """Why no slow network can be created on this machine; None if it can."""
     try:
         network.check_usable()
         subprocess.run(["unshare", "--net", "true"], check=True, capture_output=True, timeout=20)
     except EnvironmentMissing as error:
         return str(error)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no network namespace can be made here: {error}"
+        return f"no network namespace can be created: {error}"
     return None
 
 
@@ -62,7 +62,7 @@ def command(folder: Path, *words: str) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Whatever the command puts aside lies where the test can see it."""
+    """All temporary files of the command are in the test's folder."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     return os.environ | {"TMPDIR": str(temporary)}
@@ -116,8 +116,8 @@ def test_without_a_link(tmp_path: Path) -> None:
     assert "emulated" not in shown
 
 
-def test_what_is_planned_is_measured(tmp_path: Path) -> None:
-    # A cluster on which communication is slow and cutting costs nothing, so that every block is cut.
+def test_the_planned_variant_is_measured(tmp_path: Path) -> None:
+    # A cluster with slow communication and no overhead of chunks, so that every block is pipelined.
     figures = yaml.safe_load((REPOSITORY / "docs" / "measured" / "profile-100mbit.yaml").read_text())
     free = dict.fromkeys(("alpha_us", "forward_us", "backward_us", "latency_us"), 0)
     free |= dict.fromkeys(("forward_factor", "backward_factor", "compute_slowdown"), 1)
@@ -162,13 +162,13 @@ def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
     assert "emulated:1gbit:10ms (emulated) · 2 ranks, all but one pretended" in shown
     for case in document["cases"]:
         control, chunked = case["rows"]
-        # Tokens and probabilities there, tokens back, and the same in backward: at least six latencies.
+        # Dispatch of tokens and probabilities, combine, and the same in backward: at least six latencies.
         assert min(case["stock_ms"], control["ms"]) > 60
         assert chunked["bound"]["forward"]["communication_ms"] >= 2 * 30
         assert chunked["bound"]["backward"]["communication_ms"] >= 2 * 30
 
 
-def test_trainings_in_turns(tmp_path: Path) -> None:
+def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
     document, shown = bench(
@@ -184,7 +184,7 @@ def test_trainings_in_turns(tmp_path: Path) -> None:
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
         assert kind["ms"] > 0
-        # It learns: the first loss is about the logarithm of the vocabulary.
+        # The model learns: the first loss is about the logarithm of the vocabulary size.
         assert 6.5 > found["lm_loss"][0] > found["lm_loss"][-1] > 0
     assert (row["schedule"], row["degree"]) == ("ampipe", 4)
     assert row["loss_difference"] <= training.TOLERANCE
@@ -209,7 +209,7 @@ for dtype in ("fp32", "bf16"):
     case = Case(name="one", activation="gelu", dtype=dtype, **figures)
     for value in (2.0, 2.0 + 1e-6, 2.5, float("nan"), float("inf")):
         try:
-            variants = (Variant("stock", Cut(1)), Variant("ampipe", Cut(2)))
+            variants = (Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(2)))
             _compare(Passes(), [2.0, value], variants, rank=0, case=case)
             print("same")
         except DifferenceFound as error:
@@ -217,19 +217,19 @@ for dtype in ("fp32", "bf16"):
 """
 
 
-def test_a_difference_is_found_before_anything_is_timed() -> None:
+def test_different_results_are_refused_before_timing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPARE], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["same", "same", "True", "True", "True"] * 2, done.stderr
 
 
-# A network alone
+# The network alone
 
 
 @contextlib.contextmanager
 def namespaces(count: int) -> Iterator[list[int]]:
-    """Processes that hold a network namespace each."""
+    """Processes with a network namespace each."""
     holders = [
         subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo; exec cat"],
@@ -290,7 +290,7 @@ def test_a_network_has_its_rate(count: int) -> None:
             sender = inside(pid, SEND.format(size=size))
             taken_s = float(sender.communicate(timeout=30)[0])
             assert sender.returncode == 0
-            # The bucket lets a little pass at once; a busy machine can only be slower.
+            # The token bucket allows a small burst; a busy machine can only be slower.
             assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
         receiver.communicate(timeout=30)
         assert receiver.returncode == 0
@@ -303,7 +303,7 @@ def ranks_of(pid: int) -> list[int]:
     """The ranks that a command has started, in their order."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        # Processes come and go while we look.
+        # Processes may end during the search.
         with contextlib.suppress(OSError):
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == pid and b"tools.benchmark." in (process / "cmdline").read_bytes():
@@ -321,7 +321,7 @@ def alive(pid: int) -> bool:
 def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTUP_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"timeout: {what}"
         time.sleep(0.05)
 
 
@@ -329,7 +329,7 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTU
 def running(
     folder: Path, *words: str, early: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A long measurement; yields it and its ranks, which talk to each other unless it is early."""
+    """A long measurement; yields it and its ranks, which communicate already unless ``early``."""
     process = subprocess.Popen(
         command(folder, *LONG_RUN, *words),
         cwd=REPOSITORY,
@@ -338,7 +338,7 @@ def running(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Whatever a shell that runs the tests in the background has set to be ignored.
+        # A shell that runs the tests in the background may have set these signals to be ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
@@ -365,7 +365,7 @@ def network_of(pid: int) -> str:
 
 
 def networks_of(pids: list[int]) -> set[str]:
-    """The network namespaces of processes, without ours."""
+    """The network namespaces of processes, except that of the test."""
     return {network_of(pid) for pid in pids} - {network_of(os.getpid())}
 
 
@@ -374,7 +374,7 @@ def check_nothing_is_left(folder: Path, ranks: list[int], networks: set[str]) ->
     assert not list(folder.glob("*result.json*")), "a half-written result"
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # Nobody else holds the ranks' namespaces, so the kernel removes them and all in them.
+            # No other process uses the ranks' namespaces, so the kernel removes them with their contents.
             assert network_of(int(process.name)) not in networks
     interfaces = (
         subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout if not NO_NETWORK else ""
@@ -403,7 +403,7 @@ def check_interruption(tmp_path: Path, number: signal.Signals, *words: str, earl
             assert process.returncode == -number
         else:
             assert process.returncode == 130, output
-            assert output[1] == "ampipe: interrupted; nothing unfinished stands under a final name\n"
+            assert output[1] == "ampipe: interrupted; incomplete output was not saved under its final name\n"
             assert not list((tmp_path / "temporary").iterdir())
         check_nothing_is_left(tmp_path, ranks, networks)
 

@@ -1,4 +1,4 @@
-"""``ampipe doctor``, real ranks: whether they agree, and whether overlap is seen only where it happens."""
+"""``ampipe doctor`` with real ranks: checks that they agree, and reports overlap only if there is overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.world_size(2)]
 
 
 def run(command: list[str], *, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A command that writes ``health.json`` in the folder."""
+    """Run a command that writes ``health.json`` in the folder."""
     return subprocess.run(
         command, cwd=folder, env=environment() | variables, capture_output=True, text=True, timeout=150
     )
@@ -32,14 +32,14 @@ def test_the_doctor_starts_ranks_and_measures(tmp_path: Path) -> None:
     assert len(document["ranks"]) == 2 and document["differences"] == []
     assert found["what"] == "all-to-all" and found["device"] == "cpu"
     together, alone = found["together_ms"], (found["communication_ms"], found["computation_ms"])
-    # Whatever the machine does: both together take longer than one, and not much longer than one by one.
+    # On any machine: both together take longer than one, and not much longer than one after the other.
     assert 0.8 * min(alone) < together < 1.5 * sum(alone)
     assert 0 <= found["hidden_share"] <= 1
     assert "2 ranks on 1 host(s): versions and environment agree" in done.stdout
     assert "overlap on the CPU: all-to-all of " in done.stdout
 
 
-def test_ranks_of_torchrun_that_are_set_up_differently_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_with_different_settings_are_reported(tmp_path: Path) -> None:
     script = tmp_path / "rank.sh"
     script.write_text(
         'if [ "$RANK" = 1 ]; then export NCCL_ALGO=Tree; fi\n'
@@ -50,12 +50,12 @@ def test_ranks_of_torchrun_that_are_set_up_differently_are_told_apart(tmp_path: 
     assert done.returncode == 1
     (difference,) = document["differences"]
     assert difference == {"name": "NCCL_ALGO", "values": {"(not there)": [0], "Tree": [1]}}
-    assert "ranks do not agree on NCCL_ALGO. Start all of them alike." in document["problems"]
-    assert done.stdout.count("What a training run uses") == 1, "the first rank alone speaks"
+    assert "ranks do not agree on NCCL_ALGO. Start all of them identically." in document["problems"]
+    assert done.stdout.count("What a training run uses") == 1, "only the first rank prints"
 
 
-def test_ranks_that_cannot_meet_are_a_problem_and_no_traceback(tmp_path: Path) -> None:
-    """As one of two, at a port that something else listens on."""
+def test_a_failed_rendezvous_is_reported_without_a_traceback(tmp_path: Path) -> None:
+    """One rank of two, at a port on which another program listens."""
     command = [sys.executable, "-m", "megatron_ampipe.cli", "doctor", "--quick", "--json", "health.json"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
@@ -64,16 +64,16 @@ def test_ranks_that_cannot_meet_are_a_problem_and_no_traceback(tmp_path: Path) -
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (problem,) = json.loads((tmp_path / "health.json").read_text())["problems"]
-    assert problem.startswith("the ranks that torchrun has started cannot meet (")
+    assert problem.startswith("the ranks that torchrun has started cannot connect (")
 
 
 @pytest.mark.parametrize(
     ("executor", "least", "most"), [("ThreadExecutor", 0.6, 1.0), ("SequentialExecutor", 0.0, 0.3)]
 )
-def test_overlap_is_seen_only_where_it_happens(
+def test_overlap_is_measured_only_if_there_is_overlap(
     executor: str, least: float, most: float, tmp_path: Path
 ) -> None:
-    """With a transfer that sleeps, so that it takes no processor time from the computation."""
+    """The transfer sleeps, so that it takes no CPU time from the computation."""
     code = f"""
 import json, time, torch, torch.distributed as dist
 from megatron_ampipe.runtime import executors

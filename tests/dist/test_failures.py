@@ -1,4 +1,4 @@
-"""A failure ends a run with its own message: no hang, and no follow-up error in its place."""
+"""A failure ends a run with the original error: no hang, and no follow-up error instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ import pytest
 
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Stage, StageKind, build, dependencies, issue_order
+from megatron_ampipe.schedule import (
+    MOE_BLOCK,
+    Direction,
+    Stage,
+    StageKind,
+    build,
+    dependencies,
+    issue_order,
+    kinds,
+)
 from megatron_ampipe.schedule.graph import BlockFeatures
 from tests.dist.launch import run_workers
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
@@ -30,15 +39,15 @@ class CablePulled(Exception):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("kind", list(StageKind))
+@pytest.mark.parametrize("kind", MOE_BLOCK, ids=str)
 @pytest.mark.parametrize("executor", [ThreadExecutor, SequentialExecutor])
 def test_a_failing_stage_raises_its_own_error(
     executor: type[ThreadExecutor | SequentialExecutor], kind: StageKind, direction: Direction
 ) -> None:
-    """In whatever lane: the caller gets that very exception, and the lane begins no further stage.
+    """In any lane: the caller gets the same exception object, and the lane starts no further stage.
 
-    One that needs the failed stage lacks its input; any other would be a collective that the peers are not
-    in, which gloo answers by ending the process.
+    A stage that depends on the failed one has no input; any other may be a collective that the peers do not
+    join, for which gloo ends the process.
     """
     schedule = build("ampipe", degree=DEGREE, features=FEATURES)
     needs = dependencies(FEATURES, degree=DEGREE, whole_attention=False, direction=direction)
@@ -52,7 +61,7 @@ def test_a_failing_stage_raises_its_own_error(
     def run_stage(stage: Stage) -> None:
         if stage == failing:
             raise error
-        # As a real stage fails when a value it reads is not there.
+        # A real stage fails too if one of its inputs is missing.
         assert all(needed in ran for needed in needs[stage]), f"{stage} ran before what it needs"
         ran.append(stage)
 
@@ -66,12 +75,12 @@ def test_a_failing_stage_raises_its_own_error(
 
 
 @pytest.mark.timeout(30)
-def test_a_failure_does_not_wait_for_what_travels() -> None:
-    """A compute stage fails while a collective is stuck: the error comes out at once."""
+def test_a_failure_does_not_wait_for_pending_collectives() -> None:
+    """A compute stage fails while a collective hangs: the error is raised immediately."""
     stuck, dispatch, attention = (
         threading.Event(),
-        Stage(StageKind.DISPATCH, 0),
-        Stage(StageKind.ATTENTION, 1),
+        Stage(kinds.DISPATCH, 0),
+        Stage(kinds.ATTENTION, 1),
     )
 
     def run_stage(stage: Stage) -> None:
@@ -94,7 +103,7 @@ def test_a_failure_does_not_wait_for_what_travels() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_failing_collective_of_a_layer(direction: str, tmp_path: Path) -> None:
-    """Rank 0 raises what happened; rank 1 learns that its peer is gone, instead of waiting for it."""
+    """Rank 0 raises the original error; rank 1 reports that its peer has ended, instead of waiting for it."""
     first, second = run_workers(
         "tests.dist.failures_worker", [direction], world_size=2, folder=tmp_path, timeout_s=100
     )
@@ -108,7 +117,7 @@ def test_a_failing_collective_of_a_layer(direction: str, tmp_path: Path) -> None
 
 @pytest.mark.timeout(240)
 def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> None:
-    """Without a launcher that would end the others: the survivor has to notice by itself."""
+    """There is no launcher that would end the other ranks: the survivor must detect it itself."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
@@ -147,12 +156,12 @@ def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> No
     assert code == 3, said[-4000:]
     assert "error: rank 0 failed" in said
     assert "it has lost a peer, see above. No answer from rank 1: stopped, hung or gone." in said
-    assert "Traceback" in said, "that of the collective that failed"
+    assert "Traceback" in said, "the traceback of the failed collective"
 
 
 def _wait_for(condition: object, logs: list[Path], *, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         ends = "\n".join(log.read_text()[-2000:] for log in logs)
-        assert time.monotonic() < deadline_s, f"training did not begin\n{ends}"
+        assert time.monotonic() < deadline_s, f"training did not start\n{ends}"
         time.sleep(0.2)

@@ -1,7 +1,7 @@
-"""Random command lines of GPT pretraining: each is refused in proper form, or trains as stock does.
+"""Random command lines of GPT pretraining: each is refused with a proper message, or trains like stock.
 
-There is no third outcome: no traceback, no silent difference. Every command line goes through the launch's
-own checks; one that passes is trained for a step by a stock and an AMPipe model, on two gloo ranks.
+There is no third outcome: no traceback, no silent difference. Every command line passes through the checks of
+the launch; if it is accepted, a stock and an AMPipe model train for one step on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ EXAMPLES = 40
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 LOSS_TOLERANCE_16_BIT = 1e-3
-"""The loss is a mean over tokens, whose own roundings of 2**-9 (bf16) mostly cancel; 4e-5 has been seen."""
+"""The loss is a mean over tokens, whose rounding errors of 2**-9 (bf16) mostly cancel; seen: 4e-5."""
 GRADIENT_TOLERANCE_16_BIT = 0.05
-"""Median over parameters of the difference's norm. Some twenty roundings of 2**-9 lie between a loss and a
-gradient, which gives about 0.02; a lost or doubled chunk would show as an eighth or more in all of them."""
+"""Median over parameters of the norm of the difference. About twenty roundings of 2**-9 give about 0.02; a
+lost or duplicated chunk would give an eighth or more for all parameters."""
 WORST_GRADIENT_16_BIT = 0.5
-"""Of a single parameter: rounding may send a nearly tied token or two to another expert, which router and
-norms of that layer feel (seen: 0.17)."""
+"""For a single parameter: rounding may route a nearly tied token or two to a different expert, which affects
+router and norms of that layer (seen: 0.17)."""
 
 BASE = shlex.split(
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -91,7 +91,7 @@ FEATURES = (
         "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy position",
         "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy position "
         "--moe-pad-expert-input-to-capacity",
-        # Room for every token: no chunk drops any, as no sequence does.
+        # Large enough for every token: neither a chunk nor the whole sequence drops any.
         "--moe-expert-capacity-factor 4 --ampipe-capacity-scope chunk",
     ),
     (
@@ -117,7 +117,7 @@ FEATURES = (
         "--use-cpu-initialization",
     ),
 )
-"""Groups of settings that a run may have; at most one of each is drawn. Some do not go together."""
+"""Groups of settings; at most one of each group is drawn. Some cannot be combined."""
 
 REFUSED = {
     "--te-precision-config-file": "--te-precision-config-file tests/megatron/precision.yaml",
@@ -173,7 +173,7 @@ REFUSED = {
     "--use-torch-fsdp2": "--use-torch-fsdp2",
     "--fused-residual-rmsnorm": "--fused-residual-rmsnorm",
 }
-"""What the rows of ``refusals.REFUSALS`` refuse at a degree above 1."""
+"""A setting for each row of ``refusals.REFUSALS``, refused at a degree above 1."""
 
 IMPOSSIBLE = (
     "--ampipe-degree 0",
@@ -194,14 +194,14 @@ IMPOSSIBLE = (
     "--apply-layernorm-1p",
     "--moe-expert-capacity-factor -1 --ampipe-capacity-scope chunk",
 )
-"""What is wrong at any degree, or on this machine."""
+"""Settings that are invalid at any degree, or on this machine."""
 
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
-    """A layout, a degree and schedule, some features, and in every third line something that cannot be."""
+    """A layout, a degree and schedule, some features, and in every third line an invalid setting."""
     wrong = draw(st.sampled_from([*REFUSED.values(), *IMPOSSIBLE])) if draw(st.integers(0, 2)) == 0 else ""
-    # At degree 1 the table refuses nothing, and some of what it names draws random numbers.
+    # At degree 1 the table refuses nothing, and some of its settings draw random numbers.
     degree = draw(st.integers(2 if wrong else 1, 8))
     parts = ["--num-layers 2", draw(st.sampled_from(LAYOUTS)), f"--ampipe-degree {degree}"]
     parts.append(
@@ -261,7 +261,7 @@ def _assert_parity(answer: dict[str, Any], *, rank: int, pipelined: bool) -> Non
 
 
 @pytest.mark.world_size(2)
-def test_every_command_line_is_refused_or_trains_as_stock(service: Service) -> None:
+def test_every_command_line_is_refused_or_trains_like_stock(service: Service) -> None:
     outcomes: Counter[str] = Counter()
 
     @settings(
@@ -285,14 +285,14 @@ def test_every_command_line_is_refused_or_trains_as_stock(service: Service) -> N
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.replace("--", "") or "alone")
 def test_every_layout_trains(layout: str, service: Service) -> None:
-    """Otherwise the refusals of random lines could come from the layout alone."""
+    """Otherwise random command lines could be refused because of their layout only."""
     assert outcome(service, ["--num-layers 2", layout, "--ampipe-degree 3"]) == "trained"
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("setting", REFUSED)
 def test_every_row_refuses(setting: str, service: Service) -> None:
-    """Whoever refuses it, Megatron, the host platform or the table."""
+    """Refused by Megatron, the host platform or the table."""
     assert outcome(service, ["--num-layers 2", "--ampipe-degree 2", REFUSED[setting]]) == "refused"
 
 

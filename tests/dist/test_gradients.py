@@ -13,9 +13,9 @@ from tests.dist.gradients_worker import CASES, FROZEN
 from tests.dist.launch import run_workers
 
 TOLERANCE = 1e-5
-"""Relative; measured: 5e-7."""
+"""Relative difference; measured: 5e-7."""
 MICRO_BATCHES = 6
-"""Two iterations of three."""
+"""Micro-batches: two iterations of three."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_frozen_parameters_get_no_gradient(which: str, reports: list[dict[str, A
         with_input, without = results[f"frozen-{which}"], results[f"frozen-{which}-constant-input"]
         assert with_input["requires"] == [True, True]
         assert without["requires"] == [which != "everything"] * 2
-        # The output is always there, the input's gradient only where one is asked for.
+        # The output is always reported, the gradient of the input only if it is required.
         assert with_input["with gradient"] == without["with gradient"] + 1
         assert without["with gradient"] >= (1 if which == "everything" else 2)
 
@@ -64,14 +64,14 @@ def test_without_gradients_nothing_is_kept(reports: list[dict[str, Any]]) -> Non
     for results in reports:
         result = results["no-grad"]
         assert result["without"] == {"saved": 0, "alive": 0, "requires grad": False}
-        assert min(result["with"].values()) > 0, "or the search would find nothing anyway"
+        assert min(result["with"].values()) > 0, "otherwise the check would find nothing in any case"
         assert result["left when the output is gone"] == 0, "a reference cycle holds the activations"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("order-")])
 def test_ranks_issue_the_same_collectives_in_the_same_order(name: str, reports: list[dict[str, Any]]) -> None:
     first, second = (results[name]["issued"] for results in reports)
-    assert "no group" not in first, "a collective on the world group, which nobody chose"
+    assert "no group" not in first, "a collective on the default group"
     assert first == second
     stages = [stage for issued in first.values() for _, stage in issued]
     for chunk in range(4):
@@ -80,7 +80,7 @@ def test_ranks_issue_the_same_collectives_in_the_same_order(name: str, reports: 
 
 
 def test_the_routings_leave_experts_idle(reports: list[dict[str, Any]]) -> None:
-    """Otherwise the orders above were compared on easy data."""
+    """Otherwise the orders above would be compared on easy data only."""
     assert reports[1]["order-rank-1-receives-nothing"]["idle experts"] == [0, 1]
     assert reports[0]["order-one-expert-for-all"]["idle experts"] == [0, 1]
     assert reports[1]["order-one-expert-for-all"]["idle experts"] == [1]

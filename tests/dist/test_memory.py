@@ -1,7 +1,7 @@
-"""Peak memory of a block, forward and backward, against the stock layer with the same attention kernel.
+"""Peak memory of a block, forward and backward, compared with a stock layer with the same attention kernel.
 
-Counted tensor by tensor as operations make and free them, so it is exact and the same on every machine. What
-a kernel allocates inside itself is not seen; it is per chunk, and so not more than stock's.
+Counts all tensors that operations allocate and free, so it is exact and the same on every machine. Memory
+that a kernel allocates internally is not counted; it is per chunk, so not more than stock's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.dist.cases import Case
 from tests.dist.launch import run_workers
 
 ABOVE_STOCK = 1.05
-# Activations outweigh parameter gradients six to one or more.
+# Activations are at least six times as large as parameter gradients.
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4}
 SEQUENCE_LENGTH = 1024
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """By rank and by name of the case."""
+    """The reports by rank and case name."""
     cases = [*STOCK.values(), *CASES]
     found = run_workers(
         "tests.dist.memory_worker",
@@ -78,13 +78,13 @@ def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str,
         ratio = ours["peak_bytes"] / stock["peak_bytes"]
         print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
         largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
-        assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Live then:\n{largest}"
+        assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Alive then:\n{largest}"
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left_behind(model: str, reports: list[dict[str, dict[str, Any]]]) -> None:
-    """After the backward pass there are gradients, of the input and the parameters, and nothing else."""
+def test_only_gradients_stay_allocated(model: str, reports: list[dict[str, dict[str, Any]]]) -> None:
+    """After the backward pass only the gradients of the input and the parameters are alive."""
     for report in reports:
         expected = report[STOCK[model].name]["left_bytes"]
         for case in CASES:

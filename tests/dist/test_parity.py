@@ -1,6 +1,6 @@
-"""Every schedule, executor and feature against the stock Megatron layer built beside it (fp32).
+"""Compares every schedule, executor and feature with a stock Megatron layer with the same weights (fp32).
 
-Output, input gradient, every parameter gradient, router buffers and logged losses, to 1e-5 relative.
+Output, input gradient, all parameter gradients, router buffers and logged losses, to 1e-5 relative.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
 def test_modules_are_called_before_their_parameters_are_read(
     case: Case, reports: dict[int, list[Any]]
 ) -> None:
-    """Megatron's forward pre-hook of each waits there for its parameters (``--overlap-param-gather``)."""
+    """Megatron's forward pre-hooks wait for the parameters of their module (``--overlap-param-gather``)."""
     for results in reports[case.world_size]:
         assert_called_before_read(results[case.name]["parameter reads"])
 
 
 def assert_called_before_read(found: dict[str, Any]) -> None:
-    """Also every parameter is used, or nothing would have been watched."""
-    # Norms, query-key-value, projection, router, and an expert's two linear layers.
+    """Also checks that all parameters are used; otherwise nothing would have been watched."""
+    # Norms, QKV, output projection, router, and the two linear layers of an expert.
     assert found["watched"] >= 7
-    assert found["early"] == {}, "read before the hook of the module that owns it"
-    assert found["never entered"] == [], "a hook that never runs leaves an all-gather open"
+    assert found["early"] == {}, "read before the pre-hook of its module"
+    assert found["never entered"] == [], "a hook that never runs leaves an all-gather unfinished"
     assert found["never read"] == []
 
 
 @pytest.mark.parametrize("case", [case for case in PARITY if case.only_losses], ids=lambda case: case.name)
-def test_losses_alone_reach_the_router(case: Case, reports: dict[int, list[Any]]) -> None:
-    """A comparison of zeros would pass: with only the losses flowing, the router's gradient is not zero."""
+def test_router_losses_alone_give_the_router_a_gradient(case: Case, reports: dict[int, list[Any]]) -> None:
+    """The comparison above would also pass with zeros: with only the losses, this gradient is not zero."""
     for results in reports[case.world_size]:
         assert results[case.name]["largest"]["gradient of mlp.router.weight"] > 1e-6
 
@@ -71,7 +71,7 @@ def test_losses_alone_reach_the_router(case: Case, reports: dict[int, list[Any]]
 )
 def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: dict[int, list[Any]]) -> None:
     if case.executor != "thread":
-        pytest.skip("recorded on threads alone")
+        pytest.skip("only the thread executor is recorded")
     degrees = {"forward": case.degree, "backward": case.backward_degree}
     for results in reports[case.world_size]:
         ran = [tuple(stage) for stage in results[case.name]["stages"]]

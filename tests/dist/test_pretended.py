@@ -1,8 +1,7 @@
-"""Pretended ranks: what they send is like what real ones send, and every layer computes one and the same.
+"""Emulated ranks: they send data like real ranks, and all layers compute the same results.
 
-The outputs and gradients are those of one rank with all experts, in which the experts of other ranks have
-this rank's weights, negated; so a row that is lost, overwritten or sent to a wrong rank cannot go
-unnoticed.
+Outputs and gradients equal those of one rank with all experts, in which the experts of other ranks have this
+rank's weights, negated. So a row that is lost, overwritten or sent to a wrong rank is detected.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def test_all_layers_compute_the_same(name: str, reports: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
-def test_no_row_is_zero(name: str, reports: dict[str, Any]) -> None:
-    """Tokens and probabilities to the experts and outputs back, forward and backward."""
+def test_no_exchanged_row_is_zero(name: str, reports: dict[str, Any]) -> None:
+    """Dispatch of tokens and probabilities, and combine of outputs, forward and backward."""
     found = reports[name]
     assert "error" not in found, found["error"]
     assert found["exchanges"] == 6
@@ -65,9 +64,9 @@ def test_no_row_is_zero(name: str, reports: dict[str, Any]) -> None:
         ("width", "ffn 66 is no multiple of 4. Choose one"),
     ],
 )
-def test_experts_that_cannot_be_had_are_refused(name: str, said: str, reports: dict[str, Any]) -> None:
+def test_unavailable_experts_are_refused(name: str, said: str, reports: dict[str, Any]) -> None:
     assert said in reports["refusals"][name]
 
 
-def test_experts_that_can_be_had_are_not_refused(reports: dict[str, Any]) -> None:
+def test_available_experts_are_not_refused(reports: dict[str, Any]) -> None:
     assert reports["refusals"]["nothing"] is None

@@ -1,6 +1,6 @@
-"""``ampipe profile`` on two ranks: what is measured is what the planner needs, and fits its model.
+"""``ampipe profile`` on two ranks: it measures what the planner needs, and fits the planner's model.
 
-Whether times lie on lines depends on how quiet the machine is, so the limits of a fit are set aside here.
+How well the times fit depends on the load of the machine, so the limits of the fit are not applied here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def grid(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_cluster_file_from_ranks_of_its_own(
+def test_a_cluster_file_from_ranks_that_it_starts(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fit, "LEAST_R_SQUARED", -1e9)
@@ -44,7 +44,7 @@ def test_a_cluster_file_from_ranks_of_its_own(
     assert main(["profile", *words]) == 0
     assert f"wrote {output}" in capsys.readouterr().out
     cluster = read_cluster(output)
-    # Tokens and probabilities are two exchanges, each prolonged by the link's latency.
+    # Tokens and probabilities are two exchanges, each with the link's latency.
     exchange = cluster.collective("all_to_all", across_nodes=False)
     assert exchange.time_us(0) == pytest.approx(2 * LATENCY_US, rel=0.5)
     assert {"qkv", "attention", "route", "shared", "expert", "merge", "any"} == set(cluster.host.stage)
@@ -55,7 +55,7 @@ def test_a_cluster_file_from_ranks_of_its_own(
     assert predictor.pass_us(schedule, (64, 64)).forward > 4 * LATENCY_US
 
 
-def test_times_on_no_line_end_with_3_and_write_nothing(
+def test_times_that_do_not_fit_end_with_3_and_write_nothing(
     grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = [{"family": "gemm", "columns": {"alpha_us": 1.0, "beta_us_per_gflop": x}, "us": us}
@@ -70,7 +70,7 @@ def test_times_on_no_line_end_with_3_and_write_nothing(
 
 
 def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
-    """Every rank measures, the first one writes, unless the machine was too busy for a line."""
+    """Every rank measures and the first one writes, unless the times on a busy machine do not fit."""
     output = tmp_path / "cluster.yaml"
     words = ["profile", "--grid", str(grid), "--repeats", "3", "--output", str(output)]
     run = execute(torchrun_command("-m", "megatron_ampipe.cli", *words))

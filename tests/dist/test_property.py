@@ -1,7 +1,7 @@
-"""Random legal blocks against the stock Megatron layer built beside each (fp32), on two gloo ranks.
+"""Compares random valid blocks with stock Megatron layers with the same weights (fp32), on two gloo ranks.
 
-The fixed cases of :mod:`.test_parity` name every feature once; here they meet each other. A failing example
-is printed as the ``Case`` to add there.
+The fixed cases of :mod:`.test_parity` test every feature once; these test combinations. A failing example is
+printed as a ``Case`` that can be added there.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.dist.service import Service
 
 TOLERANCE = 1e-5
 NEAR_TIE = 1e-5
-"""Scores that two roundings of the same fp32 layer can put in another order: they differ by about 1e-6, so
-about one example in a hundred is drawn again, and none can flip."""
+"""Smallest routing margin: different rounding of the same fp32 layer changes scores by about 1e-6 and could
+change their order. About one example in a hundred is below and is drawn again."""
 
 EXAMPLES_PER_LAYOUT = 20
 LAYOUTS = {
@@ -67,7 +67,7 @@ def routings(draw: st.DrawFn) -> dict[str, Any]:
         "moe_router_pre_softmax": score == "softmax" and (topk == 1 or draw(st.booleans())),
     }
     if draw(st.booleans()):
-        # Each chosen group gives as many experts as any other, and must have them.
+        # Each selected group contributes the same number of experts, and must have as many.
         legal = [
             (groups, chosen)
             for groups in (2, 4)
@@ -86,7 +86,7 @@ def routings(draw: st.DrawFn) -> dict[str, Any]:
     model |= capacity
     model["moe_token_dispatcher_type"] = draw(st.sampled_from(["alltoall", "allgather"]))
     biased = model.get("moe_router_enable_expert_bias", False)
-    # Megatron's alltoall dispatcher cannot pad to more tokens than there are.
+    # Megatron's alltoall dispatcher cannot pad to more tokens than the input has.
     fits = capacity and capacity["moe_expert_capacity_factor"] * topk <= num_experts
     if fits and not biased and model["moe_token_dispatcher_type"] == "alltoall":
         model["moe_pad_expert_input_to_capacity"] = draw(st.booleans())
@@ -95,7 +95,7 @@ def routings(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def experts(draw: st.DrawFn, *, biases: bool) -> dict[str, Any]:
-    """What the MLPs are made of."""
+    """Fields of ``TransformerConfig`` for the MLPs."""
     model: dict[str, Any] = {}
     if draw(st.booleans()):
         model |= {"gated_linear_unit": True, "activation_func": "silu"}
@@ -110,7 +110,7 @@ def experts(draw: st.DrawFn, *, biases: bool) -> dict[str, Any]:
 
 @st.composite
 def attentions(draw: st.DrawFn, *, tensor_ranks: int) -> tuple[dict[str, Any], str, bool]:
-    """Fields of ``TransformerConfig``, a kernel that can do them, and whether there is a rotary embedding."""
+    """Fields of ``TransformerConfig``, a kernel that supports them, and whether RoPE is used."""
     model: dict[str, Any]
     if draw(st.integers(0, 3)) == 0:
         model = LATENT | draw(st.sampled_from([{}, NO_QUERY_COMPRESSION, {"rope_type": "yarn"}]))
@@ -132,7 +132,7 @@ def attentions(draw: st.DrawFn, *, tensor_ranks: int) -> tuple[dict[str, Any], s
 
 @st.composite
 def cases(draw: st.DrawFn, *, parallel: dict[str, int]) -> Case:
-    """A legal case of one parallel layout."""
+    """A valid case of one parallel layout."""
     tensor_ranks = parallel.get("tensor_model_parallel_size", 1)
     context_ranks = parallel.get("context_parallel_size", 1)
     degree = draw(st.integers(1, 8))
@@ -154,7 +154,7 @@ def cases(draw: st.DrawFn, *, parallel: dict[str, int]) -> Case:
     if modules:
         model |= {"recompute_granularity": "selective", "recompute_modules": modules}
     if model["normalization"] == "LayerNorm" and not rope and not model.get("multi_latent_attention"):
-        # The bias of the keys' norm would add one number to all scores of a row: its gradient is rounding.
+        # A bias in the key norm adds the same value to all scores of a row: its gradient is rounding error.
         model["qk_layernorm"] = False
     return Case(
         name="drawn",
@@ -186,7 +186,7 @@ def test_equals_stock(layout: str, service: Service) -> None:
         answers = service.ask(dataclasses.asdict(case))
         errors = [f"rank {rank}:\n{a['error']}" for rank, a in enumerate(answers) if "error" in a]
         assert not errors, "\n".join(errors)
-        # Every rank draws the same example, so the smallest margin decides for all.
+        # All ranks run the same example, so the smallest margin of all ranks decides.
         assume(min(answer["margin"] for answer in answers) > NEAR_TIE)
         for rank, answer in enumerate(answers):
             assert answer["class"] == ("TransformerLayer" if case.degree == 1 else "AMPipeTransformerLayer")

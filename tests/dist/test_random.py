@@ -1,4 +1,4 @@
-"""What draws random numbers is reproducible and distributed as in stock; and capacity per chunk."""
+"""Features with random numbers are reproducible and have stock's distribution; and capacity per chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["dropout", "recomputed core attention", "input jitter"])
-def test_random_numbers_come_again_from_the_same_seed(name: str, reports: list[dict[str, Any]]) -> None:
+def test_the_same_seed_gives_the_same_random_numbers(name: str, reports: list[dict[str, Any]]) -> None:
     for rank in reports:
         found = rank["dropout"][name]
         assert max(found["again"].values()) == 0
@@ -23,14 +23,14 @@ def test_random_numbers_come_again_from_the_same_seed(name: str, reports: list[d
         assert found["another seed"] > 1e-3
 
 
-def test_dropout_has_the_mean_of_stock(reports: list[dict[str, Any]]) -> None:
+def test_dropout_has_the_same_mean_as_stock(reports: list[dict[str, Any]]) -> None:
     for rank in reports:
-        # 1 for equal distributions; scaling or masking once too often moves every element.
+        # 1 for equal distributions; wrong scaling or masking would change every element.
         assert rank["dropout"]["z-score of the mean"] < 1.3
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
-def test_capacity_per_chunk_is_stock_per_chunk(policy: str, reports: list[dict[str, Any]]) -> None:
+def test_capacity_per_chunk_equals_stock_called_per_chunk(policy: str, reports: list[dict[str, Any]]) -> None:
     for rank in reports:
         assert rank["chunk capacity"][policy] <= 1e-5
         assert rank["chunk capacity"][f"{policy}, another function than the whole sequence"] > 1e-3

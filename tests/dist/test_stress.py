@@ -1,4 +1,4 @@
-"""The stress test of ``tests/gpu`` on a CPU: the poison finds planted faults, and none where none is."""
+"""The stress test of ``tests/gpu`` on a CPU: it detects inserted faults, and reports none otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*map(str, STRESSES), "stock", "cuda executor"])
-def test_equals_the_sequence_of_stages(name: str, reports: dict[str, Any]) -> None:
+def test_equals_sequential_execution(name: str, reports: dict[str, Any]) -> None:
     assert "error" not in reports[name], reports[name]["error"]
     differences, filled = reports[name]
     assert {key: value for key, value in differences.items() if not value <= TOLERANCE} == {}
@@ -29,7 +29,7 @@ def test_equals_the_sequence_of_stages(name: str, reports: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("fault", ["early release", "missing wait"])
-def test_a_planted_fault_is_found(fault: str, reports: dict[str, Any]) -> None:
+def test_an_inserted_fault_is_detected(fault: str, reports: dict[str, Any]) -> None:
     assert "error" not in reports[fault], reports[fault]["error"]
     differences, _ = reports[fault]
     assert any(math.isnan(value) for value in differences.values())

@@ -1,7 +1,7 @@
-"""Blocks on the older Megatrons that are supported, against those Megatrons' own layers.
+"""Compares blocks with Megatron's layers, on the older supported versions of Megatron.
 
-One case of every kind that :mod:`.test_parity` holds against the newest Megatron. Whole training runs on
-them are in tests/megatron/test_checkout.py.
+One case of each kind in :mod:`.test_parity`, which tests the newest version. Complete training runs with the
+older versions are in tests/megatron/test_checkout.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_equals_stock_of_that_version(name: str, reports: list[Any]) -> None:
         assert_called_before_read(result["parameter reads"])
 
 
-def test_what_is_said_to_be_supported_is_tested() -> None:
+def test_all_supported_versions_are_tested() -> None:
     constraints = (REQUIREMENTS.parents[1] / "constraints.txt").read_text()
     (newest,) = [line for line in constraints.splitlines() if line.startswith("megatron-core==")]
     tested = {*OLDER, newest.removeprefix("megatron-core==").rpartition(".")[0]}

@@ -1,4 +1,4 @@
-"""What every worker process of the distributed tests does first and last."""
+"""Start-up and report of the worker processes of the distributed tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def start() -> tuple[int, int]:
-    """Host platform and process group.
+    """Install the host platform and create the process group.
 
     Returns:
         Rank and world size.
@@ -33,10 +33,10 @@ def start() -> tuple[int, int]:
 
 
 def use_groups(**sizes: int) -> None:
-    """Make Megatron's process groups of these sizes, in place of those there are.
+    """Replace Megatron's process groups by groups of these sizes.
 
     Args:
-        sizes: For ``initialize_model_parallel``; without, all ranks are expert-parallel.
+        sizes: For ``initialize_model_parallel``; if empty, all ranks are expert-parallel.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -49,5 +49,5 @@ def use_groups(**sizes: int) -> None:
 
 
 def report(result: Any) -> None:
-    """Hand this rank's result to the test."""
+    """Pass this rank's result to the test."""
     Path(os.environ["AMPIPE_TEST_REPORT"]).write_text(json.dumps(result))

@@ -1,6 +1,6 @@
-"""Every attention kernel that this device has, against the definition, and which backend it ran.
+"""Compares all attention kernels that this device supports with the reference, and checks their backends.
 
-In bf16 against fp64 of the same inputs: whole sequences and later chunks, even and odd lengths.
+bf16 is compared with fp64 of the same inputs: whole sequences and later chunks, even and odd lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.kernel_choice import BY_SPEED, choose_kernel
+from megatron_ampipe.layers.kernel_choice import KERNELS_BY_SPEED, choose_kernel
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
@@ -30,7 +30,7 @@ MARKS = {
     "flash-attn": "flash_fwd",
     "sdpa-efficient": "fmha_cutlass",
 }
-"""By kernel, what the names of its backend hold on the device."""
+"""For each kernel, a part of the names of its device kernels."""
 LATER = (Span(0, 1024, 3072),)
 
 
@@ -67,10 +67,10 @@ SIZES = [
 
 
 def usable(kernel: str, *, head_size: int) -> None:
-    """Skip with the reason where a kernel cannot be used."""
+    """Skip the test, with the reason, if a kernel cannot be used."""
     objection = None
-    if kernel in BY_SPEED:
-        objection = BY_SPEED[kernel](compat.current_gpu(), head_size)
+    if kernel in KERNELS_BY_SPEED:
+        objection = KERNELS_BY_SPEED[kernel](compat.current_gpu(), head_size)
     elif kernel == "flash-attn" and not compat.has_flash_attn():
         objection = "not installed"
     if objection is not None:
@@ -103,7 +103,7 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
     sums = KeyValueSums(*tensors[1:])
     again = KERNELS[kernel](*tensors, spans=sizes.spans, scale=scale, sums=sums)
     of_query, *of_keys = torch.autograd.grad(again, tensors, gradient, allow_unused=True)
-    # Kernels that know sums leave nothing to autograd.
+    # Kernels that support sums return no gradients to autograd.
     summed = of_keys if of_keys[0] is not None else sums.totals()
     names = ("output", "query", "key", "value", "again", "query again", "key sum", "value sum")
     pairs = zip(names, (*got, again, of_query, *summed), (*wanted, wanted[0], *wanted[1:]), strict=True)
@@ -116,13 +116,13 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
 
 
 @pytest.mark.parametrize("kernel", MARKS)
-def test_all_chunks_run_one_backend(kernel: str) -> None:
+def test_all_chunks_use_the_same_backend(kernel: str) -> None:
     usable(kernel, head_size=128)
     ran = []
     for sizes in SIZES[:2]:
         tensors = inputs(sizes)
         attend = KERNELS[kernel]
-        # cuDNN compiles at the first call of a shape.
+        # cuDNN compiles a kernel at the first call with a shape.
         for _ in range(2):
             with profile(activities=[ProfilerActivity.CUDA]) as recorded:
                 output = attend(*tensors, spans=sizes.spans, scale=0.1)
@@ -133,7 +133,7 @@ def test_all_chunks_run_one_backend(kernel: str) -> None:
     assert ran == [{MARKS[kernel]}] * 2
 
 
-def test_the_kernel_that_is_chosen_can_run() -> None:
+def test_the_chosen_kernel_runs() -> None:
     choice = choose_kernel(local=True, on_gpu=True, dtype=torch.bfloat16, head_size=128)
     print(f"chosen: {choice.name} ({choice.reason})")
     test_attention_kernel_in_bf16(choice.name, SIZES[1])

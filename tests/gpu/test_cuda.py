@@ -1,7 +1,7 @@
-"""What only a GPU can show: streams, 16-bit kernels, and that nothing makes the host wait between chunks.
+"""What only a GPU can show: streams, 16-bit kernels, and that the host does not wait between chunks.
 
-One device, one rank: the collectives of a group of one are skipped, everything around them is not. What
-crosses streams is in ``test_stress.py``.
+One device, one rank: collectives of a group of one rank are skipped, but not the code around them. Memory
+that several streams use is tested in ``test_stress.py``.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def test_equals_stock_in_bf16(case: Case) -> None:
 
 
 def test_nothing_makes_the_host_wait_between_chunks() -> None:
-    """torch raises at any synchronising call; only the wait for the counts, an event of ours, is left."""
+    """torch raises at any synchronizing call; only AMPipe's event for the counts is allowed."""
     from tests.dist.blocks import build_layers, inputs_of, run_pass
 
     case = dataclasses.replace(CASES[1], kernel="sdpa")
     _, ours = (layer.cuda() for layer in build_layers(case))
-    # Copies to the device wait for it, so everything is there before.
+    # Copies to the device synchronize, so all inputs are copied before.
     inputs = inputs_of(case, rank=0, device="cuda", dtype=torch.float32)
     run_pass(ours, inputs)
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Blocks of real sizes on a GPU: everything is slow that could be, and released memory is poisoned.
+"""Blocks of real sizes on a GPU, with slow stages and with released memory filled with NaN.
 
-Ranks are pretended, so what a rank receives is memory of the communication lane, as with several GPUs.
-``tests/stress.py`` says what is compared, ``tests/poison.py`` how; both also run on a CPU in the other tests.
+Ranks are emulated, so received tensors are memory of the communication lane, as with several GPUs. The code
+is in ``tests/stress.py`` and ``tests/poison.py``; other tests run it on a CPU.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from tests import stress
-from tests.stress import STRESSES, Scene, Stress
+from tests.stress import STRESSES, Stress, StressSetup
 
-# Longer than the host needs for a stage, so that it is ahead of the device, as far as it can be.
+# Longer than the host needs for a stage, so that the host runs ahead of the device.
 DELAY_CYCLES = 3_000_000
-SCENE = Scene(
+SETUP = StressSetup(
     device="cuda",
-    # Tensors of 4 MiB at degree 8, and of 32 MiB where everything travels at once.
+    # Tensors of 4 MiB at degree 8, and of 32 MiB if all tokens are exchanged at once.
     sequence_length=4096,
     hidden=1024,
     ffn=2048,
@@ -42,19 +42,19 @@ def pretended_ranks() -> Iterator[None]:
 
 @pytest.mark.parametrize("one", STRESSES, ids=str)
 def test_equals_the_sequence_of_stages(one: Stress) -> None:
-    differences, filled = stress.differences_under(one, SCENE)
+    differences, filled = stress.differences_under(one, SETUP)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
     assert filled > 0
 
 
 @pytest.mark.parametrize("degree", [2, 8])
 def test_equals_stock_at_real_sizes(degree: int) -> None:
-    differences, _ = stress.differences_under(Stress(degree, local_experts=2), SCENE, stock=True)
+    differences, _ = stress.differences_under(Stress(degree, local_experts=2), SETUP, stock=True)
     assert {name: value for name, value in differences.items() if not value <= TOLERANCE} == {}
 
 
 def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared above would differ if computation did not wait for what it receives."""
+    """The results above would differ if computation did not wait for received data."""
     compute, wait_event, wait = (
         torch.cuda.current_stream(),
         torch.cuda.Stream.wait_event,
@@ -72,12 +72,12 @@ def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # Stream.wait_stream comes down to the first.
     monkeypatch.setattr(torch.cuda.Stream, "wait_event", by_others)
     monkeypatch.setattr(torch.cuda.Event, "wait", on_others)
-    differences, _ = stress.differences_under(Stress(4), SCENE)
+    differences, _ = stress.differences_under(Stress(4), SETUP)
     torch.cuda.synchronize()
     assert any(not value <= TOLERANCE for value in differences.values())
 
 
 def test_an_early_release_is_seen() -> None:
-    """Likewise if memory went back to its stream while another stream is still to read it."""
-    differences, _ = stress.differences_under(Stress(4), SCENE, plant=stress.plant_unheld_reader)
+    """Likewise if memory were returned to its stream before another stream has read it."""
+    differences, _ = stress.differences_under(Stress(4), SETUP, insert_fault=stress.insert_unheld_reader)
     assert any(not value <= TOLERANCE for value in differences.values())

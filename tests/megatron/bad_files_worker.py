@@ -1,7 +1,7 @@
-"""Checks the files that command lines name, most of them alone and some in whole launches; reports JSON.
+"""Runs the file checks of command lines, most of them separately and some in complete launches; reports JSON.
 
-One process imports Megatron. It parses and checks by itself what only the checks are asked about, and forks a
-child for each whole launch, by our entry or by the launcher. Run by :mod:`.test_bad_files`.
+One process imports Megatron. It runs the separate checks itself, and forks a child for each complete launch,
+with the training entry point or the launcher. Run by :mod:`.test_bad_files`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.megatron.refusals_worker import PROCESS_GROUP_MADE, Launch
 
 
 def check(words: list[str]) -> dict[str, Any]:
-    """What the checks of files say of a command line, in the form of a launch's result."""
+    """The result of the file checks for a command line, in the format of a launch's result."""
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron_ampipe.launch.checkpoints import check_checkpoint
@@ -38,13 +38,13 @@ def check(words: list[str]) -> dict[str, Any]:
 
 
 def launch(words: list[str]) -> dict[str, Any]:
-    """The result of a whole launch; one whose first word ends with ``.py`` goes to the launcher."""
+    """The result of a complete launch; if the first word ends with ``.py``, of the launcher."""
     entry = script.main if words[0].endswith(".py") else pretrain.main
     return Launch(words, entry=functools.partial(entry, words)).result()
 
 
 def main() -> None:
-    """Report on every command line of the first argument: (whether it is launched, words) by name, JSON."""
+    """Report on all command lines in the first argument: JSON with (is it launched, words) by name."""
     command_lines: dict[str, tuple[bool, list[str]]] = json.loads(sys.argv[1])
     host.install()
     # There are no other ranks to wait for.

@@ -1,6 +1,6 @@
-"""Inputs that no user should give, as a table: what is run, how it must end, and what it must say.
+"""Bad inputs as a table: what is run, its exit code, and a part of its message.
 
-Read by :mod:`.test_bad_inputs`. None of them stands in another test.
+Read by :mod:`.test_bad_inputs`. No other test contains them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Row:
     """One command.
 
     Attributes:
-        name: Of the row.
-        words: The command line; the first word is a tool, or ``train`` for a launch of :data:`ACCEPTED`
-            with the other words behind. ``{here}`` is the folder with the files.
-        says: What the message holds.
-        code: How the command ends.
-        environment: Variables of its own.
+        name: Name of the row.
+        words: The command line; the first word is a tool, or ``train`` for a launch with :data:`ACCEPTED` and
+            the other words. ``{here}`` is the folder with the files.
+        says: A part of the message.
+        code: The exit code.
+        environment: Additional environment variables.
     """
 
     name: str
@@ -43,7 +43,7 @@ def _schedule(degree: int = 2) -> str:
 
 
 def _plan(**changes: Any) -> str:
-    """A plan of degree 2, as somebody could write it by hand."""
+    """A plan of degree 2, as a user could write it."""
     values: dict[str, Any] = {
         "format": "ampipe-plan-1", "forward_degree": 2, "backward_degree": 2, "shares": [0.5, 0.5],
         "reason": "by hand", "schedule": _schedule(),
@@ -72,9 +72,9 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
-"""A few lines that stand for a list of 10**9 words."""
+"""A few lines that YAML expands to a list of 10**9 words."""
 _NINES = "9" * 5000
-"""More digits than Python turns into a number."""
+"""More digits than Python converts to a number."""
 
 FILES: dict[str, str | bytes] = {
     "good.yaml": "num-layers: 2\n",
@@ -147,11 +147,11 @@ FILES: dict[str, str | bytes] = {
     "deep.json": "[" * 100_000,
     "axes.grid": "axes: [" + ", ".join(["[{name: a}, {name: b}]"] * 40) + "]\n",
 }
-"""By name. In addition: ``folder`` (empty), ``pipe`` (nobody writes to it), and others below."""
+"""Contents of files by name. Also ``folder`` (empty), ``pipe`` (without a writer), and those below."""
 
 
 def write_files(folder: Path) -> None:
-    """Make everything that the rows name."""
+    """Create all files that the rows name."""
     for name, content in FILES.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     for name in ("folder", "pipes", "traces", "tree/megatron/core/package_info.py", "tree-2/megatron/core"):
@@ -186,8 +186,8 @@ _DRAW = "draw --output {here}/out/p {here}/"
 _DATA = "train --ampipe-degree 2 --split 100,0,0 --data-path "
 _LOAD = "train --ampipe-degree 2 --load {here}/"
 _FROM_PLAN = "train --ampipe-plan {here}/"
-_NO_PIPE = "cannot be read (it is no plain file)"
-_NO_TRACE = "is not a trace of ours. Give a file that a run with --ampipe-trace-dir wrote"
+_NO_PIPE = "cannot be read (not a regular file)"
+_NO_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
 _TORCHRUN = "Start the run with torchrun, which sets it, or unset it."
 
 CONTROLS = (
@@ -197,33 +197,33 @@ CONTROLS = (
     Row("draw", _DRAW + "good.trace", "wrote ", 0),
     Row("config", _CONFIG + "good.yaml", "num-layers: 2", 0),
 )
-"""Good ones: what is wrong in each row below is that row's alone."""
+"""Valid arguments, so that only the argument in the row is wrong."""
 
 _YAML = (
     Row("yaml-tab", _CONFIG + "tab.yaml", "tab.yaml:2: YAML: found character '\\t' that cannot start"),
-    Row("yaml-latin-1", _CONFIG + "latin.yaml", "latin.yaml: is not YAML of ours. Write 'key: value'"),
-    Row("yaml-utf-16", _CONFIG + "utf16.yaml", "utf16.yaml: is not YAML of ours."),
+    Row("yaml-latin-1", _CONFIG + "latin.yaml", "latin.yaml: cannot be read as YAML. Write 'key: value'"),
+    Row("yaml-utf-16", _CONFIG + "utf16.yaml", "utf16.yaml: cannot be read as YAML."),
     Row("yaml-list", _CONFIG + "list.yaml", "list.yaml:1: top: does not hold keys with values."),
     Row("yaml-two-documents", _CONFIG + "two.yaml", "two.yaml:2: YAML: but found another document."),
-    Row("yaml-deep", _CONFIG + "deep.yaml", "deep.yaml: is not YAML of ours."),
+    Row("yaml-deep", _CONFIG + "deep.yaml", "deep.yaml: cannot be read as YAML."),
     Row("yaml-bomb", _CONFIG + "bomb.yaml", "bomb.yaml:2: YAML: the alias *a repeats a list or a section;"),
     Row("yaml-of-itself", _CONFIG + "self.yaml", "self.yaml:1: YAML: "),
     Row("yaml-merge", _CONFIG + "merge.yaml", "merge.yaml:2: YAML: the alias *base repeats a list or a"),
     Row("yaml-infinite", _CONFIG + "infinite.yaml", "infinite.yaml:1: --lr inf: must be a number. Use 0 or"),
     Row("yaml-not-a-number", _CONFIG + "nan.yaml", "nan.yaml:1: lr: .nan: takes a number. Write for"),
     Row("yaml-nul-in-a-path", _CONFIG + "nul.yaml", "Give a file that ampipe plan --output wrote."),
-    Row("yaml-section-as-value", _CONFIG + "map.yaml", "map.yaml:1: lr: is no section. Write 'lr: value'"),
-    Row("yaml-list-as-section", _CONFIG + "own-list.yaml", ":1: ampipe: is a section, and holds settings"),
+    Row("yaml-section-as-value", _CONFIG + "map.yaml", "map.yaml:1: lr: is not a section. Write 'lr: value'"),
+    Row("yaml-list-as-section", _CONFIG + "own-list.yaml", ":1: ampipe: is a section for settings of AMPipe"),
     Row("yaml-list-as-degree", _CONFIG + "own-degree.yaml", ":2: ampipe.degree: [4,4]: takes one value,"),
     Row("yaml-names-yaml", _CONFIG + "own-config.yaml", "a file cannot name further files. Name all of them"),
     Row("yaml-empty", _CONFIG + "empty", "empty:1: top: does not hold keys with values. Write"),
-    Row("yaml-binary", _CONFIG + "binary", "binary: is not YAML of ours. Write"),
-    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a configuration of ours."),
+    Row("yaml-binary", _CONFIG + "binary", "binary: cannot be read as YAML. Write"),
+    Row("yaml-pipe", _CONFIG + "pipe", "pipe: is neither a file nor a built-in configuration."),
     Row("yaml-trace", _CONFIG + "good.trace", "good.trace:1: traceEvents: there is no such flag."),
 )
 _PLANNER = (
     Row(
-        "model-beyond-numbers", _PLAN + "huge.model", "huge.model:1: YAML: a number of 401 digits is no size"
+        "model-beyond-numbers", _PLAN + "huge.model", "huge.model:1: YAML: a number of 401 digits is too long"
     ),
     Row("model-many-experts", _PLAN + "experts.model", "experts.model:3: num-experts 1000000000000: must be"),
     Row("model-not-a-number", _PLAN + "nan.model", "hidden-size nan: must be a whole number of at least 1."),
@@ -231,26 +231,32 @@ _PLANNER = (
     Row("model-true", _PLAN + "bool.model", "hidden-size True: must be a whole number of at least 1. Wri"),
     Row("model-maybe", _PLAN + "switch.model", "switch.model:2: swiglu maybe: must be true or false. Wri"),
     Row("model-topk", _PLAN + "topk.model", "topk.model:2: moe-router-topk 9: is above num-experts 8."),
-    Row("model-cluster", _PLAN + "good.cluster", "good.cluster:2: description: is no flag of Megatron's."),
-    Row("cluster-beyond-numbers", _ON + "{here}/long.cluster", "YAML: a number of 401 digits is no size"),
+    Row("model-cluster", _PLAN + "good.cluster", "good.cluster:5: intra: is a section, and no flag of"),
+    Row("cluster-beyond-numbers", _ON + "{here}/long.cluster", "YAML: a number of 401 digits is too long"),
     Row("cluster-thousands-of-digits", _ON + "{here}/nines.cluster", ":3: YAML: a number of 5000 digits"),
     Row("cluster-infinite", _ON + "{here}/inf.cluster", ":7: intra.all_to_all.alpha_us inf: must be a num"),
     Row("cluster-huge", _ON + "{here}/huge.cluster", ":7: intra.all_to_all.alpha_us 1e+308: must be at most"),
     Row("cluster-no-time", _ON + "{here}/zero.cluster", "has figures by which a block takes no time. Write"),
-    Row("cluster-word", _ON + "{here}/words.cluster", "alpha_us 'twenty': must be a number of at least 0;"),
-    Row("cluster-no-date", _ON + "{here}/date.cluster", "date.cluster: is not YAML of ours. Look at configs"),
+    Row("cluster-word", _ON + "{here}/words.cluster", "alpha_us 'twenty': must be a number, at least 0, w"),
+    Row(
+        "cluster-no-date",
+        _ON + "{here}/date.cluster",
+        "date.cluster: cannot be read as YAML. Look at configs",
+    ),
     Row(
         "cluster-speed-up", _ON + "{here}/slowdown.cluster", "overlap.compute_slowdown 0.1: must be at least"
     ),
-    Row("cluster-plan", _ON + "{here}/good.plan", "good.plan:1: format: is not a key that can stand here."),
+    Row("cluster-plan", _ON + "{here}/good.plan", "good.plan:1: format: is not a known key. Use one of"),
     Row("set-twice", _ON + "dgx-h100 --set seq-length=64 --set seq-length=128", "seq-length was set before."),
     Row("set-list", _ON + "dgx-h100 --set hidden-size=[1]", "--set hidden-size [1]: must be a whole number"),
     Row(
         "set-python",
         _ON + "dgx-h100 --set hidden-size=!!python/name:os.system",
-        "has a value that is no YAML.",
+        "has a value that is not YAML.",
     ),
-    Row("set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is no YAML. Quote it."),
+    Row(
+        "set-digits", _ON + f"dgx-h100 --set hidden-size={_NINES}", "has a value that is not YAML. Quote it."
+    ),
     Row("set-huge", _ON + "dgx-h100 --set seq-length=100000000000000000000", "must be at most 10000000."),
     Row("planned-ranks", _ON + f"dgx-h100 --ranks {_NINES}", "is not a whole number of at least 1"),
     Row("planned-degrees", _ON + f"dgx-h100 --degrees {_NINES}", "is not a list of degrees from 2 to 64"),
@@ -289,24 +295,30 @@ _TRACES = (
 )
 _TOOLS = (
     Row("bench-from-pipe", "bench --from {here}/pipe", f"--from {{here}}/pipe: {_NO_PIPE}. Give a file that"),
-    Row("bench-from-trace", "bench --from {here}/good.trace", "is not a result of ours. Give a file that"),
+    Row(
+        "bench-from-trace",
+        "bench --from {here}/good.trace",
+        "is not a result of ampipe bench. Give a file that",
+    ),
     Row("bench-grid-axes", "bench --grid {here}/axes.grid", "axes: they make 1099511627776 cases. Make"),
     Row("bench-grid-bomb", "bench --grid {here}/bomb.yaml", "the alias *a repeats a list or a section"),
     Row("bench-ranks", "bench --ranks 1000000", "--ranks 1000000: does not divide the 4 experts of case"),
     Row("bench-degrees", f"bench --degrees {_NINES}", "is not a list of whole numbers of at least 1. Use"),
     Row("bench-seed", "bench --seed 99999999999999999999", "is more than 4294967295"),
-    Row(
-        "bench-predict-plan", "bench --predict {here}/good.plan", "format: is not a key that can stand here."
-    ),
+    Row("bench-predict-plan", "bench --predict {here}/good.plan", "format: is not a known key. Use one of"),
     Row(
         "profile-seed", "profile --output {here}/out.yaml --seed 99999999999999999999", "is more than 429496"
     ),
-    Row("patch-binary", "patch check {here}/tree-2", "does not say which Megatron this is. Name a release"),
+    Row(
+        "patch-binary",
+        "patch check {here}/tree-2",
+        "does not contain the version of Megatron. Name a release",
+    ),
     Row("data-in-a-file", "data {here}/folder --output {here}/out/d", "holds no usable text file with the"),
     Row(
         "sbatch-site-pipe",
         "sbatch --site {here}/pipe --nodes 1 --gpus-per-node 8 --no-check",
-        "it is no plain file",
+        "not a regular file",
     ),
     Row(
         "sbatch-model-bomb",
@@ -317,10 +329,10 @@ _TOOLS = (
 )
 _PLANS = (
     Row("plan-cut", _FROM_PLAN + "cut.plan", "cut.plan:1: YAML: found unexpected end of stream. Give"),
-    Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number of at least 0;"),
-    Row("plan-beyond-numbers", _FROM_PLAN + "long.plan", "long.plan:1: YAML: a number of 401 digits is no"),
+    Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number, at least 0,"),
+    Row("plan-beyond-numbers", _FROM_PLAN + "long.plan", "long.plan:1: YAML: a number of 401 digits is too"),
     Row("plan-hidden-share", _FROM_PLAN + "hidden.plan", "hidden_share 7: is a share, from 0 to 1. Write"),
-    Row("plan-infinite-shares", _FROM_PLAN + "shares.plan", "shares '1e+308': must be at most 1e+15."),
+    Row("plan-infinite-shares", _FROM_PLAN + "shares.plan", "shares[0] '1e+308': must be at most 1e+15."),
     Row("plan-list-as-schedule", _FROM_PLAN + "schedule.plan", "schedule ['qkv']: must be text. Write some"),
     Row("plan-loop", _FROM_PLAN + "loop.plan", "can never finish: compute waits at route.0 for attention.0;"),
     Row(
@@ -337,7 +349,7 @@ _PLANS = (
     Row("plan-pipe", _FROM_PLAN + "pipe", f"plan {{here}}/pipe: {_NO_PIPE}. Give a file"),
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
     Row("plan-device", "train --ampipe-plan /dev/zero", f"plan /dev/zero: {_NO_PIPE}. Give"),
-    Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a key that"),
+    Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a known key."),
     Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): names nothing. Give a name, or"),
     Row(
         "plan-with-schedule",
@@ -363,7 +375,7 @@ _PLANS = (
     Row(
         "auto-cluster-plan",
         "train --ampipe-degree auto --ampipe-cluster {here}/good.plan",
-        "good.plan:1: format: is not a key",
+        "good.plan:1: format: is not a known key.",
     ),
     Row(
         "auto-cluster-digits",
@@ -429,17 +441,17 @@ _FLAGS = (
     Row(
         "trace-dir-file",
         "train --ampipe-degree 2 --ampipe-trace-dir {here}/empty",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "board-file",
         "train --ampipe-degree 2 --tensorboard-dir {here}/empty",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "save-file",
         "train --ampipe-degree 2 --save {here}/empty --save-interval 2",
-        "cannot be written to (File exists).",
+        "cannot be written to (Not a directory).",
     ),
     Row(
         "save-empty",
@@ -464,7 +476,7 @@ _FLAGS = (
     Row(
         "config-pipe",
         "train --ampipe-config {here}/pipe",
-        "pipe: is neither a file nor a configuration of ours.",
+        "pipe: is neither a file nor a built-in configuration.",
     ),
 )
 _DATASETS = (

@@ -1,7 +1,7 @@
-"""Runs command lines of tools and of training, each in a fork of one process with Megatron imported; JSON.
+"""Runs command lines of tools and of training, each in a fork of a process that has imported Megatron.
 
-A fork that takes too long, or much more memory than the process itself, is ended and reported. Run by
-:mod:`.test_bad_inputs`.
+A fork that takes too long, or much more memory than the process itself, is killed and reported. Reports JSON.
+Run by :mod:`.test_bad_inputs`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
 
 LIMIT_S = 60.0
 MEMORY_BYTES = 4 << 30
-"""What a command may take beyond what it begins with."""
+"""Memory that a command may allocate in addition to that at its start."""
 TRAIN = "train"
-"""In place of the name of a tool."""
+"""Stands for a training run, where other rows have the name of a tool."""
 
 
 class Command:
@@ -42,7 +42,7 @@ class Command:
             os._exit(_run(words, environment))
 
     def result(self) -> dict[str, Any]:
-        """Wait for its end: the exit code (None for one that was ended), and what it said."""
+        """Wait for its end; returns the exit code (None if it was killed) and its output."""
         pid, status = 0, 0
         while not pid and time.monotonic() < self._begin_s + LIMIT_S:
             pid, status = os.waitpid(self._child, os.WNOHANG)
@@ -62,7 +62,7 @@ class Command:
 
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
-    """In the child: the exit code."""
+    """Runs in the child; returns the exit code."""
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -80,7 +80,7 @@ def _run(words: list[str], environment: dict[str, str]) -> int:
 
 
 def main() -> None:
-    """Report on every command line of the file that the first argument names, by name."""
+    """Report on all command lines in the file that the first argument names, by name."""
     with open(sys.argv[1]) as file:
         asked: dict[str, tuple[list[str], dict[str, str]]] = json.load(file)
     # There are no other ranks to wait for.

@@ -1,6 +1,6 @@
-"""What two ranks check about the host platform; started by ``test_host.py`` under torchrun.
+"""Checks of the host platform on two ranks; started by ``test_host.py`` under torchrun.
 
-Every ``check_*`` function runs on both ranks, in order; the first that fails ends the process.
+All ``check_*`` functions run on both ranks, in order; the first failure ends the process.
 """
 
 import threading
@@ -43,13 +43,13 @@ def config(**changes: object) -> TransformerConfig:
     return TransformerConfig(**{**settings, **changes})
 
 
-def check_torch_knows_that_there_is_no_gpu() -> None:
+def check_torch_reports_no_gpu() -> None:
     assert host.installed()
     assert not torch.cuda.is_available()
     assert torch.cuda.current_device() == CPU
 
 
-def check_device_literals_mean_the_cpu() -> None:
+def check_cuda_devices_are_mapped_to_the_cpu() -> None:
     for device in ("cuda", "cuda:1", 0, torch.device("cuda"), torch.cuda.current_device()):
         assert torch.zeros(2, device=device).device == CPU
         assert torch.zeros(2).to(device).device == CPU
@@ -63,7 +63,7 @@ def check_device_literals_mean_the_cpu() -> None:
     assert torch.zeros(2, device="meta").device.type == "meta"
 
 
-def check_device_literals_hold_in_threads_and_in_backward() -> None:
+def check_cuda_devices_are_mapped_in_threads_and_in_backward() -> None:
     class MakesBuffer(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def check_device_literals_hold_in_threads_and_in_backward() -> None:
     assert made[0].device == CPU
 
 
-def check_types_are_named_as_megatron_expects() -> None:
+def check_tensor_types_have_the_names_that_megatron_expects() -> None:
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1).type(torch.int).dtype == torch.int
 

@@ -1,4 +1,4 @@
-"""Runs the GPT pretraining of a tiny model in real processes, and reads what Megatron logs. Used by tests."""
+"""Runs GPT pretraining of a tiny model in real processes, and parses Megatron's log. Used by tests."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.forked import REPOSITORY, run_ranks
 MODULE = "megatron_ampipe.pretrain_gpt"
 SEVERAL = "tests.megatron.runs_worker"
 BEGINS = "=== run "
-"""What a rank prints before the name of each of several runs."""
+"""A rank prints this before the name of each of several runs."""
 
 TINY_GPT = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
@@ -37,10 +37,10 @@ _VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one launch did."""
+    """The result of one launch."""
 
     exit_code: int
-    """That of torchrun; without, that of the first rank that failed."""
+    """Exit code of torchrun; without torchrun, of the first rank that failed."""
     output: str
     """Standard output and error of all ranks."""
     iterations: list[int] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Run:
 
     @property
     def table(self) -> str:
-        """The output in one line, so that a cell of the start-up table that was folded reads as one."""
+        """The output in one line, so that wrapped cells of the start-up table can be matched."""
         return unfolded(self.output)
 
     @property
     def error(self) -> str:
-        """The one line that says why the launch was refused."""
+        """The error line of a refused launch."""
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, f"expected one error line, found {lines}\n{self.output[-4000:]}"
         return lines[0]
@@ -68,7 +68,7 @@ def unfolded(output: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of a test's processes: one thread each, and no rank left over from an outer launch."""
+    """The environment of a test's processes: one thread each, and no rank variables of an outer launch."""
     outer = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {name: value for name, value in os.environ.items() if name not in outer}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -83,7 +83,7 @@ def torchrun_command(*arguments: str, num_ranks: int = 2) -> list[str]:
 
 
 def execute(command: list[str], *, timeout_s: float = 120) -> Run:
-    """Run ``command`` to its end and parse what it logged."""
+    """Run ``command`` to its end and parse its log."""
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -97,13 +97,13 @@ def execute(command: list[str], *, timeout_s: float = 120) -> Run:
 
 
 def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
-    """Launch GPT pretraining under torchrun, as a user does; the arguments are its whole command line."""
+    """Launch GPT pretraining under torchrun, as a user does; the arguments are its complete command line."""
     command = torchrun_command("-m", MODULE, *arguments, num_ranks=num_ranks)
     return execute(command, timeout_s=timeout_s)
 
 
 def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
-    """The same without torchrun, which saves the ranks their imports; each rank's output in one piece."""
+    """The same without torchrun, from a process that has Megatron imported; the output is ordered by rank."""
     code, logs = _run_forked(MODULE, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     return parse(code, "".join(logs))
 
@@ -115,11 +115,11 @@ def pretrain_several(
 
     Args:
         runs: The command line of each, by name.
-        num_ranks: Of all of them.
-        timeout_s: For all of them together.
+        num_ranks: Number of ranks of every run.
+        timeout_s: Timeout of all runs together.
 
     Returns:
-        By name, those that began; the exit code of the last is that of the ranks.
+        The runs that were started, by name; the last one has the exit code of the ranks.
     """
     arguments = [json.dumps([[name, list(words)] for name, words in runs.items()])]
     code, logs = _run_forked(SEVERAL, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
@@ -155,7 +155,7 @@ def _run_forked(
 
 
 def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
-    """Train the tiny GPT-MoE on made-up data; fails the test when it does not come through."""
+    """Train the tiny GPT-MoE model on mock data; fails the test if the training fails."""
     run = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     assert run.exit_code == 0, run.output[-6000:]
     return run
@@ -164,7 +164,7 @@ def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
 def parse(exit_code: int, output: str) -> Run:
     """Read the logged values of every iteration.
 
-    Ranks share one stream, so another rank's line may stand in front of, or behind, the values.
+    Ranks share one output stream, so the output of another rank may come before or after the values.
     """
     iterations: list[int] = []
     values: dict[str, list[float]] = {"lm loss": [], "load_balancing_loss": [], "grad norm": []}

@@ -11,10 +11,10 @@ ACCEPTED = [
     *DENSE,
     *shlex.split("--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear"),
 ]
-"""A command line that AMPipe runs; every row is tried on top of it."""
+"""A command line that AMPipe accepts; every row is added to it."""
 
 ALONE = {"--num-experts": DENSE}
-"""Settings that are refused when they are absent, and the command line without them."""
+"""Settings that are refused if they are not set, and the command line without them."""
 
 VALUES = {
     "--tensor-model-parallel-size": [["2"]],
@@ -37,7 +37,7 @@ VALUES = {
     "--kitchen-recipe-number": [["0"], ["2"]],
     "--recompute-modules": [["layernorm"], ["moe_act"], ["core_attn", "layernorm"]],
 }
-"""Refused values; of other flags the worker takes every choice but the default, or 2."""
+"""Refused values; for other flags the worker uses all choices except the default, or 2."""
 
 COMPANIONS = {
     "--moe-apply-probs-on-input": ["--moe-router-topk", "2"],
@@ -52,4 +52,4 @@ COMPANIONS = {
     ),
     "--recompute-modules": ["--recompute-granularity", "selective"],
 }
-"""Flags without which the setting has no meaning."""
+"""Flags that the setting needs to have an effect."""

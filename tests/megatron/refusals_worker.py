@@ -1,7 +1,7 @@
-"""Asks Megatron's real parser about every row of the table of refusals, and launches each; reports JSON.
+"""Tests every row of the table of refusals with Megatron's parser and in a launch; reports JSON.
 
-One process imports Megatron and forks a child per launch, each of which runs the whole training entry
-point, so that a launch costs its own time only. Run by :mod:`.test_refusals`.
+One process imports Megatron and forks a child per launch. Each child runs the complete training entry point,
+without the time for imports. Run by :mod:`.test_refusals`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.flag_values import RANGES
 from megatron_ampipe.launch import ending, host, pretrain
 from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
+from megatron_ampipe.schedule import Pipeline
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
 PROCESS_GROUP_MADE = 99
-"""Exit code of a launch that came as far as its process group."""
+"""Exit code of a launch that has reached the creation of its process group."""
 
 
 def triggering_flags(setting: str, action: argparse.Action) -> list[list[str]]:
-    """Command lines that set the flag to something its row is to refuse."""
+    """Command lines that set the flag to values that its row should refuse."""
     if setting in ALONE:
         return [[]]
     if setting in VALUES:
@@ -40,16 +41,16 @@ def triggering_flags(setting: str, action: argparse.Action) -> list[list[str]]:
 
 
 def refused_by_table(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Hold what the parser makes of the arguments against the table."""
+    """Parse the arguments and check the result against the table."""
     try:
-        refuse_unsupported(AMPipeConfig(degree=4), parser.parse_args(arguments))
+        refuse_unsupported(AMPipeConfig(pipeline=Pipeline.of(4)), parser.parse_args(arguments))
     except BadInput as error:
         return {"name": error.name, "value": str(error.value), "code": error.exit_code, "message": str(error)}
     return {"name": None}
 
 
 def out_of_range(parser: argparse.ArgumentParser, flag: str, *, known: bool) -> dict[str, Any]:
-    """What the parser says of a number that is too small."""
+    """The parser's message for a number that is too small."""
     try:
         parser.parse_args([flag, "-1"] if known else [])
     except BadInput as error:
@@ -58,7 +59,7 @@ def out_of_range(parser: argparse.ArgumentParser, flag: str, *, known: bool) -> 
 
 
 class Launch:
-    """An entry point running in a child; it must end before it makes a process group."""
+    """An entry point that runs in a child; it must end before it creates a process group."""
 
     def __init__(self, arguments: Sequence[str], *, entry: Callable[[], int] | None = None) -> None:
         self._output = os.memfd_create("launch")
@@ -89,7 +90,7 @@ class Launch:
 
 
 def launched(command_lines: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """The result of each launch, two of them running at a time."""
+    """The result of each launch; two run at the same time."""
     running: dict[str, Launch] = {}
     results = {}
     for name, arguments in command_lines.items():
@@ -101,7 +102,7 @@ def launched(command_lines: Mapping[str, Sequence[str]]) -> dict[str, dict[str, 
 
 
 def main() -> None:
-    """Report on every row, and on every command line given as JSON in the first argument."""
+    """Report on all rows, and on all command lines given as JSON in the first argument."""
     base, others = json.loads(sys.argv[1])
     host.install()
     # There are no other ranks to wait for.
@@ -109,7 +110,7 @@ def main() -> None:
     from megatron.core.extensions import kitchen
     from megatron.training.arguments import add_megatron_arguments
 
-    # Megatron has the flags of this library only where it is installed, which is inside NVIDIA.
+    # Megatron has the flags of this library only if it is installed; it is internal to NVIDIA.
     kitchen.HAVE_KITCHEN = True
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

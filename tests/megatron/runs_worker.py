@@ -1,7 +1,7 @@
-"""Several trainings, one after another, on one set of ranks: Megatron forgets each before the next begins.
+"""Several training runs, one after another, on the same ranks; Megatron's globals are reset in between.
 
-Each goes through the whole entry point. The first argument is the runs as JSON: a list of names, each with
-its command line. Used by :func:`tests.megatron.launcher.pretrain_several`.
+Each runs the complete entry point. The first argument lists the runs as JSON: names, each with its command
+line. Used by :func:`tests.megatron.launcher.pretrain_several`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.megatron.launcher import BEGINS
 
 
 def main() -> int:
-    """Train until a run fails; that one's exit code."""
+    """Train until a run fails; returns the exit code of the last run."""
     for name, words in json.loads(sys.argv[1]):
         print(f"\n{BEGINS}{name}", flush=True)
         code = pretrain.main(words)

@@ -1,4 +1,4 @@
-"""Wrong settings, each with what the message has to say: read by the test and by its worker process."""
+"""Wrong settings, each with a part of its message: read by the test and by its worker process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WRONG = {
         "{line}2: persistent-save-interval: sets the same as save-interval",
         "save-interval: 1\npersistent-save-interval: 2",
     ),
-    "key-no-setting": Wrong("help: is no setting. Leave it out", "help: true"),
+    "key-no-setting": Wrong("help: is not a setting. Leave it out", "help: true"),
     # Values.
     "word-for-whole-number": Wrong(
         "num-layers: twelve: takes a whole number. Write for example 4", "num-layers: twelve"
@@ -59,10 +59,10 @@ WRONG = {
     "number-for-switch": Wrong("swiglu: '1': is a switch", "swiglu: 1"),
     "quoted-switch": Wrong("Write 'swiglu: false'", 'swiglu: "false"'),
     "switch-for-number": Wrong(
-        "num-layers: true: is no switch, and takes a value. Write for example 4", "num-layers: true"
+        "num-layers: true: is not a switch, and takes a value. Write for example 4", "num-layers: true"
     ),
     "switch-for-choice": Wrong(
-        "normalization: false: is no switch, and takes a value. Write LayerNorm", "normalization: false"
+        "normalization: false: is not a switch, and takes a value. Write LayerNorm", "normalization: false"
     ),
     "choice-case": Wrong(
         "normalization: rmsnorm: is not one of LayerNorm, RMSNorm. Write RMSNorm.", "normalization: rmsnorm"
@@ -81,9 +81,9 @@ WRONG = {
     "text-for-list": Wrong("Write 'data-path: [0.5, a, 0.5, b]'", "data-path: 0.5 a 0.5 b"),
     "too-few": Wrong("rampup-batch-size: 1, 2: takes 3 values, and here are 2", "rampup-batch-size: [1, 2]"),
     "empty-list": Wrong("recompute-modules: []: is an empty list", "recompute-modules: []"),
-    "list-in-list": Wrong("takes numbers and text alone", "recompute-modules: [[moe]]"),
+    "list-in-list": Wrong("takes only numbers and text", "recompute-modules: [[moe]]"),
     "no-value": Wrong("{line}2: load: has no value. Give one, or leave the key out", "lr: 1\nload:\n"),
-    "mapping": Wrong("lr: is no section. Write 'lr: value' on one line", "lr:\n  max: 1"),
+    "mapping": Wrong("lr: is not a section. Write 'lr: value' on one line", "lr:\n  max: 1"),
     # Sections.
     "own-at-top": Wrong("degree: is a setting of AMPipe. Write 'degree: ...' below 'ampipe:'", "degree: 4"),
     "own-with-prefix-at-top": Wrong("Write 'degree: ...' below 'ampipe:'", "ampipe-degree: 4"),
@@ -106,7 +106,7 @@ WRONG = {
     ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),
     "own-no-section": Wrong(
-        "ampipe: is a section, and holds settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
+        "ampipe: is a section for settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
     ),
     "flag-in-own-section": Wrong(
         "ampipe.num-layers: is a flag of Megatron. Write 'num-layers: ...' outside",
@@ -114,11 +114,11 @@ WRONG = {
     ),
     "file-in-file": Wrong("ampipe.config: a file cannot name further files", "ampipe:\n  config: tiny"),
     "beside-flags": Wrong(
-        "{line}3: lr: stands beside the section 'flags:', and would not be read",
+        "{line}3: lr: stands outside the section 'flags:', and would not be read",
         "flags:\n  num-layers: 2\nlr: 1",
     ),
     "cluster-without-flags": Wrong(
-        "{line}2: ranks_per_node: a cluster file without a section 'flags:' says nothing to a launch. Leave",
+        "{line}2: ranks_per_node: a cluster file without a section 'flags:' has no setting of a launch.",
         "description: x\nranks_per_node: 8",
     ),
     # Files.
@@ -129,7 +129,7 @@ WRONG = {
         "{line}1: YAML: could not determine a constructor", "lr: !!python/object/apply:os.getcwd []"
     ),
     "file-misspelt": Wrong(
-        "mixtral-8x7: is neither a file nor a configuration of ours. Did you mean mixtral-8x7b?",
+        "mixtral-8x7: is neither a file nor a built-in configuration. Did you mean mixtral-8x7b?",
         words=("--ampipe-config", "mixtral-8x7"),
     ),
     "no-file": Wrong(
@@ -189,7 +189,7 @@ WRONG_LAUNCHES = {
         "--num-attention-heads 4 with --hidden-size 130: does not divide it",
     ),
 }
-"""Words after ``--ampipe-config tiny quickstart --mock-data`` on 2 ranks, and what the message holds."""
+"""Words after ``--ampipe-config tiny quickstart --mock-data`` on 2 ranks, and a part of the message."""
 
 LAUNCHES = {
     "tiny": ("quickstart", 2, ["--train-iters", "30"]),
@@ -203,7 +203,7 @@ LAUNCHES = {
     "deepseek-v3-like": ("one-node", 64, []),
     "qwen3-30b-a3b-like": ("many-nodes", 64, []),
 }
-"""Every model: a run that suits it, on how many ranks, and further words."""
+"""For every model: a run for it, the number of ranks, and further words."""
 
 _JOB = ["--ampipe-config", "deepseek-v2-lite", "one-node", "--tokenizer-type", "NullTokenizer", "--mock-data"]
 _SAVING = ["--save", "runs/x", "--load", "runs/x", "--exit-signal-handler", "--exit-signal", "SIGUSR1"]
@@ -213,4 +213,4 @@ PREFLIGHTS = {
     "value": [*_JOB, "--lr", "abc"],
     "megatrons-own-check": [*_JOB, "--global-batch-size", "3"],
 }
-"""Words of a training run that ``ampipe sbatch`` has checked for 8 ranks."""
+"""Arguments of a training run that ``ampipe sbatch`` checks for 8 ranks."""

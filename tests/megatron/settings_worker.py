@@ -1,4 +1,4 @@
-"""Holds configurations against Megatron's real parser and its checks, in one process; reports JSON.
+"""Checks configurations with Megatron's parser and validation, in one process; reports JSON.
 
 Run by :mod:`.test_settings` with a folder for files; ``AMPIPE_TEST_REPORT`` names the report.
 """
@@ -26,7 +26,7 @@ from tests.megatron.settings_cases import LAUNCHES, PREFLIGHTS, WRONG, WRONG_LAU
 
 
 def outcome(act: Callable[[], object]) -> dict[str, Any]:
-    """What came of it: a value that JSON holds, or the message of a refusal."""
+    """The result: a JSON value, or the message of a refusal."""
     try:
         return {"value": act(), "message": None}
     except BadInput as error:
@@ -44,7 +44,7 @@ def command(*words: str) -> dict[str, Any]:
 
 
 def preflighted(words: Sequence[str]) -> dict[str, Any]:
-    """What the process that ``ampipe sbatch`` asks would answer."""
+    """The answer of the process that ``ampipe sbatch`` runs."""
     out = io.StringIO()
     asked = json.dumps({"words": list(words), "num_ranks": 8})
     with contextlib.redirect_stdout(out), unittest.mock.patch.object(sys, "stdin", io.StringIO(asked)):
@@ -54,7 +54,7 @@ def preflighted(words: Sequence[str]) -> dict[str, Any]:
 
 
 def every_flag(parser: argparse.ArgumentParser) -> list[str]:
-    """A command line with each flag of the parser that sets something, with some value that it takes."""
+    """A command line with all flags of the parser that set a value, each with a valid value."""
     words: list[str] = []
     for action in parser._actions:
         flag = action.option_strings[-1]
@@ -68,9 +68,9 @@ def every_flag(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def accepted_value(action: argparse.Action) -> str:
-    """A text that the flag takes."""
+    """A valid value of the flag, as text."""
     choices = [getattr(choice, "name", str(choice)) for choice in action.choices or ()]
-    # A share where a number with a point is wanted: some of these flags take no more than 1.
+    # For floats a value below 1, because some of these flags take no more than 1.
     numbers = ("0.5", "3") if action.type is float else ("3", "0.5")
     for text in (*choices[-1:], *numbers, "attn", "some text: # 1"):
         with contextlib.suppress(Exception):
@@ -81,7 +81,7 @@ def accepted_value(action: argparse.Action) -> str:
 
 
 def main() -> None:
-    """Try every case."""
+    """Run all cases."""
     folder = Path(sys.argv[1])
     pretrain.import_megatron()
     parser = pretrain.full_parser()
@@ -98,7 +98,7 @@ def main() -> None:
         parser.parse_args(resolved.words)
 
     def back(words: list[str]) -> list[list[str]]:
-        """Flags whose values the way through resolved.yaml changes."""
+        """Flags whose values change in a round trip through resolved.yaml."""
         resolved = settings.resolve(words, parser)
         path = folder / "resolved.yaml"
         path.write_text(settings.as_yaml(resolved))
@@ -112,7 +112,7 @@ def main() -> None:
         return command("config", "--ranks", str(ranks), *common)
 
     def example(words: list[str]) -> dict[str, Any]:
-        """With a file of the user's where the examples have one."""
+        """Run an example, with a user's file if the example has one."""
         mine = folder / "my" / "run.yaml"
         mine.parent.mkdir(exist_ok=True)
         mine.write_text("mock-data: true\ntrain-iters: 100\n")

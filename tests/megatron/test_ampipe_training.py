@@ -1,8 +1,8 @@
-"""Training runs with ``--ampipe-degree`` on real text, held against stock runs of the same command line.
+"""Compares training runs with ``--ampipe-degree`` on real text with stock runs of the same command line.
 
-A run is launched once, when the first test asks for it, and shared. Beside what Megatron logs (the
-gradient norm with three decimals only), the checkpoints written on the last iteration are compared: Adam's
-first moments are a linear function of every gradient of the run, in full precision.
+A run is launched once, for the first test that needs it, and shared. In addition to Megatron's log (which has
+only three decimals of the gradient norm), the checkpoints of the last iteration are compared: Adam's first
+moments are a linear function of all gradients of the run, in full precision.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pret
 pytestmark = pytest.mark.timeout(240)
 
 TOLERANCE = 1e-5
-"""Relative difference from the stock run that fp32 rounding explains; measured: 1e-6."""
+"""Relative difference from the stock run due to fp32 rounding; measured: 1e-6."""
 MOMENT_TOLERANCE = 2e-5
 """The same for Adam's first moments, relative to the largest of a parameter; measured: 5e-6."""
 BF16_TOLERANCE = 5e-4
-"""The same for the losses of a bf16 run; measured: 5e-5. One number in bf16 is rounded by up to 2e-3."""
+"""The same for the losses of a bf16 run; measured: 5e-5. One bf16 value has a rounding error up to 2e-3."""
 FIRST_MOMENT = re.compile(r"\.exp_avg(\.|$)")
-"""Of each parameter; with the distributed optimizer, of each gradient buffer."""
+"""Name of the first moment of each parameter; with the distributed optimizer, of each gradient buffer."""
 LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 NUM_ITERATIONS = 6
 SAVED_ITERATION = 3
 NUM_MICRO_BATCHES = 2
-"""Of each rank in each iteration of the runs on two ranks."""
+"""Micro-batches of each rank in each iteration of the runs on two ranks."""
 
 COMMON = [
     *TINY_GPT,
@@ -80,18 +80,18 @@ DEGREE_4 = "--ampipe-degree 4 "
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One launch: its flags (``{folder}`` is where all of them write), and what it must be equal to."""
+    """One launch: its flags (``{folder}`` is the output folder of all runs), and the run it must equal."""
 
     flags: str
     stock: str | None = None
     num_ranks: int = 2
     losses: frozenset[str] = frozenset({"lm loss", "load_balancing_loss"})
-    """What a stock run is to log."""
+    """The losses that a stock run must log."""
     data: str = "text"
-    """Which dataset it reads."""
+    """The dataset that it reads."""
 
 
-# Megatron logs a load_balancing_loss of 0 beside the kind that is switched on.
+# Megatron also logs a load_balancing_loss of 0 for the types that are not used.
 CLASSIC_LOSSES = frozenset({"lm loss", "load_balancing_loss", "seq_load_balancing_loss", "z_loss"})
 TRAININGS = {
     "modern": Training(MODERN + EVALUATED),
@@ -126,10 +126,10 @@ PARITY = [
 
 
 class Trainings:
-    """The runs of this module by name, each launched when it is first asked for.
+    """The runs of this module by name, each launched at its first use.
 
     Args:
-        folder: Holds the datasets ``text`` and ``three``; receives checkpoints and traces.
+        folder: Contains the datasets ``text`` and ``three``; checkpoints and traces are written to it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,7 +150,7 @@ class Trainings:
         run = self._runs[name]
         assert run.exit_code == 0, run.output[-6000:]
         pipelined = "--ampipe-degree" in TRAININGS[name].flags
-        assert ("chunk boundaries" in run.output) is pipelined, "not the layers this run is to compare"
+        assert ("chunk boundaries" in run.output) is pipelined, "not the layers that this run should use"
         assert "every degree draws" not in run.table, "there is no dropout"
         return run
 
@@ -162,7 +162,7 @@ class Trainings:
 
 
 def _first_moments(checkpoint: Path) -> dict[str, object]:
-    """Read the tensors alone, without Megatron and without a process group."""
+    """Read only the tensors, without Megatron and without a process group."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -174,7 +174,7 @@ def _first_moments(checkpoint: Path) -> dict[str, object]:
         if isinstance(entry, TensorStorageMetadata) and FIRST_MOMENT.search(name)
     }
     with warnings.catch_warnings():
-        # That it loads in one process is meant.
+        # It warns that it loads everything in one process, which is intended.
         warnings.simplefilter("ignore", category=UserWarning)
         dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
     return found
@@ -205,7 +205,7 @@ def _make_dataset(texts: Path, prefix: Path, *flags: str) -> None:
 
 
 def _logged_losses(run: Run) -> dict[str, list[float]]:
-    """Every loss that Megatron logs, by name, of every iteration."""
+    """All losses that Megatron logs, by name, for all iterations."""
     found: dict[str, list[float]] = {}
     for line in run.output.splitlines():
         _, separator, fields = line.partition("elapsed time per iteration")
@@ -256,7 +256,7 @@ def test_validation_losses_equal_stock(trainings: Trainings) -> None:
 
 def test_evaluation_alone_equals_stock(trainings: Trainings) -> None:
     """``--skip-train``: no iteration, and no count of them in Megatron's arguments."""
-    assert trainings["modern"].exit_code == 0, "writes what is loaded"
+    assert trainings["modern"].exit_code == 0, "writes the checkpoint that is loaded"
     stock, ours = trainings["evaluated-alone"], trainings["evaluated-alone-ampipe"]
     assert stock.iterations == ours.iterations == []
     expected, found = (
@@ -267,7 +267,7 @@ def test_evaluation_alone_equals_stock(trainings: Trainings) -> None:
     assert max(_relative_differences(expected, found)) <= TOLERANCE
 
 
-def test_the_documented_split_trains_on_three_files_as_stock_does(trainings: Trainings) -> None:
+def test_the_documented_split_trains_on_three_files_like_stock(trainings: Trainings) -> None:
     stock, ours = trainings["three-files"], trainings["three-files-ampipe"]
     assert len(stock.lm_loss) == len(stock.validation_loss) == 2
     assert max(_relative_differences(stock.lm_loss, ours.lm_loss)) <= TOLERANCE
@@ -276,13 +276,13 @@ def test_the_documented_split_trains_on_three_files_as_stock_does(trainings: Tra
 
 @pytest.mark.parametrize("name", ["stock-from-ampipe", "ampipe-from-stock"])
 def test_checkpoints_interchange(name: str, trainings: Trainings) -> None:
-    """The run that is loaded is launched first; both continuations end where the unbroken run ended."""
+    """The run that is loaded is launched first; both continuations end with the same results as it."""
     unbroken = trainings["modern"]
     assert trainings["modern-ampipe"].exit_code == 0
     resumed = trainings[name]
     assert resumed.iterations == list(range(SAVED_ITERATION + 1, NUM_ITERATIONS + 1))
     expected = unbroken.lm_loss[SAVED_ITERATION:]
-    # What Megatron prints for the second iteration after a resume is the mean of the first two.
+    # For the second iteration after a resume, Megatron prints the mean of the first two.
     expected[1] = (expected[0] + expected[1]) / 2
     assert max(_relative_differences(expected, resumed.lm_loss)) <= TOLERANCE
     _assert_moments_equal(trainings.moments("modern"), trainings.moments(name))
@@ -297,8 +297,8 @@ def test_bf16_stays_within_rounding_of_stock(trainings: Trainings) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_trace_holds_every_stage_of_the_last_iterations(rank: int, trainings: Trainings) -> None:
-    """Every micro-batch of training exactly once, which also says that no evaluation was recorded."""
+def test_trace_contains_every_stage_of_the_last_iterations(rank: int, trainings: Trainings) -> None:
+    """Every training micro-batch exactly once, which also shows that no evaluation was recorded."""
     assert trainings["modern-ampipe"].validation_loss, "there must have been an evaluation to leave out"
     timeline = Timeline.read_chrome(trainings.folder / "trace" / f"rank{rank}.trace.json")
     assert timeline.rank == rank

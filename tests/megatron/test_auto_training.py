@@ -1,4 +1,4 @@
-"""Degrees that are tried, planned, or read from a plan, in Megatron's own loop: the losses of a stock run."""
+"""Degrees that are measured, planned, or read from a plan, in Megatron's loop: the losses equal stock's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_same_losses(run: Run, stock: Run) -> None:
 
 
 def assert_in_table(text: str, run: Run) -> None:
-    """The start-up table folds what is long, anywhere."""
+    """Find a text in the start-up table, which wraps long cells."""
     assert re.sub(r"\s", "", text) in re.sub(r"[\s│]", "", run.output)
 
 
@@ -49,12 +49,12 @@ def assert_in_table(text: str, run: Run) -> None:
     ("num_ranks", "flags"),
     [
         (2, EP2),
-        # Pipeline stages reach their training step at different times; all of them have to take part.
+        # Pipeline stages reach their training step at different times; all of them must participate.
         (4, [*EP2, "--pipeline-model-parallel-size", "2"]),
     ],
     ids=["ep2", "pp2-ep2"],
 )
-def test_trying_degrees_changes_no_loss(num_ranks: int, flags: list[str], tmp_path: Path) -> None:
+def test_trying_degrees_does_not_change_losses(num_ranks: int, flags: list[str], tmp_path: Path) -> None:
     words = [*flags, *EXACT, "--train-iters", "26", "--lr", "5e-4"]
     stock = train(*words, num_ranks=num_ranks, timeout_s=200)
     choosing = ["--ampipe-degree", "auto", "--ampipe-save-plan", str(tmp_path / "plan.yaml")]
@@ -83,7 +83,7 @@ def stock() -> Run:
 
 @pytest.fixture(scope="module")
 def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of machines between which AMPipe helps even this tiny model: only bytes and products cost anything."""
+    """A cluster where AMPipe helps even this tiny model: only transfers and matrix products take time."""
     report = report_of_truth()
     for sample in report["samples"]:
         sample["us"] -= sample["columns"]["alpha_us"] * sample["us"] * 0.9
@@ -99,7 +99,7 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_log_holds_prediction(run: Run) -> None:
-    """At every logged iteration both directions, measured and predicted, and their ratio."""
+    """Every logged iteration has measured and predicted times of both directions, and their ratio."""
     lines = [line for line in run.output.splitlines() if line.startswith(" ampipe at iteration")]
     assert lines, run.output[-3000:]
     for line in lines:
@@ -111,12 +111,12 @@ def assert_log_holds_prediction(run: Run) -> None:
             )
             assert found, line
             measured, predicted, ratio = map(float, found.groups())
-            # The log rounds, and what this cluster is predicted to need is a small number.
+            # The log is rounded, and the predicted times on this cluster are small.
             assert predicted > 0
             assert ratio == pytest.approx(measured / predicted, rel=0.01 + 0.006 / predicted), line
 
 
-def test_a_plan_is_made_at_the_start_from_a_cluster_file(stock: Run, cluster_file: Path) -> None:
+def test_a_plan_is_made_at_start_up_from_a_cluster_file(stock: Run, cluster_file: Path) -> None:
     run = train(*EP2, *EXACT, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
     assert_same_losses(run, stock)
     assert "planned from" in run.output
@@ -125,7 +125,7 @@ def test_a_plan_is_made_at_the_start_from_a_cluster_file(stock: Run, cluster_fil
 
 
 def test_a_z_loss_of_0_is_a_stage_of_the_plan_and_of_the_run(cluster_file: Path) -> None:
-    """The router computes it all the same, so the plan that is made at the start must have it."""
+    """The router computes it even with a coefficient of 0, so the plan made at start-up must contain it."""
     losses = shlex.split("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0")
     run = train(*EP2, *EXACT, *losses, "--ampipe-degree", "auto", "--ampipe-cluster", str(cluster_file))
     assert "planned from" in run.output
@@ -144,7 +144,7 @@ def test_a_plan_file_is_run(stock: Run, cluster_file: Path, tmp_path: Path) -> N
     assert_log_holds_prediction(run)
     assert_in_table("the plan was made on: of a test", run)
     assert_in_table("the plan was made for gradient accumulation fusion on (this run: off)", run)
-    # With shared experts it is another block.
+    # With shared experts it is a different block.
     shared = ["--moe-shared-expert-intermediate-size", "32"]
     other = launch(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *EP2, *EXACT, *shared, "--ampipe-plan", str(plan))
     assert other.exit_code != 0

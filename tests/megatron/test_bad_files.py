@@ -1,4 +1,4 @@
-"""Datasets and checkpoints that cannot be used: refused before the first process group, by file and remedy.
+"""Unusable datasets and checkpoints are refused before the first process group, with file and remedy.
 
 The launches share one process (:mod:`.bad_files_worker`), and the checkpoints are copies of a real one.
 """
@@ -30,7 +30,7 @@ DTYPE_CODES = {numpy.int32: 4, numpy.uint16: 8}
 
 
 def write_dataset(prefix: Path, lengths: Sequence[int], *, dtype: Any = numpy.uint16, token: int = 7) -> None:
-    """An indexed dataset of documents of these lengths, by the layout of the files alone."""
+    """Write an indexed dataset with documents of these lengths, without Megatron."""
     sizes = numpy.array(lengths, dtype=numpy.int32)
     starts = numpy.concatenate([[0], numpy.cumsum(sizes, dtype=numpy.int64)[:-1]]) * dtype().itemsize
     with Path(f"{prefix}.idx").open("wb") as index:
@@ -53,7 +53,7 @@ def cut(path: Path, *, bytes_left: int) -> None:
 
 
 def describe(prefix: Path, documents: int) -> None:
-    """What ``ampipe data`` writes next to a dataset."""
+    """Write the description that ``ampipe data`` puts next to a dataset."""
     values: dict[str, Any] = {"files": documents, "documents": documents, "document_bytes": 0, "tokens": 1}
     values |= {"source": "/", "suffixes": [], "size_bytes": 1, "vocabulary": 256, "skipped": 0}
     Path(f"{prefix}.json").write_text(json.dumps(values | {"content": "", "metadata": ""}))
@@ -61,14 +61,14 @@ def describe(prefix: Path, documents: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """One thing that a user can have.
+    """One unusable dataset or checkpoint.
 
     Attributes:
-        spoil: What happened to the files. It gets the prefix of a dataset of eight documents of 300 tokens,
+        spoil: Damages the files. Its argument is the prefix of a dataset with eight documents of 300 tokens,
             or the folder of a checkpoint of iteration 2.
-        flags: What is added to the command line; ``{path}`` is what ``spoil`` got.
-        expected: What the one line says; None where nothing is wrong.
-        is_launched: Whether a whole launch is made of it, not the checks alone.
+        flags: Flags to add to the command line; ``{path}`` is the argument of ``spoil``.
+        expected: A part of the error line; None if nothing is wrong.
+        is_launched: Run a complete launch, not only the checks.
     """
 
     spoil: Callable[[Path], object]
@@ -78,7 +78,7 @@ class Bad:
 
 
 def nothing(_path: Path) -> None:
-    """All is well."""
+    """Damage nothing."""
 
 
 def _idx(prefix: Path) -> Path:
@@ -333,7 +333,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    """One process launches everything."""
+    """The results of one process that launches everything."""
     script = str(lay_out(folder / "checkout", "0.19"))
     saving = [
         *FLAGS,

@@ -1,6 +1,6 @@
-"""Every row of the table of bad inputs ends soon, with its exit code, and with words that help.
+"""Every row of the table of bad inputs ends soon, with its exit code and a helpful message.
 
-All of them are run by one process (:mod:`.bad_inputs_worker`).
+One process (:mod:`.bad_inputs_worker`) runs all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def command_line(row: Row, here: Path) -> list[str]:
-    """A launch begins with flags that train at degree 1, on made-up data where the row names none."""
+    """The command line of a row; a launch gets flags that train at degree 1, with mock data by default."""
     tool, *words = (word.replace("{here}", str(here)) for word in shlex.split(row.words))
     if tool != TRAIN:
         return [tool, *words]
@@ -49,7 +49,7 @@ def results(here: Path) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.bad_inputs_worker", str(here / "asked")],
         cwd=REPOSITORY,
-        # Four ranks, as far as Megatron's checks are concerned; none is ever joined.
+        # A world size of four for Megatron's checks; the other ranks never exist.
         env=environment()
         | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
         | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "AMPIPE_TEST_REPORT": str(report)},
@@ -63,7 +63,7 @@ def results(here: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_the_table_is_one() -> None:
+def test_names_of_rows_are_unique() -> None:
     names = [row.name for row in (*CONTROLS, *ROWS)]
     assert len(set(names)) == len(names) and len(ROWS) >= 60
     assert all(row.says for row in ROWS)
@@ -79,5 +79,5 @@ def test_it_ends_soon_and_says_why(row: Row, here: Path, results: dict[str, dict
     if row in CONTROLS:
         return
     (said,) = [line for line in found["said"].splitlines() if line.startswith(("error: ", "ampipe"))]
-    # Ours are NAME VALUE: RULE. REMEDY. What argparse says of a tool's own arguments is one clause.
+    # AMPipe's messages are NAME VALUE: RULE. REMEDY. Those of argparse for a tool's arguments are one clause.
     assert ": error: argument " in said or (": " in said and ". " in said and said.endswith((".", "?"))), said

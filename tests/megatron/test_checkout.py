@@ -1,6 +1,6 @@
-"""A Megatron-LM checkout's own script, of every supported version: with our launcher, and with our patch.
+"""The script of a Megatron-LM checkout, of every supported version, with AMPipe's launcher or patch.
 
-A run is launched once, when the first test asks for it, and shared.
+A run is launched once, for the first test that needs it, and shared.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ train-iters: 9
 ampipe:
   degree: 4
 """
-# The flag in front of the last is the script's own.
+# --greeting is a flag of the script.
 FROM_FILE = shlex.split("--ampipe-config {folder}/settings.yaml --greeting well met --ampipe-trace-dir")
 TOLERANCE = 1e-5
-"""Relative difference of losses that fp32 rounding explains; measured: 2e-7."""
+"""Relative difference of losses due to fp32 rounding; measured: 2e-7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Launch:
 
     version: str
     way: str = "launcher"
-    """``launcher``; ``by hand`` without it; ``entry`` for our entry instead of the script."""
+    """``launcher``; ``by hand`` without it; ``entry`` for AMPipe's entry point instead of the script."""
     patched: bool = False
-    """The tree has the patch in it."""
+    """The checkout is patched."""
     flags: tuple[str, ...] = ()
 
 
@@ -114,8 +114,8 @@ def _logged(run: Run) -> dict[str, list[float]]:
     return {"lm loss": run.lm_loss, "load_balancing_loss": run.load_balancing_loss, "norm": run.grad_norm}
 
 
-def test_unchanged_launch_equals_our_entry(launches: Launches) -> None:
-    """The checkout's script and ours train the same model on the same data, to the last digit."""
+def test_the_script_without_ampipe_equals_the_entry_point_at_degree_1(launches: Launches) -> None:
+    """The checkout's script and AMPipe's train the same model on the same data, with identical losses."""
     assert _logged(launches["0.19"]) == _logged(launches["entry"])
     assert "1: Megatron's own layers" in launches["0.19"].output
 
@@ -140,7 +140,7 @@ def test_degree_4_equals_degree_1(name: str, stock: str, launches: Launches) -> 
 
 @pytest.mark.parametrize("name", ["0.19-degree4", "0.18-patched", "0.17-degree4"])
 def test_table_names_the_megatron_of_the_checkout(name: str, launches: Launches) -> None:
-    # A long path is folded in the table.
+    # The table wraps long paths.
     output = re.sub(r"[│\s]", "", launches[name].output)
     found = re.search(r"Megatron(0\.\d+)\.\d+from(\S*?)megatrondegree", output)
     assert found is not None
@@ -153,7 +153,7 @@ def test_table_names_the_megatron_of_the_checkout(name: str, launches: Launches)
     [("0.19-degree4", "trace"), ("0.18-patched", "traced"), ("0.17-degree4", "trace017")],
 )
 def test_every_rank_writes_its_trace(name: str, trace: str, launches: Launches) -> None:
-    """Which also says that the layers of every rank were pipelined."""
+    """This also shows that the layers of every rank were pipelined."""
     assert launches[name].exit_code == 0
     for rank in (0, 1):
         events = json.loads((launches.folder / trace / f"rank{rank}.trace.json").read_text())["traceEvents"]
@@ -162,7 +162,7 @@ def test_every_rank_writes_its_trace(name: str, trace: str, launches: Launches) 
 
 @pytest.mark.parametrize(("name", "trace"), [("0.19-degree4", "trace"), ("0.17-degree4", "trace017")])
 def test_settings_of_a_file_are_used_and_recorded(name: str, trace: str, launches: Launches) -> None:
-    """A flag of the script's own stays on the command line, and goes to the script."""
+    """A flag of the script stays on the command line and is passed to the script."""
     assert launches[name].exit_code == 0
     lines = (launches.folder / trace / "resolved.yaml").read_text().splitlines()
     source = launches.folder / "settings.yaml"
@@ -204,12 +204,12 @@ def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.Captu
         (
             "from megatron.training.arguments import parse_and_validate_args as p\np()",
             [*FLAGS, *DEGREE_4, "--spec", "mine", "layers", "--expert-model-parallel-size", "1"],
-            "a layer specification of one's own cannot be pipelined yet",
+            "custom layer specifications are not supported yet",
         ),
     ],
     ids=["no-parser", "no-model", "refused"],
 )
-def test_a_run_without_ampipe_is_no_success(
+def test_a_run_that_does_not_use_ampipe_fails(
     source: str, flags: list[str], expected: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
@@ -228,7 +228,7 @@ def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
     assert "it trains a Line, and only GPT models can be pipelined" in run.error
 
 
-def test_script_knows_nothing_of_ampipe() -> None:
+def test_the_script_does_not_use_ampipe() -> None:
     for name in ("pretrain_gpt.py", "model_builder.py"):
         source = (CHECKOUT / name).read_text().split('"""')[2]
         assert "ampipe" not in source

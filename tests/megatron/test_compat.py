@@ -1,4 +1,4 @@
-"""What is said of a Megatron that is too old, too new, or lacks a part that only our entry needs."""
+"""Messages for a Megatron that is too old, too new, or lacks a part that only AMPipe's entry point needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.megatron.launcher import REPOSITORY, environment
 from tests.megatrons import OLDER, folder_of, megatron_of
 
 OF_OUR_ENTRY = {"launch/attach.py", "launch/gpt.py", "launch/pretrain.py"}
-"""Files whose imports an older Megatron may lack: they are used by megatron_ampipe.pretrain_gpt alone."""
+"""Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt uses them."""
 OF_HYBRID_MODELS = {"layers/hybrid.py"}
 
 _LIST = """
@@ -46,7 +46,7 @@ def _missing(version: str) -> list[str]:
 
 
 @pytest.mark.parametrize("version", compat.SUPPORTED_MEGATRON)
-def test_a_supported_megatron_has_what_its_ways_need(version: str) -> None:
+def test_a_supported_megatron_has_all_imported_names(version: str) -> None:
     missing = _missing(version)
     files = {entry.rpartition("(")[2].removesuffix(")") for entry in missing}
     if version == compat.PRETRAIN_GPT_MEGATRON:
@@ -56,14 +56,16 @@ def test_a_supported_megatron_has_what_its_ways_need(version: str) -> None:
 
 
 def _pretend(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an import find a Megatron that says it is of this version."""
+    """Let an import find a fake Megatron of this version."""
     major, minor, patch = version.split(".")
     text = f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = "rc1"\n'
     (tmp_path / "package_info.py").write_text(text)
     monkeypatch.setattr(compat, "megatron_folder", lambda: tmp_path)
 
 
-def test_a_newer_megatron_is_warned_of_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_megatron_gives_a_warning_with_the_missing_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _pretend("0.20.0", tmp_path, monkeypatch)
     monkeypatch.setattr(compat, "missing_internals", lambda: ["megatron.core.gone (layers/spec.py)"])
     with pytest.warns(UserWarning) as said:
@@ -82,7 +84,9 @@ def test_the_warning_comes_once_for_all_ranks(tmp_path: Path, monkeypatch: pytes
         compat.require_peers()
 
 
-def test_another_release_of_a_tested_version_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_release_of_a_tested_version_gives_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _pretend("0.19.9", tmp_path, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -95,7 +99,7 @@ def test_an_older_megatron_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         compat.require_peers()
 
 
-def test_our_entry_names_the_launcher_on_an_older_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_an_older_megatron_the_entry_point_suggests_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "megatron_folder", lambda: megatron_of("0.18") / "core")
     with pytest.raises(EnvironmentMissing, match=r"-m megatron_ampipe.launch PATH/pretrain_gpt.py"):
         compat.require_model_from_configuration()

@@ -1,4 +1,4 @@
-"""The host platform: the flags it chooses and refuses, when it loads, and what its stand-ins do."""
+"""The host platform: the flags that it adds and refuses, when it loads, and what its replacements do."""
 
 import sys
 from types import ModuleType
@@ -20,7 +20,7 @@ def test_flags_are_added_and_explained() -> None:
     assert all(adjustment.reason for adjustment in adjustments)
 
 
-def test_flags_that_are_set_are_left_alone() -> None:
+def test_flags_that_the_user_set_are_not_changed() -> None:
     given = ["--distributed-backend=gloo", "--num-workers", "2", "--no-rope-fusion"]
     arguments, adjustments = host.adjust(given)
     added = {adjustment.flag for adjustment in adjustments}
@@ -60,11 +60,11 @@ def test_flags_that_need_a_gpu_are_refused(arguments: list[str]) -> None:
     ],
     ids=" ".join,
 )
-def test_harmless_settings_of_the_same_flags_pass(arguments: list[str]) -> None:
+def test_other_values_of_the_same_flags_are_accepted(arguments: list[str]) -> None:
     assert host.adjust(arguments)[0][: len(arguments)] == arguments
 
 
-def test_refuses_to_load_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_to_load_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_installed", False)
     monkeypatch.setattr(host, "gpu_available", lambda: True)
     with pytest.raises(EnvironmentMissing, match="this machine has one"):
@@ -80,7 +80,7 @@ def test_refuses_to_load_after_megatron(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.timeout(120)
-def test_stand_ins_on_two_ranks() -> None:
+def test_replacements_on_two_ranks() -> None:
     run = execute(torchrun_command("-m", "tests.megatron.host_worker"), timeout_s=110)
     assert run.exit_code == 0, run.output[-6000:]
     assert run.output.count("all checks passed") == 2

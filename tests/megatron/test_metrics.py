@@ -1,4 +1,4 @@
-"""What a run with ``--ampipe-degree`` writes to Megatron's log, TensorBoard and Weights & Biases."""
+"""The metrics of a run with ``--ampipe-degree`` in Megatron's log, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log(values, step=None, *rest):
         file.write(json.dumps([step, {name: float(value) for name, value in values.items()}]) + "\\n")
 def finish(): pass
 """
-"""A wandb that writes what it is told to a file."""
+"""A fake wandb that writes the logged values to a file."""
 
 TAGS = {
     "ampipe/degree",
@@ -40,13 +40,13 @@ TAGS = {
     "ampipe/block-forward-ms",
     "ampipe/block-backward-ms",
 }
-# Another rank's buffer may have ended in the middle of a line, which then stands before ours.
+# The output of another rank may end in the middle of a line, and then precedes AMPipe's line.
 LINE = re.compile(r" ampipe at iteration +(\d+) \| (.*) \|$", re.M)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A training of 5 iterations, logged at every second, evaluated behind the third; its folder and log."""
+    """A run of 5 iterations that logs every second one and evaluates after the third; its folder and log."""
     pytest.importorskip("tensorboard")
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "modules").mkdir()
@@ -76,7 +76,7 @@ def check_values(values: dict[str, float]) -> None:
     assert values["ampipe/degree"] == 2
     assert 0 <= values["ampipe/hidden-share"] <= 1
     assert values["ampipe/exposed-communication-ms"] > 0
-    # Milliseconds: a block of this size takes a few of them, and no second.
+    # In milliseconds: a block of this size takes a few, and less than a second.
     assert 0.1 < values["ampipe/block-forward-ms"] < 1000
     assert 0.1 < values["ampipe/block-backward-ms"] < 1000
 
@@ -100,10 +100,10 @@ def test_weights_and_biases_gets_the_same(run: tuple[Path, str]) -> None:
     assert [step for step, _ in ours] == [2, 4]
     for _, values in ours:
         check_values(values)
-    assert len(writes) > len(ours), "Megatron's own values are there as well"
+    assert len(writes) > len(ours), "Megatron's values are logged as well"
 
 
-def test_the_log_gets_one_line_behind_megatrons(run: tuple[Path, str]) -> None:
+def test_the_log_gets_one_line_after_megatrons(run: tuple[Path, str]) -> None:
     _, output = run
     assert [number for number, _ in LINE.findall(output)] == ["2", "4"]
     names = [
@@ -120,7 +120,7 @@ def test_the_log_gets_one_line_behind_megatrons(run: tuple[Path, str]) -> None:
     assert any(re.search(r" iteration +2/ *5 \|", line) for line in lines[:at])
 
 
-def test_one_expert_parallel_rank_has_nothing_to_hide_and_claims_nothing() -> None:
+def test_without_expert_parallelism_no_hidden_share_is_logged() -> None:
     found = train("--ampipe-degree", "2", "--train-iters", "1", num_ranks=1)
     assert "AMPipe will not help" in found.output and "hidden share" not in found.output
     [(_, text)] = LINE.findall(found.output)
@@ -128,6 +128,7 @@ def test_one_expert_parallel_rank_has_nothing_to_hide_and_claims_nothing() -> No
 
 
 SAMPLED = """
+from megatron_ampipe.schedule import kinds
 from megatron_ampipe.launch import host
 host.install()
 import argparse, types
@@ -138,14 +139,15 @@ from megatron_ampipe.launch.metrics import logged
 from megatron_ampipe.launch.trace import recorded
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, StageKind, Stage
+from megatron_ampipe.schedule import Direction, Pipeline, StageKind, Stage
 
 def sampled(rank, trace_dir, log_interval=3):
-    context = AMPipeContext(AMPipeConfig(degree=2, trace_dir=trace_dir), recorder=Recorder(num_iterations=9))
+    config = AMPipeConfig(pipeline=Pipeline.of(2), trace_dir=trace_dir)
+    context = AMPipeContext(config, recorder=Recorder(num_iterations=9))
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
         context.recorder.enter(1, Direction.FORWARD)
-        context.recorder.add("compute", Stage(StageKind.QKV), 0.0, 1.0)
+        context.recorder.add("compute", Stage(kinds.QKV), 0.0, 1.0)
     step = recorded(forward_step, context, args)
     for iteration in range(7):
         args.curr_iteration = iteration
@@ -160,7 +162,7 @@ stock = training.training_log
 with logged(None, None):
     print(training.training_log is stock)
 try:
-    with logged(AMPipeContext(AMPipeConfig(degree=2)), None):
+    with logged(AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(2))), None):
         print(training.training_log is stock)
         raise ZeroDivisionError
 except ZeroDivisionError:

@@ -1,6 +1,6 @@
 """Training runs of every parallel dimension, with AMPipe and without: the same losses and gradient norms.
 
-Each pair of runs is two launches of Megatron's own loop on the same made-up data from the same seed.
+Each pair of runs is two launches of Megatron's loop with the same mock data and the same seed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.megatron.launcher import Run, train
 
 TOLERANCE = 2e-4
-"""Relative; what is logged has six or seven digits."""
+"""Relative difference; the logged values have six or seven digits."""
 
 PLAIN = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 EP = ["--expert-model-parallel-size", "2"]
@@ -73,15 +73,15 @@ def largest_difference(stock: Run, ours: Run) -> float:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_trains_as_stock(name: str) -> None:
+def test_trains_like_stock(name: str) -> None:
     num_ranks, flags = RUNS[name]
     stock = train(*PLAIN, *flags, num_ranks=num_ranks, timeout_s=280)
     ours = train(*PLAIN, *flags, "--ampipe-degree", "4", num_ranks=num_ranks, timeout_s=280)
     assert largest_difference(stock, ours) <= TOLERANCE
 
 
-def test_context_parallelism_changes_nothing() -> None:
-    """What the host platform adds to stock Megatron on a CPU is held against a run without it."""
+def test_context_parallelism_does_not_change_losses() -> None:
+    """Checks the host platform's context parallelism for stock Megatron against a run without it."""
     alone = train(*PLAIN, *EP, *LLAMA)
     split = train(*PLAIN, *EP, *LLAMA, *CP, "--cp-comm-type", "a2a", "--ampipe-degree", "4")
     said = re.sub(r"[\s│]", "", split.output)
@@ -90,8 +90,8 @@ def test_context_parallelism_changes_nothing() -> None:
     assert split.grad_norm == pytest.approx(alone.grad_norm, rel=2e-3)
 
 
-def test_other_overlaps_are_put_aside() -> None:
-    """Megatron would refuse the last two in fp32, were they still on when it checks."""
+def test_other_overlaps_are_switched_off() -> None:
+    """In fp32 Megatron would refuse the last two, if they were still set when it validates its arguments."""
     shared = [*PLAIN, *EP, "--moe-shared-expert-intermediate-size", "48"]
     overlaps = [
         "--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute",
@@ -99,11 +99,11 @@ def test_other_overlaps_are_put_aside() -> None:
     stock, ours = train(*shared), train(*shared, *overlaps, "--ampipe-degree", "4")
     assert largest_difference(stock, ours) <= TOLERANCE
     for flag in overlaps:
-        assert re.search(rf"│ {flag} +│ put aside: ", ours.output), flag
+        assert re.search(rf"│ {flag} +│ switched off: ", ours.output), flag
 
 
-def test_forced_load_balance_draws_from_the_distribution_of_stock() -> None:
-    """Random logits, so no two runs agree; the losses of balance and of text do on the whole."""
+def test_forced_load_balance_has_the_distribution_of_stock() -> None:
+    """The logits are random, so no two runs are equal; the losses agree approximately."""
     flags = [*PLAIN, *EP, "--moe-router-force-load-balancing"]
     stock, ours = train(*flags), train(*flags, "--ampipe-degree", "4")
     assert "routingisrandom,whichisforbenchmarks" in re.sub(r"[\s│]", "", ours.output)
@@ -116,7 +116,7 @@ def test_forced_load_balance_draws_from_the_distribution_of_stock() -> None:
 def test_checkpoint_of_another_degree_and_layout(tmp_path: Path) -> None:
     """Saved from two ranks at degree 4, continued on two pipeline stages of two ranks at degree 2.
 
-    Expert parallelism stays: Megatron's own optimizer state has other parameter groups without it.
+    Expert parallelism is the same: without it, Megatron's optimizer state has different parameter groups.
     """
     flags = [*PLAIN, *LLAMA, "--ckpt-format", "torch_dist", "--lr-decay-style", "constant"]
     unbroken = train(*flags, *EP, "--ampipe-degree", "4", "--save", str(tmp_path), "--save-interval", "2")
@@ -125,13 +125,14 @@ def test_checkpoint_of_another_degree_and_layout(tmp_path: Path) -> None:
         *flags, *EP, *PP, "--ampipe-degree", "2", "--load", str(tmp_path), "--no-load-rng", num_ranks=4
     )
     assert resumed.iterations == [3, 4]
-    # After a resume Megatron logs the mean of all iterations so far; only the first stands alone.
+    # After a resume Megatron logs the mean of all iterations so far; only the first value is of one
+    # iteration.
     assert resumed.lm_loss[0] == pytest.approx(unbroken.lm_loss[2], rel=TOLERANCE)
     assert resumed.grad_norm == pytest.approx(unbroken.grad_norm[2:], rel=2e-3)
 
 
 def test_fp16_with_loss_scaling() -> None:
-    """The losses of 16-bit runs agree to 16-bit rounding, and no step is skipped that stock does not skip."""
+    """The losses of 16-bit runs agree to 16-bit rounding, and the number of skipped steps is stock's."""
     flags = [*PLAIN, *EP, "--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "2"]
     stock, ours = train(*flags), train(*flags, "--ampipe-degree", "4")
     assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=2**-10)

@@ -1,8 +1,8 @@
-"""``--overlap-param-gather``: parameters arrive while the forward pass runs, and training stays stock's.
+"""``--overlap-param-gather``: parameters are gathered during the forward pass, and training equals stock.
 
-Megatron gathers the parameters bucket by bucket and waits for a bucket where a module with a parameter in it
-is called. How large buckets are decides how many are in flight, and changes no number. All runs of a layout
-share one set of ranks.
+Megatron gathers the parameters bucket by bucket, and waits for a bucket when a module with a parameter in it
+is called. The bucket size determines how many gathers are in flight; it does not change results. All runs of
+a layout share the same ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
 
 TOLERANCE = 1e-5
-"""Relative difference of a loss that fp32 rounding explains; measured: 0."""
+"""Relative difference of a loss due to fp32 rounding; measured: 0."""
 LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 NUM_ITERATIONS = 4
-"""A bucket that was never waited for fails in the third."""
+"""Iterations: a bucket without a wait fails in the third."""
 
 COMMON = [
     *TINY_GPT,
@@ -42,7 +42,7 @@ BUCKETS = {
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_buckets_of_every_size_train_as_stock(layout: str) -> None:
+def test_buckets_of_every_size_train_like_stock(layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
     runs = {"stock": [*COMMON, *flags, *BUCKETS["every-parameter"]]}
     runs |= {name: [*COMMON, *flags, *size, "--ampipe-degree", "4"] for name, size in BUCKETS.items()}

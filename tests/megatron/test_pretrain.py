@@ -1,4 +1,4 @@
-"""Stock GPT-MoE training (degree 1) through Megatron's own loop, on CPU with gloo, and its bad input."""
+"""Stock GPT-MoE training (degree 1) with Megatron's loop, on a CPU with gloo, and bad input."""
 
 import math
 import os
@@ -29,7 +29,7 @@ from tests.megatron.launcher import (
 pytestmark = pytest.mark.timeout(240)
 
 LOG_UNIFORM_LOSS = math.log(256)
-"""What an untrained model loses per token: the NullTokenizer's 255 words and its end of document."""
+"""The loss of an untrained model per token: NullTokenizer has 255 tokens and the end-of-document token."""
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_evaluation_runs() -> None:
     assert run.validation_loss[0] == pytest.approx(LOG_UNIFORM_LOSS, abs=0.3)
 
 
-def test_resumed_run_repeats_the_unbroken_one(tmp_path: Path) -> None:
-    """With dropout on, so that the restored random state counts."""
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    """With dropout, so that the restored random state matters."""
     shared = ["--expert-model-parallel-size", "2", "--train-iters", "6"]
     unbroken = train(*shared, "--save", str(tmp_path), "--save-interval", "2")
     resumed = train(*shared, "--load", str(tmp_path), "--ckpt-step", "2")
     assert resumed.iterations == [3, 4, 5, 6]
     assert resumed.grad_norm == unbroken.grad_norm[2:]
-    # Megatron does not reset its sum at the first iteration that it logs after a resume, so what it
-    # prints for the second is the mean of the two.
+    # Megatron does not reset its sum at the first iteration that it logs after a resume, so it prints the
+    # mean of both for the second.
     mean = (unbroken.lm_loss[2] + unbroken.lm_loss[3]) / 2
     assert resumed.lm_loss[1] == pytest.approx(mean, abs=2e-6)
     for index in (0, 2, 3):
@@ -91,7 +91,7 @@ def test_trains_on_an_indexed_dataset(tmp_path: Path) -> None:
 
 
 def _write_cyclic_dataset(prefix: Path) -> None:
-    """In a process of its own: Megatron must not be imported into the test process."""
+    """Write the dataset in a separate process: Megatron must not be imported into the test process."""
     code = f"""
 from megatron_ampipe.launch import host
 host.install()
@@ -130,7 +130,7 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 
 def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:
-    """A run of one rank that has got as far as to say ``until``."""
+    """Start a run of one rank, and wait until it prints ``until``."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
@@ -141,7 +141,7 @@ def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[byt
             env=environment() | address | {"RANK": "0", "WORLD_SIZE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
-            # What started the tests in the background has it ignored, and a child inherits that.
+            # A shell that runs the tests in the background ignores SIGINT, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
     while until not in log.read_text():
@@ -151,7 +151,7 @@ def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[byt
 
 
 def test_a_full_disk_ends_with_3_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
-    """The files of this process cannot grow beyond a size, which is what a full disk looks like to it."""
+    """A limit on the file size of the process has the same effect as a full disk."""
     saving = ("--save", str(tmp_path), "--save-interval", "2")
     log = tmp_path / "log"
     job = _start_alone(log, *saving, "--train-iters", "1000", until="successfully saved checkpoint")
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_a_training_with_130_and_one_line(tmp_path: Path) -> None:
         job.kill()
     output = log.read_text()
     assert code == 130, output[-4000:]
-    # Megatron's own dropout is on here, which the start-up table names.
+    # Megatron's dropout is on by default, and the start-up table names it.
     assert "--attention-dropout 0.1 --hidden-dropout 0.1: every degree draws other" in unfolded(output)
     assert "Traceback" not in output
     assert sum(line.startswith("interrupted. ") for line in output.splitlines()) == 1
@@ -225,7 +225,7 @@ def test_bad_input_is_refused_in_one_line(arguments: list[str], expected: str) -
     assert "initializing torch distributed" not in run.output
 
 
-def test_a_run_without_torchrun_is_told_to_use_it() -> None:
+def test_a_run_without_torchrun_gets_the_command_with_it() -> None:
     run = _launch_alone(*TINY_GPT, "--mock-data")
     assert run.exit_code == 1
     assert "error: MASTER_ADDR is not set" in run.error and "torchrun --standalone" in run.error
@@ -247,7 +247,7 @@ def test_bad_input_ends_every_rank_with_the_same_code() -> None:
     assert time.monotonic() - started_at_s < 45
 
 
-def test_missing_megatron_is_said_with_the_command_that_installs_it(tmp_path: Path) -> None:
+def test_a_missing_megatron_is_reported_with_the_install_command(tmp_path: Path) -> None:
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise ImportError('no Megatron here')")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Every row of ``refusals.REFUSALS``, through Megatron's own parser and through the whole entry point."""
+"""Every row of ``refusals.REFUSALS``, with Megatron's parser and with the complete entry point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = {
     "degree-fraction": ([*ACCEPTED, "--ampipe-degree", "2.5"], "--ampipe-degree '2.5': "),
     "degree-above-sequence": (
         [*ACCEPTED, "--ampipe-degree", "65"],
-        "--ampipe-degree 65: is more than the sequence has rows (--seq-length 64). Use --ampipe-degree 4.",
+        "--ampipe-degree 65: is larger than the sequence length (--seq-length 64). Use --ampipe-degree 4.",
     ),
     "backward-degree-3-of-4": (
         [*ACCEPTED, "--ampipe-backward-degree", "3"],
@@ -36,7 +36,7 @@ OTHERS = {
     ),
     "backward-degree-above-sequence": (
         [*ACCEPTED, "--ampipe-backward-degree", "128"],
-        "--ampipe-backward-degree 128: is more than the sequence has rows (--seq-length 64).",
+        "--ampipe-backward-degree 128: is larger than the sequence length (--seq-length 64).",
     ),
     "backward-degree-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-backward-degree", "2"],
@@ -68,7 +68,7 @@ OTHERS = {
     ),
     "cluster-unknown": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "nowhere"],
-        "--ampipe-cluster nowhere: is neither a file nor a cluster of ours",
+        "--ampipe-cluster nowhere: is neither a file nor a built-in cluster",
     ),
     "schedule-with-cluster": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "dgx-h100", "--ampipe-schedule", "ampipe"],
@@ -120,13 +120,13 @@ OTHERS = {
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process asks and launches everything."""
+    """The report of one process that parses and launches everything."""
     path = tmp_path_factory.mktemp("refusals") / "report.json"
     others = {name: arguments for name, (arguments, _) in OTHERS.items()}
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.refusals_worker", json.dumps([ACCEPTED, others])],
         cwd=REPOSITORY,
-        # Four ranks, as far as Megatron's checks are concerned; none is ever joined.
+        # A world size of four for Megatron's checks; the other ranks never exist.
         env=environment()
         | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
         | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "AMPIPE_TEST_REPORT": str(path)},
@@ -140,13 +140,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_what_is_not_refused_goes_on_to_its_process_group(report: dict[str, Any]) -> None:
-    """Otherwise every refusal below could have another cause."""
+def test_an_accepted_launch_reaches_its_process_group(report: dict[str, Any]) -> None:
+    """Otherwise the refusals below could have a different cause."""
     assert report["accepted"]["code"] == PROCESS_GROUP_MADE, report["accepted"]["output"]
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
-def test_row_fires_on_what_the_parser_makes_of_its_flag(row: Refusal, report: dict[str, Any]) -> None:
+def test_a_row_applies_to_the_parsed_value_of_its_flag(row: Refusal, report: dict[str, Any]) -> None:
     found = report["rows"][row.setting]
     assert found["known"], f"Megatron's parser has no flag {row.setting}"
     assert found["tried"]
@@ -163,8 +163,8 @@ def test_row_fires_on_what_the_parser_makes_of_its_flag(row: Refusal, report: di
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
-def test_row_ends_a_launch_with_one_line(row: Refusal, report: dict[str, Any]) -> None:
-    """Megatron or the host platform may refuse the same flag first; the launch ends alike."""
+def test_a_row_ends_a_launch_with_one_line(row: Refusal, report: dict[str, Any]) -> None:
+    """Megatron or the host platform may refuse the same flag first; the launch ends in the same way."""
     _assert_refused(report["rows"][row.setting]["launch"])
 
 
@@ -190,7 +190,7 @@ def test_a_number_that_no_run_can_have_is_refused_by_megatron_s_parser(
 
 
 def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:
-    """Of a row that something else always refuses first, the launch proves nothing; those are few."""
+    """If something else always refuses a flag first, a launch does not test its row; these rows are few."""
     unreached = [
         setting
         for setting, row in report["rows"].items()
@@ -203,11 +203,11 @@ def test_most_rows_are_reached_by_a_launch(report: dict[str, Any]) -> None:
 def test_no_row_applies_twice_or_at_degree_1() -> None:
     settings = [row.setting for row in REFUSALS]
     assert len(settings) == len(set(settings))
-    refuse_unsupported(AMPipeConfig(degree=1), argparse.Namespace(seq_length=64, window_size=(8, 0)))
+    refuse_unsupported(AMPipeConfig(), argparse.Namespace(seq_length=64, window_size=(8, 0)))
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.setting.strip("-"))
-def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
+def test_rules_and_remedies_have_the_right_form(row: Refusal) -> None:
     error = BadInput(row.setting, "value", rule=row.rule, remedy=row.remedy)
     assert str(error) == f"{row.setting} value: {row.rule}. {row.remedy}"
     assert not row.rule.endswith(".")
@@ -223,14 +223,14 @@ def test_rules_and_remedies_read_as_sentences(row: Refusal) -> None:
     ],
     ids=["refused-combination", "degree-0"],
 )
-def test_under_torchrun_the_message_comes_once(arguments: list[str], expected: str) -> None:
+def test_under_torchrun_the_message_is_printed_once(arguments: list[str], expected: str) -> None:
     run = launch(*arguments)
-    # Not Run.error: both ranks write to one stream, where a line can begin in the middle of another.
+    # Not Run.error: both ranks write to one stream, and their lines can be interleaved.
     shown = f"traceback : error: {expected}"
     assert run.output.count(expected) - run.output.count(shown) == 1, run.output[-4000:]
     assert run.output.count("exitcode  : 2") == 2, "both ranks"
-    # torchrun's last block says why, of both ranks.
+    # torchrun's last block contains the error of both ranks.
     assert run.output.count(shown) == 2
     assert "error_file: <N/A>" not in run.output
-    assert run.output.count("Traceback (most recent call last)") == 1, "torchrun's, of its own report"
+    assert run.output.count("Traceback (most recent call last)") == 1, "only torchrun's own"
     assert "initializing torch distributed" not in run.output

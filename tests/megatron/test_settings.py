@@ -1,6 +1,6 @@
-"""Configuration files against Megatron's real parser, and a training run from them.
+"""Checks configuration files with Megatron's parser, and trains from them.
 
-One process imports Megatron and tries every input; the training runs are real launches.
+One process imports Megatron and tests all inputs; the training runs are real launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORT = ["--mock-data", "--train-iters", "3", "--lr-warmup-iters", "1", *SHORT_S
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process found."""
+    """The report of one process."""
     folder = tmp_path_factory.mktemp("settings")
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.settings_worker", str(folder)],
@@ -54,7 +54,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_answered_with_what_to_write(name: str, report: dict[str, Any]) -> None:
+def test_wrong_input_is_refused_with_a_remedy(name: str, report: dict[str, Any]) -> None:
     found = report["wrong"][name]
     assert found["message"] is not None, found
     assert WRONG[name].says.replace("{line}", f"{report['folder'] / name}.yaml:") in found["message"]
@@ -65,7 +65,7 @@ def test_wrong_input_is_answered_with_what_to_write(name: str, report: dict[str,
 
 
 @pytest.mark.parametrize("name", WRONG_LAUNCHES)
-def test_config_finds_what_a_launch_would_refuse(name: str, report: dict[str, Any]) -> None:
+def test_config_refuses_what_a_launch_would_refuse(name: str, report: dict[str, Any]) -> None:
     found = report["wrong_launches"][name]
     assert found["code"] == 2
     assert found["out"] == ""
@@ -73,24 +73,24 @@ def test_config_finds_what_a_launch_would_refuse(name: str, report: dict[str, An
 
 
 @pytest.mark.parametrize("model", LAUNCHES)
-def test_our_models_and_runs_pass_megatrons_checks(model: str, report: dict[str, Any]) -> None:
+def test_built_in_models_and_runs_pass_megatrons_checks(model: str, report: dict[str, Any]) -> None:
     found = report["launches"][model]
     assert found["code"] == 0, found["err"]
     assert report["back"][model] == {"value": [], "message": None}
 
 
-def test_every_model_and_run_of_ours_is_checked() -> None:
+def test_every_built_in_model_and_run_is_checked() -> None:
     assert LAUNCHES.keys() == config_names("models").keys()
     assert {run for run, _, _ in LAUNCHES.values()} == config_names("runs").keys()
 
 
-def test_every_flag_of_megatron_can_stand_in_a_file(report: dict[str, Any]) -> None:
+def test_every_flag_of_megatron_can_be_set_in_a_file(report: dict[str, Any]) -> None:
     assert report["num_flags"] > 1000
     assert report["every_flag"] == {"value": [], "message": None}
 
 
 def test_help_lists_every_flag(report: dict[str, Any]) -> None:
-    """Which Megatron 0.19.2 alone does not: a percent sign in a text of its ends argparse with an error."""
+    """Megatron 0.19.2 itself fails: argparse raises an error for a percent sign in one of its help texts."""
     assert "--ampipe-degree" in report["help"] and "--num-layers" in report["help"]
 
 
@@ -101,8 +101,8 @@ def test_every_example_of_config_does_what_it_shows(report: dict[str, Any]) -> N
         assert "num-layers" in found["out"]
 
 
-def test_a_job_is_checked_as_a_launch_is(report: dict[str, Any]) -> None:
-    """What ``ampipe sbatch`` makes of the answers is in tests/slurm/test_preflight.py."""
+def test_a_job_is_checked_like_a_launch(report: dict[str, Any]) -> None:
+    """How ``ampipe sbatch`` uses the answers is tested in tests/slurm/test_preflight.py."""
     found = report["preflight"]
     assert found["well"] == {}
     assert found["unknown"]["refused"]["name"] == "argument"
@@ -111,7 +111,7 @@ def test_a_job_is_checked_as_a_launch_is(report: dict[str, Any]) -> None:
     assert "global_batch_size (3)" in found["megatrons-own-check"]["refused"]["rule"]
 
 
-def test_config_says_where_each_value_comes_from(report: dict[str, Any]) -> None:
+def test_config_shows_the_source_of_each_value(report: dict[str, Any]) -> None:
     lines = report["as_yaml"]["out"].splitlines()
     assert report["as_yaml"]["code"] == 0
     assert "num-layers: 4  # configs/models/tiny.yaml:3" in lines
@@ -131,7 +131,7 @@ def test_config_ends_with_2_on_a_wrong_flag(report: dict[str, Any]) -> None:
     assert report["refused"]["err"].startswith("ampipe: --num-layers 'two': invalid int value.")
 
 
-def test_yaml_trains_as_the_same_flags_do_and_its_record_repeats_it(tmp_path: Path) -> None:
+def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_path: Path) -> None:
     by_flags = pretrain(*TINY_BY_FLAGS, *SHORT, *ONE_RANK, num_ranks=1)
     mine = tmp_path / "mine.yaml"
     mine.write_text(

@@ -1,4 +1,4 @@
-"""A cluster of loopback nodes made of the stub's commands: submits jobs, and says what became of them."""
+"""A cluster of loopback nodes built from the stub's commands: submits jobs and reports their results."""
 
 import os
 import re
@@ -24,15 +24,15 @@ class Ended:
     code: int
     requeued: bool
     left: int
-    """Processes that were still there when the job script had ended."""
+    """Number of processes that were still running when the job script had ended."""
 
 
 class Cluster:
-    """Where one job runs.
+    """A cluster for one job.
 
     Args:
-        folder: From which the job is submitted; empty.
-        fake_python: A bash script that stands in for ``python`` inside the job; None for the real one.
+        folder: The submission folder; empty.
+        fake_python: A bash script that replaces ``python`` inside the job; None for the real one.
     """
 
     def __init__(self, folder: Path, *, fake_python: str | None = None) -> None:
@@ -42,7 +42,7 @@ class Cluster:
         for path in (self._state, self._bin):
             path.mkdir(parents=True)
         for name in COMMANDS:
-            # The stub's own Python, whatever the job sees as python.
+            # The stub's own Python, independent of the job's python.
             self._command(name, f'exec {sys.executable} {STUB} {name} "$@"')
         if fake_python is not None:
             self._command("python", fake_python)
@@ -51,31 +51,31 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """That of the user who submits."""
+        """The environment of the user who submits."""
         path = [str(self._bin), str(Path(sys.executable).parent), os.environ["PATH"]]
         kept = {name: value for name, value in environment().items() if not name.startswith("SLURM_")}
         return {**kept, "PATH": os.pathsep.join(path), "SLURM_STUB_DIR": str(self._state)}
 
     def ampipe_sbatch(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run ``ampipe sbatch`` as on a login node."""
+        """Run ``ampipe sbatch``, as on a login node."""
         return subprocess.run(
             [sys.executable, "-m", "megatron_ampipe.cli", "sbatch", *words],
             cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
 
     def submit(self, *words: str) -> None:
-        """Make a job script and submit it."""
+        """Create a job script and submit it."""
         done = self.ampipe_sbatch("--submit", *words)
         assert done.returncode == 0, done.stderr
         self.submitted = done.stdout.count(f"Submitted batch job {self.job_id}\n")
         assert self.submitted
 
     def sbatch(self, script: Path) -> None:
-        """Submit a job script as SLURM's own command does."""
+        """Submit a job script with the stub's ``sbatch``."""
         subprocess.run(["sbatch", str(script)], cwd=self.folder, env=self.environment, check=True)
 
     def next_job(self) -> None:
-        """Let the next job that is submitted have a number of its own."""
+        """Use a new job number for the next submission."""
         self.job_id = _job_id_with_a_free_port(self.job_id + 1)
         (self._state / "job-id").write_text(str(self.job_id))
         (self._state / "events").unlink()
@@ -83,32 +83,32 @@ class Cluster:
         (self._state / "script").unlink()
 
     def until(self, happened: Callable[[], object], *, timeout_s: float = 30) -> None:
-        """Wait; fails the test, and ends the job, when it takes too long."""
+        """Wait until a condition holds; after a timeout, end the job and fail the test."""
         deadline = time.monotonic() + timeout_s
         while not happened():
             if time.monotonic() > deadline:
                 self.end()
-                raise AssertionError(f"nothing happened for {timeout_s} s\n{self.everything()}")
+                raise AssertionError(f"timeout after {timeout_s} s\n{self.everything()}")
             time.sleep(0.01)
 
     def wait(self, *, timeout_s: float = 30) -> str:
-        """Until the job has ended for good; its last state."""
+        """Wait until the job has ended and is not requeued; returns its last state."""
         self.until(lambda: self.state in ("COMPLETED", "FAILED", "CANCELLED"), timeout_s=timeout_s)
         return self.state
 
     def cancel(self) -> None:
-        """As ``scancel``: the job is no longer running, and its steps are ended."""
+        """Like ``scancel``: the job is no longer running, and its steps are terminated."""
         (self._state / "state").write_text("CANCELLED")
         for pid in self.processes("srun"):
             os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """Whatever is left of the job, at once."""
+        """Kill all processes of the job."""
         for pid in self.processes(""):
             os.kill(pid, signal.SIGKILL)
 
     def processes(self, words: str) -> list[int]:
-        """Of this job, those whose command line contains ``words``; a rank is found by its module."""
+        """The processes of this job whose command line contains ``words``, such as a rank's module."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -122,13 +122,13 @@ class Cluster:
 
     @property
     def state(self) -> str:
-        """As ``scontrol show job`` says."""
+        """The state, as in ``scontrol show job``."""
         path = self._state / "state"
         return path.read_text() if path.exists() else "PENDING"
 
     @property
     def attempts(self) -> list[Ended]:
-        """Those that have ended."""
+        """The attempts that have ended."""
         pattern = r"^ended \d+ code (-?\d+) requeued (True|False) left (\d+)$"
         return [
             Ended(int(code), requeued == "True", int(left))
@@ -137,35 +137,35 @@ class Cluster:
 
     @property
     def script_pid(self) -> int:
-        """Of the job script of the attempt that runs, which is whom SLURM sends USR1."""
+        """Process id of the job script of the running attempt, to which SLURM sends USR1."""
         return int(re.findall(r"^attempt \d+ pid (\d+)$", self.events, re.M)[-1])
 
     @property
     def events(self) -> str:
-        """What the stub noted."""
+        """The stub's log of events."""
         path = self._state / "events"
         return path.read_text() if path.exists() else ""
 
     def said(self, name: str) -> str:
-        """What the job script said, over all attempts."""
+        """The output of the job script, of all attempts."""
         path = self.folder / f"{name}-{self.job_id}.out"
         return path.read_text() if path.exists() else ""
 
     def run_dir(self, name: str) -> Path:
-        """Where the job keeps checkpoints and logs, if the command did not say it."""
+        """The default folder of the job's checkpoints and logs."""
         return self.folder / "runs" / name / str(self.job_id)
 
     def log(self, name: str, *, attempt: int, node: int) -> str:
-        """What a node's ranks said in one attempt."""
+        """The output of a node's ranks in one attempt."""
         path = self.run_dir(name) / f"logs/{self.job_id}.{attempt}/127.0.0.{node}.log"
         return path.read_text() if path.exists() else ""
 
     def losses(self, name: str, *, attempt: int, node: int) -> Run:
-        """What Megatron logged there."""
+        """The losses that Megatron logged in it."""
         return parse(0, self.log(name, attempt=attempt, node=node))
 
     def everything(self) -> str:
-        """All that was written, for the message of a failed test."""
+        """All output, for the message of a failed test."""
         logs = [*self.folder.glob("*.out"), *self.folder.glob("runs/**/logs/*/*.log"), self._state / "events"]
         return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs if path.exists())
 
@@ -176,7 +176,7 @@ class Cluster:
 
 
 def _job_id_with_a_free_port(first: int | None = None) -> int:
-    """The job script takes its port from the job's number."""
+    """A job number for which the port that the job script derives from it is free."""
     first = os.getpid() % 10_000 if first is None else first
     for job_id in range(first, first + 1000):
         with socket.socket() as probe:

@@ -1,13 +1,13 @@
-"""What of SLURM a job script meets, on one machine: ``stub.py sbatch``, ``srun`` and ``scontrol``.
+"""A stub of SLURM on one machine, for job scripts: ``stub.py sbatch``, ``srun`` and ``scontrol``.
 
-Real where the job script could go wrong: directives and options that it does not know are refused, jobs run
-detached, a signal to a step reaches all its processes however they have hidden (as in a cgroup), a failed
-task takes the others with it, a requeued job starts again under its number. Nodes are names for the loopback
-interface. Nothing is scheduled. Needs ``SLURM_STUB_DIR``, a folder of its own, in the environment:
+Behaves like SLURM where a job script could fail: unknown directives and options are refused, jobs run
+detached, a signal to a step reaches all its processes, also detached ones (as in a cgroup), a failed task
+ends the others, a requeued job starts again with the same number. Node names are names of the loopback
+interface. Nothing is scheduled. Needs ``SLURM_STUB_DIR``, a separate folder, in the environment:
 
-    job-id      number of the job; made by the test
+    job-id      number of the job; written by the test
     state       PENDING, RUNNING, COMPLETED, FAILED, CANCELLED
-    events      a line for everything that happened
+    events      a line for every event
     requeue     exists after ``scontrol requeue``
 """
 
@@ -44,7 +44,7 @@ DIRECTIVES = (
 SWITCHES = ("--exclusive", "--requeue")
 SRUN_OPTIONS = (
     *("--ntasks-per-node", "--kill-on-bad-exit", "--cpu-bind", "--output"),
-    # These are added by pyxis.
+    # pyxis adds these options.
     *(
         ()
         if "STUB_WITHOUT_PYXIS" in os.environ
@@ -75,12 +75,12 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become our children, so that none can leave the tree."""
+    """Become the parent of orphaned descendants, so that none can leave the process tree."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> list[int]:
-    """Of this process, those alive."""
+    """The descendants of this process that are alive."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -102,7 +102,7 @@ def send(number: int) -> None:
 
 
 def end_all() -> None:
-    """As SLURM ends a step: SIGTERM, and SIGKILL for what is left after KillWait."""
+    """End a step like SLURM: SIGTERM, and SIGKILL for what is left after KillWait."""
     send(signal.SIGTERM)
     deadline = time.monotonic() + KILL_WAIT_S
     while descendants() and time.monotonic() < deadline:
@@ -137,7 +137,7 @@ def srun(words: list[str]) -> int:
             end_all()
         time.sleep(POLL_S)
     end_all()
-    # A task that a signal ended counts as 128 and the signal's number.
+    # The exit code of a task that was ended by a signal is 128 plus the signal's number.
     return max(code if code >= 0 else 128 - code for code in (task.returncode for task in tasks))
 
 
@@ -151,7 +151,7 @@ def sbatch(words: list[str]) -> int:
     job_id = (SHARED / "job-id").read_text().strip()
     print(f"Submitted batch job {job_id}", flush=True)
     if given.dependency == "singleton" and (SHARED / "script").exists():
-        # Would wait for the one before.
+        # Would wait for the previous job.
         return 0
     (SHARED / "script").write_text(script)
     if os.fork() == 0:
@@ -165,7 +165,7 @@ def sbatch(words: list[str]) -> int:
 
 
 def control(job_id: str, given: argparse.Namespace) -> None:
-    """What slurmctld and slurmd do for one job, until it has ended for good."""
+    """Do the work of slurmctld and slurmd for one job, until it has ended and is not requeued."""
     adopt_orphans()
     log = given.output.replace("%x", given.job_name).replace("%j", job_id)
     nodes = int(given.nodes)
@@ -175,7 +175,7 @@ def control(job_id: str, given: argparse.Namespace) -> None:
         "SLURM_NNODES": str(nodes),
     }
     if given.array is not None:
-        # One task of the array, which has a number of its own.
+        # One task of the array, which has a separate number.
         identity |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": given.array}
     for attempt in range(100):
         (SHARED / "requeue").unlink(missing_ok=True)

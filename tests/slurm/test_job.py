@@ -1,4 +1,4 @@
-"""What the job script decides, with a ``python`` inside the job that only pretends to train."""
+"""The decisions of the job script, with a fake ``python`` inside the job that does not train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., Cluster]
 
 WORDS = ["--nodes", "2", "--gpus-per-node", "4", "--job-name", "job"]
 FLAGS = ["--no-check", "--", "--lr", "1e-4"]
-# Whole at once: the first node to end takes the other with it, in the middle of whatever it writes.
+# Written atomically: the first node that ends terminates the other one, possibly while it writes.
 CHECKPOINT = (
     "cd runs/job/$SLURM_JOB_ID/checkpoints; echo {iteration} >$SLURM_NODEID; "
     "mv $SLURM_NODEID latest_checkpointed_iteration.txt"
@@ -37,12 +37,12 @@ def leave(*_):
 print("at first", signal.signal(signal.SIGUSR1, leave).name, flush=True)
 time.sleep(600)
 """
-"""What a rank does, in a Python of its own: bash cannot listen for a signal that it was told to ignore."""
+"""What a rank does, in a separate Python: bash cannot handle a signal that was ignored when it started."""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Submit a job whose ``python`` is a bash script; nothing of it outlives the test."""
+    """Submit a job whose ``python`` is a bash script; all its processes end with the test."""
     clusters = []
 
     def submit(python: str, *words: str) -> Cluster:
@@ -80,45 +80,45 @@ def test_a_node_that_fails_ends_the_others(run: Run) -> None:
     assert "restart 0 of at most 0: not requeued" in cluster.said("job")
 
 
-def test_a_job_that_fails_twice_at_the_same_place_is_not_requeued_again(run: Run) -> None:
+def test_a_job_that_fails_twice_at_the_same_checkpoint_is_not_requeued_again(run: Run) -> None:
     cluster = run(FAILS)
     assert cluster.wait() == "FAILED"
     assert [(ended.requeued, ended.left) for ended in cluster.attempts] == [(True, 0), (False, 0)]
     assert "failed at the same checkpoint: not requeued" in cluster.said("job")
 
 
-def test_a_job_that_gets_further_is_requeued_up_to_the_bound(run: Run) -> None:
+def test_a_job_that_makes_progress_is_requeued_up_to_the_limit(run: Run) -> None:
     further = CHECKPOINT.format(iteration="$((10 + ${SLURM_RESTART_COUNT:-0}))")
     cluster = run(f"{further}; exit 1", "--max-restarts", "3")
     assert cluster.wait() == "FAILED"
     assert [attempt.requeued for attempt in cluster.attempts] == [True, True, True, False]
     said = cluster.said("job")
-    assert "goes on from checkpoint 12" in said
+    assert "resumes from checkpoint 12" in said
     assert (
-        f"restart 3 of at most 3: not requeued. To go on, submit with --folder runs/job/{cluster.job_id}"
+        f"restart 3 of at most 3: not requeued. To resume, submit with --folder runs/job/{cluster.job_id}"
         in said
     )
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_reaches_the_ranks_and_their_end_is_waited_for(run: Run, times: int) -> None:
-    """Twice as well: a second signal ends the wait for the step once more."""
+def test_a_signal_reaches_the_ranks_and_the_script_waits_for_them(run: Run, times: int) -> None:
+    """Also with two signals: the second one interrupts the wait for the step again."""
     cluster = run(f"exec {sys.executable} -c '{LISTENS}'", "--max-restarts", "0")
-    # Until it listened, it was told to ignore the signal, as torchrun is, which does not listen.
+    # Before the rank handles the signal it ignores it; torchrun always ignores it.
     both_listen = "at first SIG_IGN"
     cluster.until(lambda: all(both_listen in cluster.log("job", attempt=0, node=node) for node in (1, 2)))
     for asked in range(times):
         os.kill(cluster.script_pid, signal.SIGUSR1)
-        cluster.until(lambda asked=asked: cluster.said("job").count("asked to stop") > asked)
+        cluster.until(lambda asked=asked: cluster.said("job").count("received USR1") > asked)
     cluster.wait()
-    assert cluster.said("job").count("asked to stop") == times
+    assert cluster.said("job").count("received USR1") == times
     (attempt,) = cluster.attempts
     assert (attempt.code, attempt.left) == (0, 0)
     saved = cluster.run_dir("job") / "checkpoints/latest_checkpointed_iteration.txt"
     assert saved.read_text() == "7\n"
 
 
-def test_a_cancelled_job_does_not_come_back(run: Run) -> None:
+def test_a_cancelled_job_is_not_requeued(run: Run) -> None:
     cluster = run(WAITS)
     cluster.until(lambda: "waiting" in cluster.log("job", attempt=0, node=1))
     cluster.cancel()
@@ -136,7 +136,7 @@ def test_the_logs_of_earlier_attempts_stay(run: Run) -> None:
 
 
 def test_another_job_with_other_settings_does_not_find_the_checkpoints(tmp_path: Path) -> None:
-    """And a requeued job finds its own."""
+    """A requeued job does find its own."""
     saves = CHECKPOINT.format(iteration="$((5 + ${SLURM_RESTART_COUNT:-0}))")
     fake = f"({saves}); [ ${{SLURM_RESTART_COUNT:-0}} = 1 ]"
     cluster = Cluster(tmp_path / "job", fake_python=fake)
@@ -151,7 +151,7 @@ def test_another_job_with_other_settings_does_not_find_the_checkpoints(tmp_path:
 
 
 @pytest.mark.parametrize("folder", [None, "here/it is"])
-def test_a_task_of_an_array_has_a_folder_of_its_own(run: Run, folder: str | None) -> None:
+def test_each_task_of_an_array_has_a_separate_folder(run: Run, folder: str | None) -> None:
     words = [] if folder is None else ["--folder", folder]
     cluster = run("echo trained", "--sbatch-option=--array=7", *words)
     assert cluster.wait() == "COMPLETED"
@@ -159,14 +159,14 @@ def test_a_task_of_an_array_has_a_folder_of_its_own(run: Run, folder: str | None
     assert (task / f"logs/{cluster.job_id}.0/127.0.0.1.log").read_text() == "trained\n"
 
 
-def test_each_node_is_set_up_first(run: Run) -> None:
+def test_each_node_runs_the_setup_lines_first(run: Run) -> None:
     lines = ["--setup", "export GREETING='hello' # a comment", "--setup", "lost=$NOT_SET_AT_ALL"]
     cluster = run('echo "$GREETING $SLURM_NODEID"', *lines)
     assert cluster.wait() == "COMPLETED"
     assert [cluster.log("job", attempt=0, node=node) for node in (1, 2)] == ["hello 0\n", "hello 1\n"]
 
 
-def test_a_line_of_the_setup_that_fails_is_named(run: Run) -> None:
+def test_a_failed_setup_line_is_named(run: Run) -> None:
     cluster = run("echo trained", "--setup", "cd /no/such/folder", "--max-restarts", "0")
     assert cluster.wait() == "FAILED"
     logs = "".join(cluster.log("job", attempt=0, node=node) for node in (1, 2))
@@ -185,13 +185,13 @@ def test_a_node_that_fails_the_health_check_is_named_and_the_job_not_started(run
     assert health.read_text().startswith("looked\n127.0.0.2: the health check failed with code 1 ")
 
 
-def test_a_job_whose_nodes_are_well_trains(run: Run) -> None:
+def test_a_job_with_healthy_nodes_trains(run: Run) -> None:
     cluster = run("echo trained", "--health-check", "true")
     assert cluster.wait() == "COMPLETED"
     assert cluster.log("job", attempt=0, node=1) == "trained\n"
 
 
-def test_a_signal_during_the_health_check_brings_the_job_back(run: Run) -> None:
+def test_a_signal_during_the_health_check_requeues_the_job(run: Run) -> None:
     cluster = run("echo trained", "--health-check", '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 1')
     cluster.until(lambda: "--health-check" in cluster.events)
     os.kill(cluster.script_pid, signal.SIGUSR1)
@@ -201,7 +201,7 @@ def test_a_signal_during_the_health_check_brings_the_job_back(run: Run) -> None:
     assert cluster.log("job", attempt=1, node=1) == "trained\n"
 
 
-def test_a_job_of_a_chain_that_comes_after_the_end_has_nothing_to_do(tmp_path: Path) -> None:
+def test_a_job_of_a_chain_after_the_last_iteration_does_nothing(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "job", fake_python="echo trained")
     chain = [*WORDS, "--chain", "2", "--folder", "run", "--no-check", "--", "--lr"]
     done = cluster.ampipe_sbatch(*chain, "1e-4")
@@ -217,16 +217,16 @@ def test_a_job_of_a_chain_that_comes_after_the_end_has_nothing_to_do(tmp_path: P
         cluster.next_job()
 
 
-def test_a_chain_is_submitted_as_often_as_it_is_long(run: Run) -> None:
+def test_a_chain_of_n_jobs_is_submitted_n_times(run: Run) -> None:
     cluster = run("echo trained", "--chain", "3", "--folder", "run")
     assert cluster.submitted == 3
 
 
-def test_a_cluster_without_pyxis_is_told_from_one_with_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_job_needs_pyxis(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = run("echo trained", "--container", "team#image")
     assert cluster.wait() == "COMPLETED"
     cluster.next_job()
     monkeypatch.setenv("STUB_WITHOUT_PYXIS", "1")
     cluster.submit("--container", "team#image", *WORDS, *FLAGS)
     assert cluster.wait() == "FAILED"
-    assert "knows no --container-image, so pyxis is not installed: not started" in cluster.said("job")
+    assert "has no option --container-image, so pyxis is not installed: not started" in cluster.said("job")

@@ -1,4 +1,4 @@
-"""``ampipe sbatch``: the scripts that are shipped, what is refused, and that nothing is submitted unasked."""
+"""``ampipe sbatch``: the shipped scripts, refused input, and that nothing is submitted without a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.slurm.cluster import Cluster
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 FLAGS = ["--no-check", "--", "--lr", "1e-4"]
-"""What tests of the check itself do is in test_preflight.py."""
+"""The check itself is tested in test_preflight.py."""
 GPUS = ["--gpus-per-node", "8"]
 IMAGE = ["--container", "./image.sqsh"]
 COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
@@ -27,7 +27,7 @@ COMMAND = [sys.executable, "-m", "megatron_ampipe.cli", "sbatch"]
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's file, in the folder from which everything is called."""
+    """A model file in the working directory."""
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "small.yaml"
     path.write_text("num-layers: 2\nhidden-size: 64\n")
@@ -35,17 +35,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_shipped_scripts_are_what_their_first_lines_say(
+def test_shipped_scripts_are_the_output_of_their_commands(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To make them anew, run the command in their head."""
+    """To regenerate them, run the command in their header."""
     monkeypatch.chdir(ROOT)
     text = path.read_text()
     command = re.search(r"Made by:\n#   (ampipe sbatch .*)\n", text)
     assert command is not None
     words = shlex.split(command[1])[1:]
     assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
-    # Without writing: the script is shown as well.
+    # Not written, because the script is also printed.
     monkeypatch.setattr("megatron_ampipe.outputs.write_text", lambda path, script, mode: None)
     # Whether Megatron takes these models and runs is tested in tests/megatron/test_settings.py.
     monkeypatch.setattr("megatron_ampipe.tools.slurm.preflight._ask_megatron", lambda words, ranks: None)
@@ -53,7 +53,7 @@ def test_shipped_scripts_are_what_their_first_lines_say(
     assert capsys.readouterr().out == text
 
 
-def test_there_is_a_script_for_every_use() -> None:
+def test_there_is_a_script_for_every_kind_of_job() -> None:
     assert {path.stem for path in SHIPPED} == {"one-node", "many-nodes", "container"}
 
 
@@ -61,14 +61,14 @@ def test_there_is_a_script_for_every_use() -> None:
     not Path(sys.executable).with_name("shellcheck").exists(), reason="install the [test] extra"
 )
 @pytest.mark.parametrize("words", [[], ["--container", "/images/of us", "--mount", "/a:/b,/c:/d"]])
-def test_scripts_with_odd_words_are_clean(
+def test_scripts_with_special_characters_pass_shellcheck(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = ["--folder", "a folder/it's $HOME", "--sbatch-option=--qos=high", "--account", "me"]
     assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "8", *words, *odd, *FLAGS, "$(x) 'y'"]) == 0
     script = capsys.readouterr().out
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    # Not what it says about '$': that is what the words are odd in.
+    # SC2016 is about '$' in single quotes, which is intended here.
     command = [shellcheck, "--exclude=SC2016", "-"]
     done = subprocess.run(command, input=script, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -78,20 +78,22 @@ def test_scripts_with_odd_words_are_clean(
     assert ("--container-mounts" in script) == bool(words)
 
 
-def test_files_are_handed_to_the_launch_in_order(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_passed_to_the_training_run_in_order(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (model.parent / "data.yaml").write_text("lr: 1.0e-4\nsave-interval: 50\n")
     words = ["sbatch", "--no-check", "--model", "small.yaml", "--run", "data.yaml", "--nodes", "1"]
     words += ["--gpus-per-node", "2"]
     assert main(words) == 0
     script = capsys.readouterr().out
     assert "    --ampipe-config small.yaml data.yaml\n" in script
-    assert "--save-interval" not in script, "the file says it"
+    assert "--save-interval" not in script, "the file sets it"
     assert "#SBATCH --job-name=small\n" in script and "run_dir=runs/small/${SLURM_ARR" in script
     assert main([*words, "--save-interval", "7"]) == 0
     assert '--load "$checkpoints" --save-interval 7\n' in capsys.readouterr().out
 
 
-def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_file_gives_the_number_of_gpus(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model.parent / "cluster.yaml").write_text("ranks_per_node: 4\nflags:\n  bf16: true\n")
     assert (
         main(["sbatch", "--no-check", "--model", "small.yaml", "--nodes", "1", "--cluster", "cluster.yaml"])
@@ -112,47 +114,50 @@ def test_a_cluster_file_says_how_many_gpus(model: Path, capsys: pytest.CaptureFi
         ),
         (
             ["--model", "mixtral-8x7", "--gpus-per-node", "8"],
-            "is neither a file nor a model of ours. Did you mean mixtral-8x7b?",
+            "is neither a file nor a built-in model. Did you mean mixtral-8x7b?",
         ),
         (["--cluster", "four.yaml", "--gpus-per-node", "8", *FLAGS], "differs from ranks_per_node 4 of four"),
         (["--cluster", "none.yaml", *FLAGS], "none.yaml:2:"),
         ([*GPUS, "--time", "a day", *FLAGS], "--time a day: is not a duration"),
-        ([*GPUS, "--time", "25:99:99", *FLAGS], "--time 25:99:99: has 99 minutes, and 60 make the next"),
+        (
+            [*GPUS, "--time", "25:99:99", *FLAGS],
+            "--time 25:99:99: has 99 minutes, which must be less than 60",
+        ),
         (
             [*GPUS, "--time", "1:00", "--save-before-end", "600", *FLAGS],
             "--save-before-end 600: is not less than the 60 s of --time 1:00. Use --save-before-end 15",
         ),
-        ([*GPUS, "--partition", "a b", *FLAGS], "--partition a b: holds a blank"),
+        ([*GPUS, "--partition", "a b", *FLAGS], "--partition a b: contains a blank"),
         ([*GPUS, "--mem", "lots", *FLAGS], "--mem lots: is not an amount of memory"),
         ([*GPUS, "--gres", "gpu:8", *FLAGS], "--gres gpu:8: is not the name of a resource"),
-        ([*GPUS, "--exclude", "node 1", *FLAGS], "--exclude node 1: holds a blank"),
-        ([*GPUS, "--setup", "module load 'cuda", *FLAGS], "is no line of shell (line 1: unexpected EOF"),
-        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is the word that ends the node's script"),
-        ([*GPUS, "--health-check", " ", *FLAGS], "--health-check (empty): is no line of shell"),
-        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name a/b: cannot be part of the name of a file"),
-        ([*GPUS, "--folder", "", *FLAGS], "--folder (empty): is not the name of a folder"),
+        ([*GPUS, "--exclude", "node 1", *FLAGS], "--exclude node 1: contains a blank"),
+        ([*GPUS, "--setup", "module load 'cuda", *FLAGS], "is not valid shell (line 1: unexpected EOF"),
+        ([*GPUS, "--setup", "END_OF_NODE_SCRIPT", *FLAGS], "is the delimiter of the node's script"),
+        ([*GPUS, "--health-check", " ", *FLAGS], "--health-check (empty): is not valid shell"),
+        ([*GPUS, "--job-name", "a/b", *FLAGS], "--job-name a/b: is not valid in a file name"),
+        ([*GPUS, "--folder", "", *FLAGS], "--folder (empty): is not a folder name"),
         ([*GPUS, "--chain", "3", *FLAGS], "--chain 3: needs a folder that all its jobs share"),
         (
             [*GPUS, "--chain", "3", "--folder", "x", "--sbatch-option=--array=1-3", *FLAGS],
-            "--chain 3: makes one job wait for the other",
+            "--chain 3: makes each job wait for the one before",
         ),
         ([*GPUS, "--mount", "/a:/b", *FLAGS], "--mount /a:/b: has no effect without a cont"),
         ([*GPUS, *IMAGE, "--mount", "foo", *FLAGS], "--mount foo: is not FROM:TO, two absolute paths"),
         ([*GPUS, *IMAGE, "--mount", "/a:/b,/c:d", *FLAGS], "--mount /c:d: is not FROM:TO"),
-        ([*GPUS, "--container", "", *FLAGS], "--container (empty): is not the name of an image"),
-        ([*GPUS, "--container", "x.sqsh", *FLAGS], "pyxis takes a name without / or . in front for an im"),
+        ([*GPUS, "--container", "", *FLAGS], "--container (empty): is not an image name"),
+        ([*GPUS, "--container", "x.sqsh", *FLAGS], "pyxis treats a name that does not begin with / or . as"),
         ([*GPUS, "--sbatch-option=qos", *FLAGS], "does not begin with --"),
-        ([*GPUS, "--sbatch-option=--mem=0", *FLAGS], "has an argument of its own. Use --mem instead"),
+        ([*GPUS, "--sbatch-option=--mem=0", *FLAGS], "has a separate argument. Use --mem instead"),
         ([*GPUS, "--sbatch-option=--signal=9", *FLAGS], "is set by the job script, which depends on it"),
         ([*GPUS, "--model", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
         ([*GPUS, "--", "--save=x"], "flag --save=x: is set by the job script"),
         ([*GPUS, "--", "--ampipe-config", "saves.yaml"], "saves.yaml:2: save: is set by the job script"),
-        ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "argument lr: belongs to no flag"),
-        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no is not there. Make it, or"),
+        ([*GPUS, "--model", "small.yaml", "--", "lr", "3"], "argument lr: does not belong to a flag"),
+        (["--gpus-per-node", "8", "--output", "no/job.sbatch", *FLAGS], "/no does not exist. Create it, or"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_refused_with_what_to_do(
+def test_bad_input_is_refused_with_a_remedy(
     words: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (model.parent / "four.yaml").write_text("ranks_per_node: 4\n")
@@ -162,7 +167,7 @@ def test_what_is_wrong_is_refused_with_what_to_do(
     assert message in capsys.readouterr().err
 
 
-def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
+def test_without_a_request_the_script_is_shown_and_not_submitted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
     words = ["--nodes", "2", "--gpus-per-node", "1", "--output", "job.sbatch", *FLAGS]
     done = cluster.ampipe_sbatch(*words)
@@ -170,7 +175,7 @@ def test_it_is_shown_written_and_not_submitted_unasked(tmp_path: Path) -> None:
     assert (cluster.folder / "job.sbatch").read_text() == done.stdout
     unasked = cluster.ampipe_sbatch(*words[:4], *FLAGS)
     assert unasked.returncode == 0
-    assert "nobody can be asked. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
+    assert "it cannot ask. Add --submit, or --output job.sbatch.\nnot submitted\n" in unasked.stderr
     assert cluster.state == "PENDING" and cluster.events == ""
     assert not list(cluster.folder.glob("*.partial"))
 
@@ -192,7 +197,7 @@ def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> 
         while chunk := os.read(ours, 65536):
             shown += chunk
     except OSError:
-        # The other end of a terminal that is gone.
+        # The other end of the terminal is closed.
         pass
     os.close(ours)
     assert process.wait(timeout=30) == 0
@@ -203,7 +208,7 @@ def test_on_a_terminal_it_asks(answer: str, submitted: bool, tmp_path: Path) -> 
     assert (cluster.state == "COMPLETED") == submitted
 
 
-def test_what_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
+def test_a_script_that_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "cluster")
     words = ["--submit", "--nodes", "2", "--gpus-per-node", "1", "--sbatch-option=--nonsense=1", *FLAGS]
     done = cluster.ampipe_sbatch(*words)
@@ -212,7 +217,7 @@ def test_what_sbatch_refuses_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is not None, reason="needs a machine without SLURM")
-def test_without_slurm_there_is_a_way_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_slurm_the_message_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sbatch", "--submit", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 1
     assert "--output job.sbatch" in capsys.readouterr().err
     assert main(["sbatch", "--nodes", "2", "--gpus-per-node", "1", *FLAGS]) == 0
@@ -222,6 +227,6 @@ def test_without_slurm_there_is_a_way_on(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_template_is_in_the_package() -> None:
-    """Also where it is installed as a wheel: setup.py names it as package data."""
+    """Also in a wheel: setup.py lists it as package data."""
     setup = (ROOT / "setup.py").read_text()
     assert '"megatron_ampipe.tools.slurm": ["*.j2"]' in setup

@@ -1,4 +1,4 @@
-"""What ``ampipe sbatch`` takes from SLURM's and pyxis's world: durations, images, a site's file, mounts."""
+"""``ampipe sbatch``: durations, images, site files, mounts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = ["--", "--lr", "1e-4"]
         ("infinite", None),
     ],
 )
-def test_durations_are_read_as_slurm_reads_them(time: str, seconds: int | None) -> None:
+def test_durations_are_parsed_like_slurm(time: str, seconds: int | None) -> None:
     assert syntax.seconds_of("--time", time) == seconds
 
 
@@ -71,7 +71,7 @@ def test_other_durations_are_refused(time: str) -> None:
         ("docker://localhost:5000/x", "localhost:5000#x"),
     ],
 )
-def test_an_image_is_named_as_every_enroot_understands_it(image: str, note: str | None) -> None:
+def test_an_image_name_that_older_enroot_misreads_gives_a_note(image: str, note: str | None) -> None:
     said = syntax.check_image(image)
     assert (said is None) == (note is None)
     assert note is None or (said is not None and said.endswith(f": {note}"))
@@ -112,7 +112,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_site_says_what_is_the_same_for_every_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_site_file_sets_the_options_of_all_jobs(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = _script(capsys, "--site", "site.yaml")
     directives = re.findall(r"^#SBATCH (.*)$", script, re.M)
     assert {
@@ -124,7 +124,9 @@ def test_a_site_says_what_is_the_same_for_every_job(site: Path, capsys: pytest.C
     assert "bash -c 'ampipe doctor --quick'" in script and "max_restarts=3\n" in script
 
 
-def test_the_command_line_wins_and_can_take_away(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_overrides_and_removes_options_of_the_site(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--gpus-per-node", "8", "--gres", "none", "--mem", "none", "--account", "you", "--time", "1-00"]
     words += ["--exclude", "none", "--health-check", "none", "--setup", "export X=1", "--max-restarts", "0"]
     script = _script(capsys, "--site", "site.yaml", *words)
@@ -135,16 +137,16 @@ def test_the_command_line_wins_and_can_take_away(site: Path, capsys: pytest.Capt
     assert "\nsource /sw/venv/bin/activate\nexport X=1\n" in script
 
 
-def test_a_cluster_of_the_command_line_wins_over_the_site(
+def test_a_cluster_on_the_command_line_overrides_the_site(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "#SBATCH --gres=gpu:a100:8\n" in _script(capsys, "--site", "site.yaml", "--cluster", "dgx-h100")
 
 
-def test_without_a_site_the_defaults_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_site_the_defaults_apply(capsys: pytest.CaptureFixture[str]) -> None:
     script = _script(capsys, "--gpus-per-node", "8")
     assert "#SBATCH --mem=0\n" in script and "#SBATCH --time=24:00:00\n" in script
-    # SLURM takes one way to ask for memory.
+    # SLURM accepts only one memory option.
     assert "--mem=0" not in _script(capsys, "--gpus-per-node", "8", "--sbatch-option=--mem-per-gpu=64G")
 
 
@@ -160,13 +162,13 @@ def test_without_a_site_the_defaults_hold(capsys: pytest.CaptureFixture[str]) ->
         ("partition: true", "site.yaml:1: partition: True: is not text or a number"),
         ("setup: {a: 1}", "site.yaml:1: setup: "),
         ("setup: ['']", "site.yaml:1: setup: (empty): is not text"),
-        ("time: 99-99", "--time 99-99: has 99 hours, and 24 make the next larger unit"),
+        ("time: 99-99", "--time 99-99: has 99 hours, which must be less than 24"),
         ("mount: foo\ncontainer: x", "--mount foo: is not FROM:TO"),
         ("- a", "does not hold keys with values"),
         ("!!python/name:os.system", "site.yaml:1:"),
     ],
 )
-def test_a_site_is_read_strictly(
+def test_a_wrong_site_file_is_refused(
     text: str,
     message: str,
     tmp_path: Path,
@@ -179,7 +181,7 @@ def test_a_site_is_read_strictly(
     assert message in capsys.readouterr().err
 
 
-def test_the_example_of_the_page_is_one(
+def test_the_example_in_the_docs_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +198,7 @@ def test_the_example_of_the_page_is_one(
 
 @pytest.fixture
 def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shared file system with data, a tokenizer and files of settings; the submission is from elsewhere."""
+    """A shared file system with data, a tokenizer and settings files, outside the submission folder."""
     shared = tmp_path / "lustre"
     for folder in ("data", "tokenizer", "settings", "submit"):
         (shared / folder).mkdir(parents=True)
@@ -212,9 +214,7 @@ def _mounts(script: str) -> list[str]:
     return found.replace("'", "").split(",")
 
 
-def test_a_container_sees_every_folder_that_the_job_names(
-    lustre: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_folders_in_flags_are_mounted(lustre: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (lustre / "settings/run.yaml").write_text(
         f"tokenizer-model: {lustre}/tokenizer\ndata-path: [0.3, {lustre}/data/text, 0.7, own/text]\n"
         f"ampipe:\n  trace-dir: {lustre}/traces\n"
@@ -236,7 +236,7 @@ def test_a_container_sees_every_folder_that_the_job_names(
     assert "there is no own/text.idx here" in shown.err
 
 
-def test_what_is_mounted_already_is_not_mounted_again(
+def test_folders_that_are_mounted_already_are_not_mounted_again(
     lustre: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--gpus-per-node", "8", "--container", "team#image", "--mount", f"{lustre}:/data"]
@@ -244,8 +244,8 @@ def test_what_is_mounted_already_is_not_mounted_again(
     assert _mounts(capsys.readouterr().out) == ['"$PWD:$PWD"', f"{lustre}:/data"]
 
 
-def test_what_is_not_there_is_said_and_not_mounted(lustre: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """pyxis refuses to start with a folder that is not there; the image may hold it."""
+def test_missing_paths_are_reported_and_not_mounted(lustre: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """pyxis refuses to start if a mounted folder does not exist; the image may contain it."""
     words = ["--gpus-per-node", "8", "--container", "team#image"]
     assert main([*NODES, *words, "--", "--tokenizer-model", "/opt/of/the/image"]) == 0
     shown = capsys.readouterr()
@@ -266,4 +266,4 @@ def test_a_folder_that_pyxis_cannot_mount_is_refused(
 ) -> None:
     words = ["--gpus-per-node", "8", "--container", "team#image", "--folder", "/runs/a,b"]
     assert main([*NODES, *words, *FLAGS]) == 2
-    assert "--folder /runs/a,b: holds a colon, a comma or a line break" in capsys.readouterr().err
+    assert "--folder /runs/a,b: contains a colon, a comma or a line break" in capsys.readouterr().err

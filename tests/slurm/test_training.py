@@ -1,4 +1,4 @@
-"""A training job of two nodes through a stand-in for SLURM: it trains, and goes on where it was stopped."""
+"""A training job on two nodes with a stub of SLURM: it trains, and resumes after an interruption."""
 
 import os
 import re
@@ -39,7 +39,7 @@ mock-data: true
 micro-batch-size: 1
 global-batch-size: 4
 train-iters: {NUM_ITERATIONS}
-# With dropout, as Megatron's default is, so that the restored random state counts.
+# With dropout (Megatron's default), so that the restored random state matters.
 lr: 1.0e-3
 lr-decay-style: constant
 save-interval: {SAVE_INTERVAL}
@@ -51,11 +51,11 @@ ampipe:
 """
 WORDS = f"--nodes 2 --gpus-per-node 1 --job-name {NAME} --model model.yaml --run run.yaml".split()
 LAST_RANKS_NODE = 2
-"""Where Megatron logs iterations."""
+"""The node on which Megatron logs iterations."""
 
 
 def submitted(folder: Path, *words: str) -> Cluster:
-    """A cluster with the job in it."""
+    """A cluster to which the job has been submitted."""
     (folder / "model.yaml").write_text(MODEL)
     (folder / "run.yaml").write_text(RUN)
     cluster = Cluster(folder)
@@ -64,9 +64,9 @@ def submitted(folder: Path, *words: str) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A job that nothing happens to."""
-    cluster = submitted(tmp_path_factory.mktemp("unbroken"))
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A job that is not interrupted."""
+    cluster = submitted(tmp_path_factory.mktemp("uninterrupted"))
     cluster.wait(timeout_s=100)
     yield cluster
     cluster.end()
@@ -74,8 +74,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The same job. Its first attempt loses a rank, its second is asked to stop, its third is left alone."""
-    # Whether Megatron takes the flags has been asked for the other one.
+    """The same job: the first attempt loses a rank, the second receives USR1, the third finishes."""
+    # The flags were checked with Megatron for the other job.
     cluster = submitted(tmp_path_factory.mktemp("interrupted"), "--no-check")
     cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=100)
     ranks = [pid for pid in cluster.processes(MODULE) if _is_rank(pid)]
@@ -100,19 +100,19 @@ def _logged(cluster: Cluster, *, attempt: int) -> Run:
     return cluster.losses(NAME, attempt=attempt, node=LAST_RANKS_NODE)
 
 
-def test_a_job_on_two_nodes_trains(unbroken: Cluster) -> None:
-    assert unbroken.state == "COMPLETED", unbroken.everything()
-    (attempt,) = unbroken.attempts
+def test_a_job_on_two_nodes_trains(uninterrupted: Cluster) -> None:
+    assert uninterrupted.state == "COMPLETED", uninterrupted.everything()
+    (attempt,) = uninterrupted.attempts
     assert (attempt.code, attempt.requeued, attempt.left) == (0, False, 0)
-    run = _logged(unbroken, attempt=0)
+    run = _logged(uninterrupted, attempt=0)
     assert run.iterations == list(range(1, NUM_ITERATIONS + 1))
     assert run.lm_loss[-1] < run.lm_loss[0] - 0.05
-    assert f"finished; last checkpoint: {NUM_ITERATIONS}" in unbroken.said(NAME)
+    assert f"finished; last checkpoint: {NUM_ITERATIONS}" in uninterrupted.said(NAME)
 
 
-def test_each_node_has_its_log(unbroken: Cluster) -> None:
-    first, second = (unbroken.log(NAME, attempt=0, node=node) for node in (1, 2))
-    assert "AMPipe" in first and "chunk boundaries" in first, "the start-up table, of rank 0"
+def test_each_node_has_its_log(uninterrupted: Cluster) -> None:
+    first, second = (uninterrupted.log(NAME, attempt=0, node=node) for node in (1, 2))
+    assert "AMPipe" in first and "chunk boundaries" in first, "the start-up table of rank 0"
     assert "elapsed time per iteration" in second and "elapsed time per iteration" not in first
 
 
@@ -120,28 +120,30 @@ def test_a_lost_rank_ends_the_attempt_and_requeues_the_job(interrupted: Cluster)
     attempt = interrupted.attempts[0]
     assert attempt.code != 0
     assert attempt.requeued
-    assert attempt.left == 0, "every process of both nodes is gone"
+    assert attempt.left == 0, "all processes of both nodes have ended"
     assert _logged(interrupted, attempt=0).iterations[-1] < NUM_ITERATIONS
     assert "failed with code" in interrupted.said(NAME)
 
 
-def test_a_job_that_is_asked_to_stop_saves_and_requeues(interrupted: Cluster) -> None:
+def test_a_job_that_receives_usr1_saves_and_is_requeued(interrupted: Cluster) -> None:
     attempt = interrupted.attempts[1]
     assert (attempt.code, attempt.requeued, attempt.left) == (0, True, 0)
     stopped_after = _logged(interrupted, attempt=1).iterations[-1]
     assert ASKED_TO_STOP_AFTER <= stopped_after < NUM_ITERATIONS
-    assert f"goes on from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
+    assert f"resumes from checkpoint {stopped_after}" in interrupted.said(NAME), "not an earlier one"
 
 
-def test_the_job_comes_to_its_end_in_the_third_attempt(interrupted: Cluster) -> None:
+def test_the_third_attempt_finishes_the_job(interrupted: Cluster) -> None:
     assert interrupted.state == "COMPLETED", interrupted.everything()
     assert [attempt.requeued for attempt in interrupted.attempts] == [True, True, False]
 
 
-def test_the_loss_curve_is_that_of_the_unbroken_run(unbroken: Cluster, interrupted: Cluster) -> None:
-    expected = _logged(unbroken, attempt=0)
+def test_the_loss_curve_equals_that_of_the_uninterrupted_job(
+    uninterrupted: Cluster, interrupted: Cluster
+) -> None:
+    expected = _logged(uninterrupted, attempt=0)
     attempts = [_logged(interrupted, attempt=number) for number in range(3)]
-    resumed = re.findall(r"goes on from checkpoint (\d+)", interrupted.said(NAME))
+    resumed = re.findall(r"resumes from checkpoint (\d+)", interrupted.said(NAME))
     checkpoints = [int(iteration) for iteration in resumed]
     assert [run.iterations[0] - 1 for run in attempts] == [0, *checkpoints]
     assert KILLED_AFTER // SAVE_INTERVAL * SAVE_INTERVAL <= checkpoints[0] <= attempts[0].iterations[-1]
@@ -152,7 +154,7 @@ def test_the_loss_curve_is_that_of_the_unbroken_run(unbroken: Cluster, interrupt
         assert run.grad_norm == expected.grad_norm[same]
         losses = expected.lm_loss[same]
         if number > 0:
-            # What Megatron prints for the second iteration after a resume is the mean of the first two.
+            # For the second iteration after a resume, Megatron prints the mean of the first two.
             losses[1] = pytest.approx((losses[0] + losses[1]) / 2, abs=2e-6)
         assert run.lm_loss == losses
     assert attempts[2].iterations[-1] == NUM_ITERATIONS

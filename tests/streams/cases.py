@@ -1,4 +1,4 @@
-"""What the modelled device runs: every kind of block, and orders that nobody has drawn, as data."""
+"""The runs on the modelled device, as data: all kinds of blocks, and random orders of stages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
-    StageKind,
     dependencies,
+    kinds,
 )
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
@@ -33,12 +33,12 @@ class Run:
     """One run on the modelled device.
 
     Attributes:
-        name: Of the run.
+        name: Name of the run.
         case: The block.
-        pipeline: In place of the case's.
-        in_flight: Micro-batches whose forward passes run before the first backward pass.
-        gradients: Without, under ``no_grad``.
-        issue: In place of ``schedule.issue_order``.
+        pipeline: Replaces the pipeline of the case.
+        in_flight: Number of micro-batches whose forward runs before the first backward.
+        gradients: If False, run under ``no_grad``.
+        issue: Replaces ``schedule.issue_order``.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Run:
 
 
 def block(*, local_experts: int = 1, **fields: object) -> Case:
-    """A block with so many experts on each rank."""
+    """A block with ``local_experts`` experts on each rank."""
     model = {"num_moe_experts": RANKS * local_experts} | fields.pop("model", {})  # type: ignore[operator]
     return Case("block", world_size=RANKS, executor="cuda", model=model, **fields)  # type: ignore[arg-type]
 
@@ -70,12 +70,12 @@ VARIANTS = {
 
 
 def runs() -> Iterator[Run]:
-    """All of them."""
+    """All runs."""
     for schedule in ("ampipe", "moe-only", "sequential"):
         for degree in range(1, 9):
             for local_experts in (1, 2, 4):
                 case = block(local_experts=local_experts, schedule=schedule, degree=max(degree, 2))
-                pipeline = Pipeline(degree=degree, schedule=schedule)
+                pipeline = Pipeline.of(degree, schedule=schedule)
                 yield Run(f"{schedule}-{degree}-{local_experts}-experts", case, pipeline)
     for name, model in VARIANTS.items():
         for local_experts in (1, 2):
@@ -88,7 +88,7 @@ def runs() -> Iterator[Run]:
             yield Run(f"{name}-in-flight-{local_experts}-experts", case, in_flight=3)
             yield Run(f"{name}-late-{local_experts}-experts", case, issue=lazy_issue)
     for case in PARITY:
-        # Where a sequence is cut and which kernel attends makes no difference here.
+        # The split of the sequence and the attention kernel make no difference here.
         told = case.name.startswith(("degree", "length", "kernel", "only"))
         if case.executor == "thread" and case.world_size == RANKS and not case.parallel and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
@@ -96,7 +96,7 @@ def runs() -> Iterator[Run]:
 
 
 def random_runs() -> Iterator[Run]:
-    """Orders that keep the dependencies and nothing else, of the lanes and of the host."""
+    """Random orders of the lanes and of the host that only respect the dependencies."""
     for number in range(NUM_RANDOM_ORDERS):
         chooser = random.Random(number)
         shared, losses, top2 = (chooser.random() < 0.5 for _ in range(3))
@@ -108,13 +108,13 @@ def random_runs() -> Iterator[Run]:
         degree = chooser.choice((2, 3, 4))
         case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
         features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
-        pipeline = Pipeline(degree=degree, order=random_schedule(degree, features, chooser))
+        pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser))
         issue = functools.partial(random_issue, chooser) if number % 2 else None
         yield Run(f"random-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
 
 
 def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
-    """Some order of every lane that passes the check."""
+    """A random order of every lane that passes the check."""
     programs = []
     for direction in Direction:
         needs = dependencies(features, degree=degree, whole_attention=False, direction=direction)
@@ -124,25 +124,23 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
         while left:
             stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
             del left[stage]
-            lane = (
-                combines if stage.kind is StageKind.COMBINE else COMM if stage.is_communication else COMPUTE
-            )
+            lane = combines if stage.kind is kinds.COMBINE else COMM if stage.is_communication else COMPUTE
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
-    return Schedule("random", degree, *programs)
+    return Schedule("random", degree, *programs, degree)
 
 
 def random_issue(
     chooser: random.Random, program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
 ) -> tuple[tuple[str, Stage], ...]:
-    """Lanes merged as chance has it: a collective may be issued long after it could have been."""
+    """Lanes merged at random: a collective may be issued long after its inputs are ready."""
     return _merged(program, needs, lambda ready: chooser.choice(ready))
 
 
 def lazy_issue(
     program: Program, needs: dict[Stage, tuple[Stage, ...]], *, host_waits: bool
 ) -> tuple[tuple[str, Stage], ...]:
-    """Every collective as late as the computation allows."""
+    """Every collective is issued as late as the computation allows."""
     return _merged(program, needs, lambda ready: COMPUTE if COMPUTE in ready else ready[0])
 
 

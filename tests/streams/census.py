@@ -1,4 +1,4 @@
-"""A census of what the host does for a block: calls of the device, and waits for it.
+"""Counts what the host does for a block: device calls, and waits for the device.
 
 ``python -m tests.streams.census`` prints it as the table of docs/gpu.md.
 """
@@ -13,7 +13,7 @@ from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
 
 DEGREES = (2, 4, 8)
 SEQUENCE_LENGTH = 64
-"""Enough for every expert to have some in every chunk."""
+"""Enough tokens for every expert to receive some in every chunk."""
 BLOCKS: dict[str, dict[str, Any]] = {
     "1 expert per rank": {},
     "2 experts per rank": {"local_experts": 2},
@@ -26,7 +26,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def census() -> dict[str, dict[str, Any]]:
-    """By block and degree (0 for Megatron's layer): ``calls`` by direction and kind per stage, ``waits``."""
+    """For each block and degree (0: Megatron's layer): ``calls`` per direction, stage and kind; ``waits``."""
     from tests.streams.run import run_case
 
     found: dict[str, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ def _counted(run: Any) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The calls and waits of a forward and a backward pass together."""
+    """The calls and waits of a forward and a backward pass together, as a table."""
     degrees = ("0", *map(str, DEGREES))
     head = "| block | " + " | ".join("Megatron" if d == "0" else f"degree {d}" for d in degrees) + " |"
     rows = [

@@ -1,8 +1,8 @@
-"""Streams, events and the host as a device without an order of its own would have them: vector clocks.
+"""A model of CUDA streams, events and the host with vector clocks, to check the order between streams.
 
-Stand-ins for ``torch.cuda.Stream`` and ``torch.cuda.Event`` that order nothing in time, because on a CPU
-every operation is done when its call returns. They keep what a GPU would have been told: which work of one
-stream is ordered after which work of another. :mod:`.tracker` asks them.
+Replacements for ``torch.cuda.Stream`` and ``torch.cuda.Event``. They order nothing in time, because on a CPU
+every operation has finished when its call returns, but they record what a GPU would guarantee: which
+operation of one stream is ordered after which operation of another. Used by :mod:`.tracker`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 Clock = dict[int, int]
-"""By stream, how many of its operations come before."""
+"""For each stream, how many of its operations come before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Stamp:
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Have ``clock`` come after ``other`` too."""
+    """Order ``clock`` after ``other`` as well."""
     for stream, position in other.items():
         clock[stream] = max(clock.get(stream, 0), position)
 
 
 class ModelStream:
-    """A stream: a clock that its own operations advance and that waits merge others into."""
+    """A stream: a clock that its operations advance, and into which a wait merges another clock."""
 
     made: ClassVar[list[ModelStream]] = []
 
@@ -44,7 +44,7 @@ class ModelStream:
         ModelStream.made.append(self)
 
     def launch(self) -> Stamp:
-        """One more operation, after all that the host has waited for."""
+        """Add one operation, ordered after everything that the host has waited for."""
         merge(self.clock, HOST.clock)
         position = self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return Stamp(self.number, position)
@@ -87,7 +87,7 @@ class ModelStream:
 
 
 class ModelEvent:
-    """An event: the clock of the stream at the moment of recording. Before that, nothing."""
+    """An event: the clock of the stream when it was recorded; empty before."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock = {}
@@ -117,26 +117,26 @@ class Host:
     """The host thread.
 
     Attributes:
-        clock: What it knows to be done.
-        waits: What it has waited for since :meth:`Device.reset`: stage and call.
+        clock: The operations that it knows to be complete.
+        waits: Its waits since :meth:`Device.reset`: stage and call.
     """
 
     clock: Clock = field(default_factory=dict)
     waits: list[tuple[str, str]] = field(default_factory=list)
 
     def waits_for(self, clock: Clock, call: str) -> None:
-        """Stand still until that is done."""
+        """Block until these operations are complete."""
         self.waits.append((DEVICE.stage, call))
         merge(self.clock, clock)
 
 
 class Device:
-    """What there is one of: the current stream, the stage that is being issued, and counts of what was.
+    """The state of the device: the current stream, the stage that is being issued, and counters.
 
     Attributes:
         current: The current stream.
-        stage: Direction and name of the stage that is being issued; "" outside of any.
-        issued: By stage, how many calls of which kind reached the device.
+        stage: Direction and name of the stage that is being issued; "" if there is none.
+        issued: For each stage, the number of device calls of each kind.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Device:
         self.issued: dict[str, dict[str, int]] = {}
 
     def note(self, kind: str) -> None:
-        """Count one call of the host; what NCCL does inside is none."""
+        """Count one device call of the host; work inside NCCL is not counted."""
         if self.current.inside_a_call:
             return
         of_stage = self.issued.setdefault(self.stage, {})
@@ -179,7 +179,7 @@ DEVICE = Device()
 
 
 def reset() -> None:
-    """A device on which nothing has run."""
+    """Reset to a device on which nothing has run."""
     HOST.clock.clear()
     HOST.waits.clear()
     DEVICE.reset()

@@ -1,4 +1,4 @@
-"""Peak memory of a pass on the modelled device, and what keeping memory for other streams adds to it."""
+"""Peak memory of a pass on the modelled device, and how much keeping memory for other streams adds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PEAKS: dict[str, dict[str, Any]] = {"forward": {"gradients": False}, "forward an
 
 
 def peaks(name: str) -> tuple[int, int, int]:
-    """Bytes with what the rule keeps, with nothing kept, and with everything kept until the end."""
+    """Peak bytes with the rule of ``stream_order``, if nothing is kept, and if all is kept to the end."""
     from tests.streams.run import run_case
 
     case = block(degree=8, sequence_length=256, kernel="cpu-flash", model=SIZES)

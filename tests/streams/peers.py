@@ -1,6 +1,6 @@
-"""Pretended peers: one process is rank 0 of several; collectives run as NCCL's, on streams of their own.
+"""Emulated peers: one process is rank 0 of several; collectives run like NCCL's, on separate streams.
 
-What peers would send is this rank's own rows again, so that every value is an ordinary one.
+The rows that the peers would send are copies of this rank's rows, so that all values are realistic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
 class _Work:
-    """NCCL's handle: ``wait`` orders the current stream after the collective and blocks nobody.
+    """NCCL's work handle: ``wait`` orders the current stream after the collective, without blocking the host.
 
-    Until then the process group keeps what the collective reads and writes.
+    Until then the process group keeps references to the tensors of the collective.
     """
 
     def __init__(self, done: ModelEvent, *kept: Tensor) -> None:
@@ -33,14 +33,14 @@ class _Work:
 
 
 class Peers:
-    """The collectives of a block; every group has a stream inside NCCL."""
+    """The collectives of a block; every process group has an internal NCCL stream."""
 
     def __init__(self) -> None:
         self._streams: dict[Any, ModelStream] = {}
 
     @contextlib.contextmanager
     def pretended(self) -> Iterator[None]:
-        """While this lasts, ``torch.distributed`` has them."""
+        """Context manager that installs them in ``torch.distributed``."""
         with (
             mock.patch.object(dist, "all_to_all_single", self.all_to_all_single),
             mock.patch.object(dist, "all_gather_into_tensor", self.all_gather_into_tensor),

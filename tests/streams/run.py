@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.runtime import block_stages
-from megatron_ampipe.schedule import Pipeline, StageKind
+from megatron_ampipe.schedule import Pipeline, kinds
 from tests.dist.blocks import build_layers, transformer_config
 from tests.dist.cases import Case
 from tests.streams import model
@@ -24,14 +24,14 @@ from tests.streams.tracker import HostCalls, Tracker, pinned
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What one run showed.
+class RunResult:
+    """The result of one run.
 
     Attributes:
-        races: One line each.
-        waits: Stage and call of every wait of the host inside a block.
-        issued: By direction and stage, how many calls of each kind reached the device.
-        peak_bytes: The most that was held at once of what the run made.
+        races: The reported races, one line each.
+        waits: Stage and call of every host wait inside a block.
+        issued: For each direction and stage, the number of device calls of each kind.
+        peak_bytes: Peak memory of the tensors that the run allocated.
     """
 
     races: tuple[str, ...]
@@ -41,13 +41,13 @@ class Found:
 
     @property
     def num_operations(self) -> int:
-        """How many operations were followed."""
+        """How many operations were tracked."""
         return sum(calls.get("operation", 0) for calls in self.issued.values())
 
 
 @contextlib.contextmanager
 def modelled_device() -> Iterator[Tracker]:
-    """Everything that runs inside is followed, as on a device where nothing has run before."""
+    """Context manager that tracks all operations on a modelled device in its initial state."""
     model.reset()
     tracker = Tracker()
     with contextlib.ExitStack() as stack:
@@ -59,7 +59,7 @@ def modelled_device() -> Iterator[Tracker]:
             "synchronize": lambda *_: DEVICE.synchronize(),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        # Megatron's own stream to the host, made with the first layer.
+        # Megatron's copy stream, which is created with the first layer.
         side = ModelStream(name="dtoh")
         stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side))
         stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
@@ -78,17 +78,17 @@ def run_case(
     stock: bool = False,
     warm: bool = False,
     issue: IssueOrder | None = None,
-) -> Found:
+) -> RunResult:
     """Run forward and backward of a block.
 
     Args:
         case: The block; its executor is the one for CUDA.
-        pipeline: In place of the case's own.
-        in_flight: Micro-batches whose forward passes have run before the first backward pass.
-        gradients: Without, under ``no_grad``.
-        stock: Megatron's layer in place of ours.
+        pipeline: Replaces the pipeline of the case.
+        in_flight: Number of micro-batches whose forward runs before the first backward.
+        gradients: If False, run under ``no_grad``.
+        stock: Run Megatron's layer instead of AMPipe's.
         warm: Report the second of two runs.
-        issue: In place of ``schedule.issue_order``.
+        issue: Replaces ``schedule.issue_order``.
     """
     layers = build_layers(case)
     layer = layers[0] if stock else layers[1]
@@ -106,12 +106,13 @@ def run_case(
             DEVICE.issued.clear()
             tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
-    return Found(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+    return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
 
 
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a dispatcher makes once, on the host by name."""
-    for module in (layer.mlp.token_dispatcher, getattr(layer, "_block", None)):
+    """Tensors that a dispatcher creates once, explicitly on the host."""
+    block = getattr(layer, "_block", None)
+    for module in (layer.mlp.token_dispatcher, getattr(block, "_modules", None)):
         dispatcher = getattr(module, "chunk_dispatcher", module)
         if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":
             yield dispatcher.sort_input_by_local_experts
@@ -136,7 +137,7 @@ def _passes(
         del hidden
     for output in outputs if gradients else ():
         with _stage("stock backward" if stock else ""):
-            # Below torch.autograd.backward, which a function mode sees and inside of which it is off.
+            # Not torch.autograd.backward: a function mode intercepts it and is disabled inside it.
             _engine_run_backward(
                 (output,),
                 (torch.ones_like(output),),
@@ -158,11 +159,11 @@ def _stage(name: str) -> Iterator[None]:
 
 
 def _name_stages(executor: Any) -> None:
-    """Have the device know which stage is issued; the executor is otherwise its own."""
+    """Tell the device which stage is being issued; the executor is otherwise unchanged."""
     execute = executor.execute
 
     def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
-        direction = "forward" if any(stage.kind is StageKind.COUNTS for stage in needs) else "backward"
+        direction = "forward" if any(stage.kind is kinds.COUNTS for stage in needs) else "backward"
 
         def run(stage: Any) -> Any:
             with _stage(f"{direction} {stage}"):

@@ -1,6 +1,6 @@
-"""On a modelled device nothing races, in any order of a checked schedule; planted faults are found.
+"""No races on a modelled device, in any order of a checked schedule; inserted faults are reported.
 
-What this cannot show stands in docs/gpu.md.
+docs/gpu.md lists what these tests cannot show.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.plan.host_time import calls
-from megatron_ampipe.schedule import Direction, StageKind
+from megatron_ampipe.schedule import MOE_BLOCK, Direction
 from tests.dist.launch import run_workers
 from tests.plan_cases import workload
 from tests.streams import census
 from tests.streams.cases import runs
+from tests.streams.faults import FAULTS
 from tests.streams.peaks import PEAKS
-from tests.streams.plants import PLANTS
 
 PROCESSES = 2
 PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
@@ -26,37 +26,37 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/gpu.md"
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of both processes, each with half of the runs."""
+    """The reports of both processes, each with half of the runs."""
     return run_workers(
         "tests.streams.worker", [], world_size=PROCESSES, folder=tmp_path_factory.mktemp("streams")
     )
 
 
-def test_nothing_races(reports: list[dict[str, Any]]) -> None:
+def test_there_are_no_races(reports: list[dict[str, Any]]) -> None:
     found = {name: run for report in reports for name, run in report["runs"].items()}
     assert found.keys() == {run.name for run in runs()}
     assert {name: run["error"] for name, run in found.items() if "error" in run} == {}
     assert {name: run["races"] for name, run in found.items() if run["races"]} == {}
-    # A run that nothing was seen of proves nothing.
+    # A run in which nothing was tracked would prove nothing.
     assert min(run["operations"] for run in found.values()) > 50
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_a_planted_fault_is_reported(name: str, reports: list[dict[str, Any]]) -> None:
-    planted, sound = reports[0]["planted"][name]
-    assert any(re.search(PLANTS[name].race, race) for race in planted), planted
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_inserted_fault_is_reported(name: str, reports: list[dict[str, Any]]) -> None:
+    faulty, sound = reports[0]["faults"][name]
+    assert any(re.search(FAULTS[name].race, race) for race in faulty), faulty
     assert sound == []
 
 
 WAITS = {
-    # One for each chunk, for the numbers of tokens that travel; none in a backward pass.
+    # One for each chunk, for the token counts; none in a backward pass.
     "capacity": {"forward dispatch: Event.synchronize": 4, "forward route: _local_scalar_dense": 4},
     "all-gather dispatcher": {"forward expert: Event.synchronize": 4},
 }
 
 
 @pytest.mark.parametrize("name", census.BLOCKS)
-def test_the_host_waits_once_for_a_chunk(name: str, reports: list[dict[str, Any]]) -> None:
+def test_the_host_waits_once_per_chunk(name: str, reports: list[dict[str, Any]]) -> None:
     expected = WAITS.get(name, {"forward dispatch: Event.synchronize": 4})
     assert reports[1]["census"][name]["4"]["waits"] == expected
 
@@ -74,7 +74,7 @@ def test_the_planner_knows_the_calls_of_each_stage(
         table = {
             f"{direction} {kind}": calls(kind, direction, block)
             for direction in Direction
-            for kind in StageKind
+            for kind in MOE_BLOCK
             if f"{direction} {kind}" in counted
         }
         assert table.keys() == counted.keys()
@@ -87,13 +87,15 @@ def test_the_planner_knows_the_calls_of_each_stage(
         assert wrong == {}, "counted, and in plan/host_time.py"
 
 
-def test_the_page_s_census_is_up_to_date(reports: list[dict[str, Any]]) -> None:
+def test_the_table_of_calls_in_the_docs_is_up_to_date(reports: list[dict[str, Any]]) -> None:
     table = census.table(reports[1]["census"])
     assert table in PAGE.read_text(encoding="utf-8"), f"python -m tests.streams.census prints it:\n{table}"
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_less_than_half_is_kept_of_what_crosses_streams(name: str, reports: list[dict[str, Any]]) -> None:
-    """Above keeping nothing, which races; next to keeping everything until the pass has ended."""
+def test_the_rule_adds_less_than_half_the_memory_of_keeping_everything(
+    name: str, reports: list[dict[str, Any]]
+) -> None:
+    """Compared with keeping everything until the end of the pass; the baseline keeps nothing, which races."""
     kept, nothing, everything = reports[0]["peaks"][name]
     assert nothing <= kept < (nothing + everything) / 2

@@ -1,11 +1,11 @@
-"""Follows every tensor that a block touches, and reports what stream order and events do not separate.
+"""Tracks every tensor that a block uses, and reports accesses that streams and events do not order (races).
 
-A storage belongs to the stream that was current when it was made. Once the host has released it, torch's
-caching allocator may hand its memory to the very next allocation on that stream: whatever another stream
-still does with it must be ordered before. Reads and writes by several streams must be ordered as on any
-device. The accesses of an operation follow from its schema, so nothing has to be told of a new stage.
+A storage belongs to the stream that was current when it was allocated. Once the host has released it, torch's
+caching allocator may reuse its memory for the next allocation on that stream, so all accesses by other
+streams must be ordered before. Reads and writes by several streams must be ordered as well. The accesses of
+an operation follow from its schema, so new stages need no change here.
 
-What a CPU run cannot show (kernels' own temporaries, NCCL's inside) is not seen.
+Temporaries inside kernels and inside NCCL are not tracked, because they do not exist in a CPU run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.streams.model import DEVICE, HOST, ModelStream, Stamp
 
 _MAKES_ONLY = ("aten::empty", "aten::new_empty")
-"""Beginnings of the names of operations that allocate and touch nothing."""
+"""Prefixes of operations that neither allocate nor access memory."""
 _ALIASES = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh")
-"""Operations that give a view back without saying so in their schema."""
+"""Operations that return a view although their schema does not say so."""
 _WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
     "aten::is_nonzero", "aten::unique_consecutive", "aten::unique_dim",
 }  # fmt: skip
-"""Operations whose result, or the size of it, the host reads: on a GPU it waits for the device."""
+"""Operations whose result, or its size, the host reads: on a GPU this synchronizes with the device."""
 _TO_HOST = {torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy}
 
 
@@ -40,11 +40,11 @@ class Memory:
     """One storage.
 
     Attributes:
-        owner: The stream that made it; None for host memory.
-        made_by: The operation and stage, for reports.
+        owner: The stream that allocated it; None for host memory.
+        made_by: The operation and stage that allocated it, for reports.
         size_bytes: Its size.
-        writes: By stream, its last write.
-        reads: By stream, its last read.
+        writes: The last write by each stream.
+        reads: The last read by each stream.
     """
 
     owner: ModelStream | None
@@ -56,11 +56,11 @@ class Memory:
 
 
 class Tracker(TorchDispatchMode):
-    """Reports races; see the module.
+    """Reports races; see the module's docstring.
 
     Attributes:
-        races: What was found, one line each, without repetitions.
-        peak_bytes: The most that was held at once.
+        races: The races found, one line each, without duplicates.
+        peak_bytes: Peak memory.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Tracker(TorchDispatchMode):
         self.restart()
 
     def restart(self) -> None:
-        """Count memory from here on, what there is already left out."""
+        """Count memory from here on, without what is already allocated."""
         self._held_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,7 @@ class Tracker(TorchDispatchMode):
         return output
 
     def make(self, tensor: Tensor, where: str, *, owner: ModelStream | None) -> Memory | None:
-        """A storage came to be."""
+        """Record a new storage."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return None
@@ -124,7 +124,7 @@ class Tracker(TorchDispatchMode):
         return memory
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """This is memory of the host."""
+        """Mark a storage as host memory."""
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         if memory is not None:
             memory.owner = None
@@ -138,7 +138,7 @@ class Tracker(TorchDispatchMode):
                 self._freed.append(memory)
 
     def _allocate(self, stream: ModelStream, where: str) -> None:
-        """The allocator may hand out anything of this stream that was released."""
+        """Check an allocation: it may reuse any released memory of this stream."""
         kept = []
         for memory in self._freed:
             if memory.owner is not stream:
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
             for stamp in (*memory.reads.values(), *memory.writes.values()):
                 if not stream.is_after(stamp):
                     self._report(
-                        f"memory made by {memory.made_by} was released and may be given to {where} on "
+                        f"memory allocated by {memory.made_by} was released and may be reused by {where} on "
                         f"{stream.name}, which is not ordered after {memory.last[stamp.stream]}"
                     )
                     kept.append(memory)
@@ -169,16 +169,16 @@ class Tracker(TorchDispatchMode):
         memory.last[stream.number] = where
 
     def _on_host(self, tensor: Tensor, where: str) -> None:
-        """The host itself reads or writes host memory."""
+        """Record that the host reads or writes host memory."""
         memory = self._known(tensor)
         for earlier in memory.writes.values() if memory is not None else ():
             if HOST.clock.get(earlier.stream, 0) < earlier.position:
-                self._report(f"{where}: the host reads what is still being copied to it")
+                self._report(f"{where}: the host reads memory that is still being copied to")
 
     def _known(self, tensor: Tensor) -> Memory | None:
         memory = self._memory.get(tensor.untyped_storage()._cdata)
-        # Made before anybody looked: parameters and inputs, long done.
-        return memory or self.make(tensor, "what was there before", owner=DEVICE.default)
+        # Allocated before tracking started: parameters and inputs, complete long ago.
+        return memory or self.make(tensor, "earlier code", owner=DEVICE.default)
 
     def _is_host(self, tensor: Tensor) -> bool:
         memory = self._memory.get(tensor.untyped_storage()._cdata)
@@ -189,7 +189,7 @@ class Tracker(TorchDispatchMode):
 
 
 class HostCalls(TorchFunctionMode):
-    """Has tensors of the modelled device answer as CUDA tensors do, and sees what copies them to the host."""
+    """Makes tensors of the modelled device behave like CUDA tensors, and records copies to the host."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ _TENSOR_TO = torch.Tensor.to
 
 
 def pinned(tracker: Tracker) -> Any:
-    """``torch.empty`` that knows pinned memory for the host's."""
+    """``torch.empty`` that marks pinned memory as host memory."""
     empty = torch.empty
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
@@ -233,7 +233,7 @@ def pinned(tracker: Tracker) -> Any:
 def _accesses(
     operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The tensors that an operation reads, those that it writes, and those of which it only makes a view."""
+    """The tensors that an operation reads, those that it writes, and those that it only makes a view of."""
     found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
     for index, (name, which) in enumerate(_arguments(operation)):
         value = args[index] if index < len(args) else kwargs.get(name)

@@ -1,4 +1,4 @@
-"""Runs the modelled device over many blocks in one process, rank 0 of two; reports by name of the run."""
+"""Runs many blocks on the modelled device in one process, rank 0 of two; reports results by run name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.dist.worker import report
 
 
 def start(world_size: int) -> None:
-    """Rank 0 of so many; the others are pretended."""
+    """Start as rank 0 of ``world_size``; the other ranks are emulated."""
     from megatron_ampipe.launch import host
 
     host.install()
@@ -28,11 +28,11 @@ def start(world_size: int) -> None:
 
 
 def main() -> None:
-    """This process's share of the runs; on the first the planted faults, on the second the census."""
+    """Run this process's share; the first process also runs the faults, the second counts the calls."""
     from tests.streams.cases import RANKS, runs
     from tests.streams.census import census
+    from tests.streams.faults import FAULTS, races
     from tests.streams.peaks import PEAKS, peaks
-    from tests.streams.plants import PLANTS, races
 
     start(RANKS)
     from tests.streams.run import run_case
@@ -52,8 +52,8 @@ def main() -> None:
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}
     if process == 0:
-        planted = {name: races(name) for name in PLANTS}
-        report({"runs": found, "planted": planted, "peaks": {name: peaks(name) for name in PEAKS}})
+        faulty = {name: races(name) for name in FAULTS}
+        report({"runs": found, "faults": faulty, "peaks": {name: peaks(name) for name in PEAKS}})
     else:
         report({"runs": found, "census": census()})
 

@@ -1,6 +1,6 @@
-"""Ends processes in every way that a launch can end, and reports what each left behind.
+"""Ends processes in all ways in which a launch can end, and reports the output of each.
 
-One process imports torch and forks a child per way. Run by :mod:`.test_ending`.
+One process imports torch and forks a child for each. Run by :mod:`.test_ending`.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def leave_as_script() -> int:
 
 
 def be_interrupted() -> int:
-    # What started the tests in the background has it ignored, and a child inherits that.
+    # A shell that runs the tests in the background ignores SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
     finally:
-        # A second one, from torchrun, while the first is dealt with.
+        # A second signal, from torchrun, while the first one is handled.
         os.kill(os.getpid(), signal.SIGINT)
     return 0
 
 
 def meet(rank: int) -> int:
-    """Two ranks, of which the second stops before the first has heard of it."""
+    """Two ranks, of which the second stops before the first has communicated with it."""
     store = f"file://{FOLDER}/rendezvous"
     torch.distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=2)

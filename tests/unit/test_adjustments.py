@@ -1,4 +1,4 @@
-"""What start-up changes for pipelined blocks where there is a GPU; the rest is tested by launches."""
+"""The arguments that start-up changes for pipelined blocks on a GPU; launches test the others."""
 
 import argparse
 

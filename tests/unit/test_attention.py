@@ -1,4 +1,4 @@
-"""Attention of chunks by pieces: that the pieces cover what is seen, their merging, their sums."""
+"""Attention of chunks in pieces: coverage of all visible keys, merging, and gradient sums."""
 
 import random
 from typing import Any
@@ -10,12 +10,12 @@ from torch import Tensor
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceKernel, PieceOutput, _merge
+from megatron_ampipe.runtime.merged import AttentionPiece, MergedAttention, PieceKernel, PieceOutput, _merge
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from tests.plain_pieces import PLAIN_KERNELS, PlainPieces
+from tests.reference_pieces import REFERENCE_KERNELS, ReferencePieces
 
-MERGED = {"cpu-flash": KERNELS["cpu-flash"], **PLAIN_KERNELS}
+MERGED = {"cpu-flash": KERNELS["cpu-flash"], **REFERENCE_KERNELS}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -33,7 +33,7 @@ def test_pieces_cover_what_a_query_sees_exactly_once(
         part = seen[rows, piece.first_key : piece.last_key]
         offset = part.shape[1] - part.shape[0]
         part += torch.ones_like(part).tril(offset) if piece.causal else 1
-        # The causal piece of a row comes first, and is its only one.
+        # The causal piece of a row comes first, and there is only one.
         assert bool((begun[rows] != piece.causal).all())
         begun[rows] = True
     assert torch.equal(seen, torch.ones_like(seen).tril(start))
@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def inputs(spans: tuple[Span, ...], *, groups: int, more_keys: int = 9) -> list[Tensor]:
-    """Query, key, value: in fp64, and with more keys than the spans see."""
+    """Query, key and value in fp64, with more keys than the spans see."""
     num_keys = max(span.global_end for span in spans) + more_keys
     num_rows = sum(span.length for span in spans)
     shapes = ((num_rows, 2, 4, 16), (num_keys, 2, groups, 16), (num_keys, 2, groups, 16))
@@ -64,7 +64,7 @@ def inputs(spans: tuple[Span, ...], *, groups: int, more_keys: int = 9) -> list[
 @pytest.mark.parametrize("kernel", MERGED)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_merged_pieces_are_the_definition(layout: str, groups: int, kernel: str) -> None:
+def test_merged_pieces_equal_the_reference(layout: str, groups: int, kernel: str) -> None:
     torch.manual_seed(groups)
     spans = LAYOUTS[layout]
     tensors = inputs(spans, groups=groups)
@@ -76,18 +76,18 @@ def test_merged_pieces_are_the_definition(layout: str, groups: int, kernel: str)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(torch.autograd.grad(found, tensors, gradient), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    # The same with the gradients of keys and values added to sums.
+    # The same with the gradients of keys and values added to KeyValueSums.
     sums = KeyValueSums(key, value)
     found = MERGED[kernel](*tensors, spans=spans, scale=0.3, sums=sums)
-    of_query, *of_keys = torch.autograd.grad(found, tensors, gradient, allow_unused=True)
-    assert of_keys == [None, None]
-    for a, b in zip((of_query, *sums.totals()), wanted, strict=True):
+    dq, dk, dv = torch.autograd.grad(found, tensors, gradient, allow_unused=True)
+    assert dk is None and dv is None
+    for a, b in zip((dq, *sums.totals()), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", MERGED)
-def test_the_whole_sequence_is_a_chunk_too(kernel: str) -> None:
-    """As the stock layer of a benchmark calls it."""
+def test_the_whole_sequence_as_one_chunk(kernel: str) -> None:
+    """As in the stock layer of a benchmark."""
     whole = (Span(0, 150, 0),)
     tensors = inputs(whole, groups=2, more_keys=0)
     expected, found = (attend(*tensors, spans=whole, scale=0.3) for attend in (exact, MERGED[kernel]))
@@ -98,7 +98,7 @@ def test_the_whole_sequence_is_a_chunk_too(kernel: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_16_bit_outputs_are_merged_in_32_and_rounded_once() -> None:
+def test_16_bit_outputs_are_merged_in_fp32_and_rounded_once() -> None:
     torch.manual_seed(1)
     parts = [
         PieceOutput(torch.randn(64, 2, 4, 16, dtype=torch.bfloat16), torch.randn(2, 4, 64)) for _ in range(2)
@@ -107,14 +107,14 @@ def test_16_bit_outputs_are_merged_in_32_and_rounded_once() -> None:
     precise, total = _merge([PieceOutput(part.output.double(), part.lse.double()) for part in parts])
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(lse.double(), total)
-    # Here and there fp32 lies on the other side of a middle between two values.
+    # A few fp32 values are rounded to the other neighbour.
     equal = output == precise.to(torch.bfloat16)
     assert equal.float().mean() > 0.999
 
 
 @pytest.mark.parametrize("kernel", MERGED)
-def test_16_bit_tensors_are_attended_to_within_their_precision(kernel: str) -> None:
-    """Within a few roundings of bf16, 2**-8 each, of what fp64 makes of the same tensors."""
+def test_attention_of_16_bit_tensors_is_within_their_precision(kernel: str) -> None:
+    """Within a few bf16 roundings (2**-8 each) of the result in fp64."""
     torch.manual_seed(2)
     spans = LAYOUTS["later"]
     tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
@@ -134,29 +134,31 @@ def test_16_bit_tensors_are_attended_to_within_their_precision(kernel: str) -> N
         assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
 
 
-class ManyPieces(PlainPieces):
+class ManyPieces(ReferencePieces):
     """A piece for every key before the span; each gives the query a gradient of one."""
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        own = Piece(0, span.length, span.global_start, span.global_end, causal=True)
-        return own, *(Piece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start))
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
+        return own, *(
+            AttentionPiece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start)
+        )
 
     def backward(self, gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        _, *of_keys = super().backward(gradient, query, *rest, **more)
-        return torch.ones_like(query), *of_keys
+        _, dk, dv = super().backward(gradient, query, *rest, **more)
+        return torch.ones_like(query), dk, dv
 
 
-def test_gradients_of_16_bit_queries_are_summed_in_32() -> None:
+def test_gradients_of_16_bit_queries_are_summed_in_fp32() -> None:
     spans = (Span(0, 2, 299),)
     tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
     found = MergedAttention(ManyPieces(bottom_right=False))(*tensors, spans=spans, scale=0.3)
-    (of_query, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
-    # bf16 would have stopped at 256.
-    assert bool((of_query == 300).all())
+    (dq, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
+    # In bf16 the sum would stop at 256.
+    assert bool((dq == 300).all())
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sums_are_sums_whatever_the_order(seed: int) -> None:
+def test_sums_do_not_depend_on_the_order(seed: int) -> None:
     noise = random.Random(seed)
     key, value = torch.empty(40, 1, 2, 3), torch.empty(40, 1, 2, 5)
     sums = KeyValueSums(key, value)
@@ -171,10 +173,10 @@ def test_sums_are_sums_whatever_the_order(seed: int) -> None:
     torch.testing.assert_close(sums.totals(), tuple(expected))
 
 
-def test_sums_of_16_bit_gradients_are_of_32() -> None:
+def test_16_bit_key_and_value_gradients_are_summed_in_fp32() -> None:
     key = torch.empty(2, 1, 1, 1, dtype=torch.bfloat16)
     sums = KeyValueSums(key, key)
     for _ in range(257):
         sums.add(0, torch.ones_like(key), torch.ones_like(key))
-    # bf16 would have stopped at 256.
+    # In bf16 the sum would stop at 256.
     assert all(bool((total == 257).all()) for total in sums.totals())

@@ -1,5 +1,5 @@
-"""The kernels for GPUs, without one: torch's own on the meta device and behind a stand-in that computes, the
-packages behind stand-ins of their documented form. What they compute on a GPU shows tests/gpu.
+"""The kernels for GPUs, tested without one: torch's operators on the meta device and as fakes that compute,
+the packages as fakes with their documented signatures. Their results on a GPU are tested in tests/gpu.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
-from tests import plain_pieces
+from tests import reference_pieces
 
 LATER = (Span(0, 24, 40),)
 WHOLE = (Span(0, 64, 0),)
@@ -38,7 +38,7 @@ def tensors(
 
 
 class Called(TorchDispatchMode):
-    """Notes the calls of torch's attention operators: name, queries, keys, causal."""
+    """Records the calls of torch's attention operators: name, queries, keys, causal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Last arguments that have their default values are not handed on.
+        # Trailing arguments with their default values are not passed on.
         arguments = function._schema.arguments
         named = {a.name: a.default_value for a in arguments}
         named |= {a.name: value for a, value in zip(arguments, args, strict=False)}
@@ -63,10 +63,10 @@ class Called(TorchDispatchMode):
 
 
 class Computing(Called):
-    """Computes torch's attention operators by their definition.
+    """Computes torch's attention operators with the reference implementation.
 
-    ``lse_dimensions``: 3 or 4, how the forward operator of cuDNN gives its log-sum-exp; that differs between
-    versions of torch, and the backward one takes what the forward one gives.
+    ``lse_dimensions``: 3 or 4, the number of dimensions of cuDNN's log-sum-exp, which depends on torch's
+    version; the backward operator expects what the forward operator returns.
     """
 
     def __init__(self, lse_dimensions: int) -> None:
@@ -83,10 +83,10 @@ class Computing(Called):
         rows_first = [named[name].permute(2, 0, 1, 3) for name in ("query", "key", "value")]
         causal, scale = named["is_causal"], kwargs["scale"]
         assert named["dropout_p"] == 0.0
-        # torch lets cuDNN be causal from the top left only.
+        # Through torch, cuDNN's causal mask is aligned to the top left only.
         assert not (cudnn and causal) or len(rows_first[0]) == len(rows_first[1])
         if "backward" not in str(function):
-            output, lse = plain_pieces.forward(*rows_first, causal=causal, scale=scale)
+            output, lse = reference_pieces.forward(*rows_first, causal=causal, scale=scale)
             lse = lse.unsqueeze(-1) if cudnn and self._lse_dimensions == 4 else lse
             return output.permute(1, 2, 0, 3), lse, None, None, 1, 1, *self._random, None
         assert (named["max_q"], named["max_k"]) == (len(rows_first[0]), len(rows_first[1]))
@@ -95,7 +95,7 @@ class Computing(Called):
         assert lse.is_contiguous() and lse.dim() == (self._lse_dimensions if cudnn else 3)
         gradient, output = (named[name].permute(2, 0, 1, 3) for name in ("grad_out", "out"))
         lse = lse.reshape(lse.shape[:3])
-        found = plain_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
+        found = reference_pieces.backward(gradient, *rows_first, output, lse, causal=causal, scale=scale)
         return tuple(x.permute(1, 2, 0, 3) for x in found)
 
 
@@ -111,7 +111,7 @@ FLASH_2, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cud
         ("torch-flash-2", WHOLE, [(FLASH_2, 64, 64, True)]),
     ],
 )
-def test_torch_takes_the_calls_and_every_chunk_has_the_kernel_of_the_whole(
+def test_torch_accepts_the_calls_and_all_chunks_use_the_same_kernel(
     kernel: str, spans: tuple[Span, ...], pieces: list[tuple[str, int, int, bool]]
 ) -> None:
     """On the meta device, where torch's operators check their arguments and compute shapes."""
@@ -127,7 +127,7 @@ def test_torch_takes_the_calls_and_every_chunk_has_the_kernel_of_the_whole(
 
 @pytest.fixture
 def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner functions of flash-attn from 2.7 on; those before gave more results."""
+    """The internal functions of flash-attn from 2.7 on; older ones returned more values."""
     random_state = torch.tensor([3, 5])
 
     def _flash_attn_forward(
@@ -145,7 +145,7 @@ def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
         assert window_size_left == window_size_right == -1
-        output, lse = plain_pieces.forward(
+        output, lse = reference_pieces.forward(
             *(x.transpose(0, 1) for x in (q, k, v)), causal=causal, scale=softmax_scale
         )
         return output.transpose(0, 1), lse, torch.empty(0), random_state
@@ -189,7 +189,7 @@ def _write_gradients(
 ) -> None:
     assert lse.is_contiguous() and lse.dtype == torch.float32
     gradient, query, key, value, output = (x.transpose(0, 1) for x in given)
-    found = plain_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
+    found = reference_pieces.backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
     for target, part in zip(into, found, strict=True):
         assert target is not None and target.is_contiguous()
         target.copy_(part.transpose(0, 1))
@@ -207,7 +207,7 @@ FA3_BACKWARD = (
     " int window_size_left=-1, int window_size_right=-1, bool deterministic=False, int sm_margin=0)"
     " -> (Tensor)"
 )
-"""The arguments that we give, in their places, and some of those with defaults; one has another name."""
+"""The arguments that AMPipe passes, in their positions, and some with defaults; one has a different name."""
 
 
 def _register_flash_attn_3(monkeypatch: pytest.MonkeyPatch, forward: str) -> torch.library.Library:
@@ -239,7 +239,7 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sm_margin: int = 0,
     ) -> tuple[Tensor, ...]:
         assert softmax_scale is not None and num_splits == 1
-        output, lse = plain_pieces.forward(
+        output, lse = reference_pieces.forward(
             *(x.transpose(0, 1) for x in (q, k, v)), causal=is_causal, scale=softmax_scale
         )
         return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)
@@ -278,10 +278,10 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("lse_dimensions", [3, 4])
 @pytest.mark.parametrize("spans", [LATER, WHOLE, SEVERAL], ids=["later", "whole", "several"])
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
-def test_what_is_made_of_the_kernels_is_the_definition(
+def test_merged_attention_with_each_kernel_equals_the_reference(
     kernel: str, spans: tuple[Span, ...], lse_dimensions: int
 ) -> None:
-    """Layouts, arguments and merging: the kernels themselves are computed by their definition."""
+    """Tests layouts, arguments and merging; the kernels themselves are fakes of the reference."""
     torch.manual_seed(3)
     inputs = tensors(spans)
     expected = exact(*inputs, spans=spans, scale=0.3)
@@ -305,13 +305,13 @@ def test_cudnn_refuses_a_single_key() -> None:
 
 
 @pytest.mark.usefixtures("flash_attn_3")
-def test_flash_attention_3_is_used_where_its_operators_take_what_we_give(
+def test_flash_attention_3_is_used_if_its_operators_take_our_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert compat.has_flash_attn_3()
 
 
-def test_one_with_other_arguments_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_3_with_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     library = _register_flash_attn_3(monkeypatch, FA3_FORWARD.replace("is_causal", "causal"))
     try:
         assert not compat.has_flash_attn_3()
@@ -321,7 +321,7 @@ def test_one_with_other_arguments_is_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("spans", [LATER, WHOLE], ids=["later", "whole"])
-def test_the_pinned_kernel_of_comparisons_leaves_torch_no_choice(
+def test_the_pinned_kernel_always_uses_the_same_backend(
     spans: tuple[Span, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled = []

@@ -1,4 +1,4 @@
-"""``ampipe bench`` without its processes: links, grids, bounds, figures, documents, refusals."""
+"""``ampipe bench`` without its processes: links, grids, bounds, results, documents, refused input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import BlockFeatures, Direction, Stage, StageKind, build, dependencies
+from megatron_ampipe.schedule import (
+    MOE_BLOCK,
+    BlockFeatures,
+    Direction,
+    Stage,
+    StageKind,
+    build,
+    dependencies,
+    kinds,
+)
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, result
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
@@ -174,15 +183,18 @@ def test_the_papers_grid_has_56_of_72_cases() -> None:
     cases = read_grid(find_grid("paper")).cases
     assert len(cases) == 56
     assert {case.hidden for case in cases} == {768, 1024, 1280, 1600}
-    # Who fits with more tokens or experts fits with fewer.
+    # A case that fits with more tokens or experts also fits with fewer.
     names = {case.name for case in cases}
     assert "base-16k-b1-c1" in names
     assert "xl-32k-b2-c4" not in names
 
 
-def test_defaults_stand_behind_a_case(tmp_path: Path) -> None:
-    path = grid_file(tmp_path, f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n  - {{name: b, topk: 2}}\n")
-    assert [(case.name, case.topk) for case in read_grid(path).cases] == [("a", 1), ("b", 2)]
+def test_a_case_takes_defaults_for_what_it_does_not_give(tmp_path: Path) -> None:
+    text = (
+        f"defaults: {{{FIGURES}, capacity: 2}}\ncases:\n- name: a\n- {{name: b, topk: 2, capacity: null}}\n"
+    )
+    cases = read_grid(grid_file(tmp_path, text)).cases
+    assert [(case.name, case.topk, case.capacity) for case in cases] == [("a", 1, 2.0), ("b", 2, None)]
 
 
 def test_axes_are_combined(tmp_path: Path) -> None:
@@ -193,7 +205,7 @@ def test_axes_are_combined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "rule"),
     [
-        (f"cases:\n  - {{name: a, {FIGURES}, speed: 3}}\n", 2, "speed: is not one of"),
+        (f"cases:\n  - {{name: a, {FIGURES}, speed: 3}}\n", 2, "speed: is not a known key. Use one of"),
         (f"cases:\n  - {{name: a, {FIGURES.replace('topk: 1, ', '')}}}\n", 2, "topk: is missing"),
         (f"cases:\n  - {{{FIGURES}}}\n", 2, "name: is missing"),
         (
@@ -217,6 +229,8 @@ def test_axes_are_combined(tmp_path: Path) -> None:
             "topk 1.5: must be a whole number",
         ),
         (f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    capacity: .nan\n", 4, "capacity nan: must be"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  capacity: 0\n", 4, "capacity 0: must be above 0"),
+        (f"defaults: {{{FIGURES}}}\ncases:\n- name: a\n  topk:\n", 4, "topk None: must be a whole number"),
         (
             f"defaults: {{{FIGURES}}}\ncases:\n  - name: a\n    dtype: fp8\n",
             4,
@@ -233,14 +247,14 @@ def test_axes_are_combined(tmp_path: Path) -> None:
         (f"defaults: {{{FIGURES}}}\ncases: [{{name: a}}]\nexpected_cases: 2\n", 3, "1 cases are left"),
         ("cases: []\n", 1, "must be a list that is not empty"),
         ("cases: 3\n", 1, "must be a list"),
-        ("cases: [3]\n", 1, "every entry must hold keys"),
+        ("cases: [3]\n", 1, "cases[0]: must hold keys with values"),
         ("axes: [[]]\n", 1, "must be a list that is not empty"),
         ("axes: 3\n", 1, "must be a list"),
         ("defaults: 3\ncases: [{name: a}]\n", 1, "must hold keys with values"),
         ("cases: [{name: a}]\naxes: [[{name: a}]]\n", 1, "exactly one of cases and axes"),
-        ("case: [{name: a}]\n", 1, "case: is not one of"),
+        ("case: [{name: a}]\n", 1, "case: is not a known key. Did you mean cases?"),
         ("cases:\n  - name: a\n    name: b\n", 3, "'name' comes twice"),
-        ("cases:\n  - 3: a\n", 2, "the key 3 is no text"),
+        ("cases:\n  - 3: a\n", 2, "the key 3 is not text"),
         ("cases: [\n", 2, "YAML"),
         ("- 3\n", 1, "does not hold keys"),
         ("", 1, "does not hold keys"),
@@ -258,7 +272,7 @@ def test_bad_grids_are_refused_by_file_and_line(tmp_path: Path, text: str, line:
 def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match="not YAML of ours"):
+    with pytest.raises(BadInput, match="cannot be read as YAML"):
         read_grid(path)
 
 
@@ -266,7 +280,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     job = BenchJob(
         cases=(CASE,),
         schedules=("ampipe", "moe-only"),
-        cuts=(Cut(1), Cut(4), Cut(4, 2), Cut(2, shares=(0.75, 0.25))),
+        cuts=(Cut.of(1), Cut.of(4), Cut.of(4, 2), Cut.of(2, shares=(0.75, 0.25))),
         link="200mbit",
         num_ranks=2,
         pretended=False,
@@ -277,7 +291,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         timeout_s=9.0,
         rendezvous="/tmp/x",
         cores=(0, 1),
-        planned=(Variant("planned", Cut(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
+        planned=(Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
     )
     assert BenchJob.from_json(job.to_json()) == job
     assert job.variants_of(0) == (*job.variants, *job.planned)
@@ -301,18 +315,16 @@ def times_of(needs: dict[Stage, tuple[Stage, ...]], durations: dict[StageKind, f
     return {stage: durations[stage.kind] for stage in needs}
 
 
-ONE_EACH = {kind: 1.0 for kind in StageKind}
+ONE_EACH = {kind: 1.0 for kind in MOE_BLOCK}
 
 
 def test_forward_bound_counts_head_and_tail() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
-    bound = direction_bound(
-        times_of(needs, ONE_EACH | {StageKind.COUNTS: 0.0, StageKind.DISPATCH: 10.0}), needs
-    )
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COUNTS: 0.0, kinds.DISPATCH: 10.0}), needs)
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
     assert bound == DirectionBound(
         compute=17.0,
-        # The first expert has to wait for qkv, attention, route and its tokens: 13, then experts and merges.
+        # The first expert waits for qkv, attention, route and its tokens: 13, then experts and merges.
         compute_with_waits=21.0,
         communication=44.0,
         head=3.0,
@@ -329,26 +341,24 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
 
 
 def test_the_compute_lane_waits_for_the_first_collective() -> None:
-    """Backward there are only merges to compute before the first combine has arrived."""
+    """In backward, only merges can run before the first combine has arrived."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
-    bound = direction_bound(times_of(needs, ONE_EACH | {StageKind.COMBINE: 9.0}), needs)
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # A merge and its combine, then four each of expert, route, attention, and qkv.
     assert bound.compute_with_waits == 10.0 + 13.0
 
 
 def test_something_follows_the_last_collective() -> None:
-    """Forward every chunk's combine and merge come behind its expert."""
+    """In forward, combine and merge of every chunk come after its expert."""
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
-    bound = direction_bound(times_of(needs, ONE_EACH | {StageKind.COMBINE: 9.0}), needs)
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
     assert bound.compute_with_waits == 13.0 + 10.0
 
 
 def test_whole_attention_is_all_head() -> None:
     needs = dependencies(BlockFeatures(), degree=4, whole_attention=True, direction=Direction.FORWARD)
-    bound = direction_bound(
-        times_of(needs, ONE_EACH | {StageKind.ATTENTION: 8.0, StageKind.DISPATCH: 20.0}), needs
-    )
+    bound = direction_bound(times_of(needs, ONE_EACH | {kinds.ATTENTION: 8.0, kinds.DISPATCH: 20.0}), needs)
     assert bound.head == 1.0 + 8.0 + 1.0
     assert bound.time == bound.head + bound.communication + bound.tail
 
@@ -356,7 +366,7 @@ def test_whole_attention_is_all_head() -> None:
 def test_the_head_is_that_of_the_cheapest_chunk() -> None:
     needs = dependencies(BlockFeatures(), degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
-    times[Stage(StageKind.ATTENTION, 0)], times[Stage(StageKind.ATTENTION, 1)] = 5.0, 3.0
+    times[Stage(kinds.ATTENTION, 0)], times[Stage(kinds.ATTENTION, 1)] = 5.0, 3.0
     assert direction_bound(times, needs).head == 1.0 + 3.0 + 1.0
 
 
@@ -364,7 +374,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
     features = BlockFeatures(ordered_routing=True)
     needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
-    times[Stage(StageKind.ATTENTION, 0)] = 5.0
+    times[Stage(kinds.ATTENTION, 0)] = 5.0
     assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
 
 
@@ -372,7 +382,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
 @pytest.mark.parametrize("communication", [0.0, 0.5, 2.0, 9.0])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_no_schedule_beats_the_bound(name: str, communication: float, direction: Direction) -> None:
-    """The lanes run as executors run them: in order, each stage when its lane and its needs are ready."""
+    """The lanes run like executors: in order, each stage when its lane and its dependencies are ready."""
     features = BlockFeatures(shared=True)
     schedule = build(name, degree=3, features=features)
     needs = dependencies(features, degree=3, whole_attention=schedule.whole_attention, direction=direction)
@@ -439,7 +449,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
     difference = [0.0] * len(variants)
     return {
         "samples_s": seconds,
-        # The second repeat has half of it idle.
+        # In the second repeat half of the time is idle.
         "processor_s": [[one, two / 2, three] for one, two, three in seconds],
         "stages": stages,
         "needs": needs,
@@ -453,10 +463,10 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
 
 
 VARIANTS = [
-    Variant("stock", Cut(1)),
-    Variant("ampipe", Cut(1)),
-    Variant("ampipe", Cut(2)),
-    Variant("sequential", Cut(2)),
+    Variant("stock", Cut.of(1)),
+    Variant("ampipe", Cut.of(1)),
+    Variant("ampipe", Cut.of(2)),
+    Variant("sequential", Cut.of(2)),
 ]
 
 
@@ -497,7 +507,7 @@ def test_a_case_holds_what_scripts_read() -> None:
         "head_ms": 3.0,
         "tail_ms": 1.0,
     }
-    # 60 ms over the least bound, which is that of two chunks in either order.
+    # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
@@ -510,7 +520,7 @@ def test_busy_cores_are_those_of_the_slowest_rank() -> None:
 
 
 def shown(found: dict[str, Any], path: Path) -> list[str]:
-    """What is shown of a document that was read back, in words."""
+    """The printed words for a document that was read back."""
     result.write(found, path)
     console = Console(width=200, record=True)
     show(result.read(path), console)
@@ -551,7 +561,7 @@ def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path
 def test_foreign_results_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -561,7 +571,7 @@ def test_results_with_wrong_figures_are_refused(tmp_path: Path, value: object) -
     wrong["cases"][0]["rows"][0]["speedup"] = value
     path = tmp_path / "x.json"
     path.write_text(json.dumps(wrong))
-    with pytest.raises(BadInput, match="not a result of ours"):
+    with pytest.raises(BadInput, match="not a result of ampipe bench"):
         result.read(path)
 
 
@@ -615,10 +625,10 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     monkeypatch.setattr(stage_times.dist, "barrier", lambda: happened.append("barrier"))
     monkeypatch.setattr(stage_times, "_spend", lambda size, *, on_cuda: happened.append(f"spend {size}"))
     stages = [
-        Stage(StageKind.DISPATCH, 0),
-        Stage(StageKind.EXPERT, 0),
-        Stage(StageKind.COMBINE, 0),
-        Stage(StageKind.DISPATCH, 1),
+        Stage(kinds.DISPATCH, 0),
+        Stage(kinds.EXPERT, 0),
+        Stage(kinds.COMBINE, 0),
+        Stage(kinds.DISPATCH, 1),
     ]
     order = [("comm" if stage.is_communication else "compute", stage) for stage in stages]
     timer = stage_times.StageTimer(saved_bytes=saved_bytes)
@@ -633,7 +643,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
 
 
 class _Device:
-    """A GPU whose time is the host's: keeps busy for as long as it was told, and says what it was given."""
+    """A GPU with the host's clock: stays busy for the given time, and records its work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from megatron_ampipe.tools.measuring import stage_times
@@ -671,7 +681,7 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     device = _Device(monkeypatch)
     timer, recorder = stage_times.StageTimer(), Recorder(num_iterations=9)
     recorder.start_iteration(1)
-    stage = Stage(StageKind.EXPERT, 0)
+    stage = Stage(kinds.EXPERT, 0)
     issue_s = 1e-3
 
     def issue(_: Stage) -> None:

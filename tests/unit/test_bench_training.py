@@ -34,8 +34,8 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 
 
 def test_figures_of_trainings() -> None:
-    variants = [Variant("stock", Cut(1)), Variant("ampipe", Cut(4))]
-    # The first iteration of each training does not count.
+    variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
+    # The first iteration of each training run does not count.
     curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
     case = training.case_result(CASE, variants, curves, warmup=1, flags=["--bf16"])
     assert (case["name"], case["flags"]) == ("one", ["--bf16"])
@@ -52,7 +52,7 @@ def test_figures_of_trainings() -> None:
     ("loss", "same"), [(2.0 * (1 + 9e-6), True), (2.0 * (1 + 2e-5), False), (float("nan"), False)]
 )
 def test_loss_curves_are_held_against_stock(loss: float, same: bool) -> None:
-    variants = [Variant("stock", Cut(1)), Variant("ampipe", Cut(4))]
+    variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
     curves = [[curve(1, 1)], [curve(1, 1, loss=loss)]]
     if same:
         training._check_same(CASE, variants, curves)
@@ -94,11 +94,11 @@ def test_flags_of_a_training() -> None:
     assert "--moe-router-pre-softmax" not in flags
     assert "--moe-router-pre-softmax" in training_flags(CASE, layers=1, num_ranks=2, iterations=5, seed=9)
     assert (
-        variant_flags(Variant("stock", Cut(1)))
-        == variant_flags(Variant("ampipe", Cut(1)))
+        variant_flags(Variant("stock", Cut.of(1)))
+        == variant_flags(Variant("ampipe", Cut.of(1)))
         == ("--ampipe-degree", "1")
     )
-    assert variant_flags(Variant("moe-only", Cut(2))) == (
+    assert variant_flags(Variant("moe-only", Cut.of(2))) == (
         *("--ampipe-degree", "2", "--ampipe-schedule", "moe-only"),
     )
 
@@ -121,9 +121,9 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
             "expert_kind torch-grouped of case deepseek-8k-grouped needs a GPU in a training",
         ),
         (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
-        (["--end-to-end", "--plot", "x"], "--plot x: knows results of single blocks"),
-        (["--end-to-end", "--from", "x"], "--from x: knows results of single blocks"),
-        (["--end-to-end", "--planned", "x"], "--planned x: knows results of single blocks"),
+        (["--end-to-end", "--plot", "x"], "--plot x: works with results of single blocks"),
+        (["--end-to-end", "--from", "x"], "--from x: works with results of single blocks"),
+        (["--end-to-end", "--planned", "x"], "--planned x: works with results of single blocks"),
         (["--planned", "x", "--from", "y"], "--planned x: is for what will be measured"),
     ],
 )

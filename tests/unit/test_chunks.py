@@ -1,4 +1,4 @@
-"""Where sequences are cut."""
+"""How sequences are split into chunks."""
 
 import itertools
 from typing import Any
@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ampipe.config import parse_shares
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, Span, chunk_sequence, even_chunks
+from megatron_ampipe.schedule import (
+    Chunk,
+    Pipeline,
+    SequenceLayout,
+    Span,
+    chunk_sequence,
+    even_chunks,
+    parse_shares,
+)
 
 
 @given(st.integers(1, 300), st.data())
@@ -55,7 +62,7 @@ def test_long_chunks_end_on_whole_tiles_and_differ_by_a_quarter_at_most(rows: in
         (4096, 3, [1408, 1408, 1280]),
         (4100, 3, [1408, 1408, 1284]),
         (2048, 4, [512] * 4),
-        # Less than four tiles each: as even as can be.
+        # Less than four tiles each: split as evenly as possible.
         (2047, 4, [512, 512, 512, 511]),
         (4096, 12, [342] * 4 + [341] * 8),
     ],
@@ -121,6 +128,11 @@ def test_a_share_without_a_row_is_refused_with_one_that_has() -> None:
     assert len(chunk_sequence(10, degree=3, shares=(0.5, 0.1, 0.4))) == 3
 
 
+def test_the_backward_degree_is_the_forward_one_unless_given() -> None:
+    assert Pipeline.of(4) == Pipeline(degree=4, backward_degree=4) == Pipeline.of(4, backward_degree=4)
+    assert Pipeline.of(4, backward_degree=2).num_chunks == Pipeline.of(2, backward_degree=4).num_chunks == 4
+
+
 def test_a_backward_degree_cuts_every_share_further() -> None:
     pipeline = Pipeline(degree=2, backward_degree=4, shares=(0.75, 0.25))
     assert [chunk.hidden[0].length for chunk in pipeline.chunks(16)] == [6, 6, 2, 2]
@@ -138,7 +150,7 @@ def test_a_backward_degree_cuts_every_share_further() -> None:
 )
 def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any], rule: str) -> None:
     with pytest.raises(BadInput, match=rule):
-        Pipeline(**settings)
+        Pipeline.of(**settings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ``ampipe`` command: exit codes, what it prints where, and what it does not import."""
+"""The ``ampipe`` command: exit codes, output, and imports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_help_of_a_tool_teaches_by_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_tool_has_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert f"examples:\n  ampipe {name} " in capsys.readouterr().out
 
@@ -59,7 +59,7 @@ def test_bad_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixtur
         (errors.DifferenceFound("differ"), 4),
     ],
 )
-def test_our_errors_become_one_line_and_their_code(
+def test_an_ampipe_error_gives_one_line_and_its_exit_code(
     error: errors.AMPipeError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: object) -> int:
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_with_130_and_one_line(
         "plan --model mixtral-8x7b --cluster dgx-h100 --json -",
     ],
 )
-def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(words: str) -> None:
+def test_a_closed_standard_output_ends_it_without_a_traceback(words: str) -> None:
     command = f"exec {sys.executable} -m megatron_ampipe.cli {words}"
     reader, writer = os.pipe()
     os.close(reader)
@@ -98,7 +98,7 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_traceback(words: str) ->
     assert b"BrokenPipe" not in done.stderr and b"Traceback" not in done.stderr
 
 
-def test_an_error_of_ours_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ampipe_errors_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(arguments: object) -> int:
         raise ZeroDivisionError
 

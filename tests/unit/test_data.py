@@ -1,7 +1,7 @@
-"""``ampipe data``: the dataset holds the bytes, bad input writes nothing, and no interruption leaves debris.
+"""``ampipe data``: the dataset contains the bytes, and bad input and interruptions leave no broken files.
 
-Interruptions are exhaustive: every step that changes the disk is a place where a run is stopped, by Ctrl-C in
-this process and by SIGKILL in a forked one (forked, because importing Megatron takes seconds).
+All interruptions are tested: a run is stopped at every step that changes the disk, by Ctrl-C in this process
+and by SIGKILL in a forked one (forked, because importing Megatron takes seconds).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron collects garbage for each joined shard, which takes a third of a second beside torch."""
+    """Megatron collects garbage for each merged shard, which takes a third of a second with torch."""
     monkeypatch.setattr("gc.collect", lambda: 0)
 
 
@@ -63,7 +63,7 @@ def data(source: Path | None, prefix: Path, *more: str) -> int:
 
 
 def documents(prefix: Path) -> list[str]:
-    """The dataset as Megatron reads it, each document without its last token, which must end it."""
+    """The dataset as read by Megatron; each document without its last token, which must be the end token."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -127,7 +127,7 @@ def test_a_second_run_says_so_and_touches_nothing(
     before = tree(prefix.parent)
     monkeypatch.setattr(dataset_writer, "write_dataset", pytest.fail)
     assert data(source, prefix) == 0
-    # Touched but not changed: contents are compared.
+    # A new modification time alone does not count: contents are compared.
     os.utime(source / "a.txt", (1, 1))
     assert data(source, prefix) == 0
     assert capsys.readouterr().out.count("is up to date with") == 2
@@ -171,7 +171,7 @@ def spoil(source: Path, kind: str) -> str:
     if kind == "holds a NUL byte":
         path.write_bytes(b"a\0b")
     elif kind == "is not UTF-8":
-        # The last character is cut off: only the end of the file tells.
+        # The last character is truncated, which is visible only at the end of the file.
         path.write_bytes("\u00e9".encode()[:1])
     elif kind == "cannot be read":
         path.symlink_to("nowhere")
@@ -197,7 +197,7 @@ def test_a_bad_file_is_refused_before_anything_is_written(
     assert data(source, prefix, "--skip-bad") == 0
     assert documents(prefix) == EXPECTED
     assert "(1 bad files left out)" in capsys.readouterr().out
-    # Having skipped once is no leave to skip silently the next time.
+    # A second run must not skip silently because the first one was allowed to skip.
     assert data(source, prefix) == 2
     assert data(source, prefix, "--skip-bad") == 0
 
@@ -300,7 +300,7 @@ def test_without_a_directory_it_is_the_standard_library(
 
 
 def stop_at(step: int, stop: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call ``stop`` before the given step that changes the disk; one step further is after it."""
+    """Call ``stop`` before the given step that changes the disk; the next step number is after it."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     passed = [0]
@@ -342,7 +342,7 @@ def by_ctrl_c(source: Path, prefix: Path, step: int, force: list[str]) -> bool:
 
 def by_kill(source: Path, prefix: Path, step: int, force: list[str]) -> bool:
     with warnings.catch_warnings():
-        # torch has threads of its own; the child uses none of what they hold.
+        # torch has its own threads; the child does not use anything that they may have locked.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
@@ -384,7 +384,7 @@ def test_stopped_anywhere_nothing_unfinished_shows_and_the_next_run_finishes(
         present = {
             s: Path(f"{prefix}{s}").read_bytes() for s in (".bin", ".idx") if Path(f"{prefix}{s}").exists()
         }
-        # An index stands beside the data that it describes; data alone, if at all, is whole as well.
+        # An index exists only together with its data; data without an index is complete as well.
         assert present in ([whole, old, {".bin": old[".bin"]}] if force else [whole, {}]) or present == {
             ".bin": whole[".bin"]
         }
@@ -426,7 +426,7 @@ def test_unfinished_work_of_another_source_is_discarded(
     source: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(dataset_writer, "SHARD_BYTES", 1)
-    # Far enough in that some shards are done.
+    # Late enough that some shards are complete.
     assert by_ctrl_c(source, prefix, 20, [])
     assert list(Path(f"{prefix}.partial").glob("shard-*.idx"))
     (source / "a.txt").write_text("changed")
@@ -469,7 +469,7 @@ def test_three_files_give_enough_documents(
     assert data(source, prefix) == 0
     found = documents(prefix)
     size_bytes = len(LONG.encode())
-    # --split 99,1,0 leaves validation a document of 51 or more.
+    # --split 99,1,0 gives validation a document if there are 51 or more.
     assert 3 * size_bytes > 51 * 1024
     assert len(found) == 3 * -(-size_bytes // 1024) > 51
     assert "".join(found) == LONG * 3
@@ -487,7 +487,7 @@ def test_document_bytes_are_chosen_by_hand(tmp_path: Path, prefix: Path) -> None
     source = long_files(tmp_path / "long", 1)
     assert data(source, prefix, "--document-bytes", "0") == 0
     assert documents(prefix) == [LONG]
-    # Another cut is another dataset, though the files are the same.
+    # A different split into documents is a different dataset, although the files are the same.
     assert data(source, prefix, "--document-bytes", "5000") == 2
     assert data(source, prefix, "--document-bytes", "5000", "--force") == 0
     assert len(documents(prefix)) == -(-len(LONG.encode()) // 5000)
@@ -524,7 +524,7 @@ def test_a_dataset_of_the_first_versions_is_up_to_date(
 
 
 def train_on(prefix: Path) -> list[Path]:
-    """What Megatron leaves in a folder that is called as the dataset, by its own dataset class."""
+    """The files that Megatron's dataset class leaves in a folder with the name of the dataset."""
     folder = prefix / "cache" / "GPTDataset_indices"
     folder.mkdir(parents=True)
     names = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
@@ -541,7 +541,7 @@ def test_a_dataset_that_was_trained_on_is_rebuilt_without_its_cache(
     cached = train_on(prefix)
     assert data(source, prefix) == 0
     assert "is up to date" in capsys.readouterr().out
-    assert all(file.exists() for file in cached), "it is a cache of this very dataset"
+    assert all(file.exists() for file in cached), "it is a cache of this dataset"
     (source / "a.txt").write_text("changed\n")
     assert data(source, prefix) == 2
     assert data(source, prefix, "--force") == 0

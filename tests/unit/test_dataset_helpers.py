@@ -1,4 +1,4 @@
-"""A checkout compiles its dataset helper: when it has to, and what is said where it cannot. No torch."""
+"""Compiling the dataset helper of a checkout: when it is necessary, and messages if it fails. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH that holds stand-ins for all that is needed, and nothing else."""
+    """A PATH that contains only fakes of all necessary tools."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, does in TOOLS.items():

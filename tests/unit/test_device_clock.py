@@ -1,4 +1,4 @@
-"""The kernel that keeps a GPU busy for a time, without a GPU: it compiles, and which clock is taken when."""
+"""The kernel that keeps a GPU busy for some time, without a GPU: compilation, and choice of the clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 
 def _nvrtc() -> ctypes.CDLL | None:
-    """torch's run-time compiler for CUDA, which needs no GPU; None where this torch is built without it."""
+    """torch's run-time compiler for CUDA, which needs no GPU; None if this torch is built without it."""
     spec = importlib.util.find_spec("nvidia")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     found = [path for folder in folders for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"))]
@@ -38,7 +38,7 @@ def test_torch_finds_the_function_in_the_source() -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_the_kernel_compiles_and_reads_the_nanosecond_timer(architecture: str) -> None:
     assert NVRTC is not None
-    # Around it stands what torch puts there: the type, and a kernel that calls it for one element.
+    # With the code that torch adds: the type, and a kernel that calls it for one element.
     source = (
         "typedef long long int int64_t;\n" + device_clock.SPIN_SOURCE + 'extern "C" __global__ void '
         "probe(int64_t *data, int64_t time) { data[0] = ampipe_spin<int64_t>(data[0], time); }"
@@ -56,7 +56,7 @@ def test_the_kernel_compiles_and_reads_the_nanosecond_timer(architecture: str) -
     assert NVRTC.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
     ptx = ctypes.create_string_buffer(size.value)
     assert NVRTC.nvrtcGetPTX(program, ptx) == 0
-    # Both readings are there: the loop was not optimised away.
+    # Both reads of the timer are present: the loop was not optimised away.
     assert ptx.value.decode().count("%globaltimer") == 2
 
 

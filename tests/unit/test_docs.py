@@ -44,10 +44,10 @@ COMMANDS = {
         "tests/megatron/test_pretrain.py"
     ),
 }
-"""How a command may begin, and the test that runs it."""
+"""Allowed beginnings of a command, each with the test that runs it."""
 
 NO_FLAGS = {"--ampipe-": "the prefix itself", "--ampipe-degre": "misspelt in an example on purpose"}
-"""What looks like a flag of ours and is not one."""
+"""Words that look like an AMPipe flag but are not one."""
 
 
 def training_flags() -> set[str]:
@@ -56,12 +56,12 @@ def training_flags() -> set[str]:
 
 
 def without_code(text: str) -> str:
-    """The prose: no blocks of code, no code in a line."""
+    """The prose, without code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
 
 
 def shell_commands(text: str) -> list[str]:
-    """The commands of all ``sh`` blocks, continued lines joined."""
+    """The commands of all ``sh`` blocks, with continued lines joined."""
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [" ".join(line.split()) for line in lines if line.strip()]
@@ -109,7 +109,7 @@ def test_shell_commands_are_tested_ones_and_parse(page: Path) -> None:
 
 @pytest.mark.parametrize("tool", [None, *TOOLS])
 def test_every_example_of_help_parses(tool: str | None) -> None:
-    """Those of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
+    """Examples of ``ampipe plan`` are also run, below, and those of ``ampipe config`` in test_settings.py."""
     examples = help_examples(tool)
     assert len(examples) >= 2
     for words in examples:
@@ -118,7 +118,7 @@ def test_every_example_of_help_parses(tool: str | None) -> None:
 
 
 def plan_commands() -> list[str]:
-    """Those of the pages and of ``ampipe plan --help`` that need no file of the reader's own."""
+    """The commands in the pages and in ``ampipe plan --help`` that need no file of the reader."""
     commands = [command for page in PAGES for command in shell_commands(page.read_text())]
     commands += [shlex.join(["ampipe", *words]) for words in help_examples("plan")]
     shipped = config_names("clusters")

@@ -1,4 +1,4 @@
-"""``ampipe doctor`` on environments that lack something, with packages that only pretend; and its arithmetic.
+"""``ampipe doctor`` on environments with missing packages, with fake packages; and its arithmetic.
 
 Each environment is a folder put first on the path: a package in it hides the installed one, and a
 ``sitecustomize`` in it makes an installed one disappear.
@@ -46,7 +46,7 @@ importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)
 
 
 def package(folder: Path, name: str, text: str, *, distribution: str = "", version: str = "1") -> None:
-    """A package of one module, with the metadata that pip would have written."""
+    """A package with one module, and with the metadata that pip would write."""
     path = folder.joinpath(*name.split("."), "__init__.py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -57,7 +57,7 @@ def package(folder: Path, name: str, text: str, *, distribution: str = "", versi
 
 
 def diagnose(folder: Path, *words: str, **variables: str) -> tuple[int, dict[str, Any], str]:
-    """Run the doctor there; its exit code, its document and what it wrote to standard error."""
+    """Run the doctor in a folder; returns its exit code, its JSON and its standard error."""
     path = f"{folder}{os.pathsep}{ROOT}"
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
@@ -124,7 +124,7 @@ def test_nothing_is_imported_that_is_not_there_nor_by_the_doctor_itself(tmp_path
 
 
 def test_the_installed_environment_is_well() -> None:
-    """With the real packages, each imported once, in a process of its own."""
+    """With the real packages, each imported once, in a separate process."""
     pytest.importorskip("megatron.core")
     code, document, errors = diagnose(ROOT)
     assert code == 0, errors + str(document.get("problems"))
@@ -136,7 +136,7 @@ def test_the_installed_environment_is_well() -> None:
 
 
 def test_the_megatron_that_an_import_finds_is_the_one_that_is_named(tmp_path: Path) -> None:
-    """With another one installed; names that only our own entry needs are not in it."""
+    """With a different one installed; names that only AMPipe's entry point needs are not in it."""
     (tmp_path / "megatron").symlink_to(megatron_of("0.18"))
     code, document, errors = diagnose(tmp_path)
     assert code == 0, errors + str(document.get("problems"))
@@ -189,7 +189,7 @@ def test_json_goes_to_a_file_and_tables_to_the_terminal(tmp_path: Path) -> None:
         ((1.0, 1.0, 1.0), 1.0, "overlaps"),
         ((1.0, 2.0, 2.7), 0.3, "overlaps in part"),
         ((2.0, 1.0, 2.5), 0.5, "overlaps"),
-        # Noise must not make more of it than there can be.
+        # Noise must not give more than the possible maximum.
         ((1.0, 1.0, 0.9), 1.0, "overlaps"),
         ((1.0, 1.0, 2.4), 0.0, "does not overlap"),
     ],
@@ -203,9 +203,9 @@ def test_ranks_that_run_with_something_else_are_found() -> None:
     def rank(torch: str | None, **variables: str) -> dict[str, Any]:
         return {"host": "a", "versions": {"torch": torch}, "environment": variables}
 
-    alike = [rank("2.9", NCCL_ALGO="Ring")] * 3
-    assert compare_ranks.differences(alike) == []
-    odd = [*alike, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
+    equal = [rank("2.9", NCCL_ALGO="Ring")] * 3
+    assert compare_ranks.differences(equal) == []
+    odd = [*equal, rank("2.8"), rank(None, NCCL_ALGO="Ring")]
     torch, algorithm = compare_ranks.differences(odd)
     assert torch.name == "torch" and torch.values == {"2.9": [0, 1, 2], "2.8": [3], "(not there)": [4]}
     assert algorithm.name == "NCCL_ALGO" and algorithm.values == {"Ring": [0, 1, 2, 4], "(not there)": [3]}
@@ -229,7 +229,7 @@ def test_variables_that_keep_from_overlapping_are_named() -> None:
 
 
 def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of torchrun, something that starts a process of its own and waits for it."""
+    """Instead of torchrun, a program that starts another process and waits for it."""
     folder = tmp_path / "torch/distributed"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").touch()
@@ -240,7 +240,7 @@ def test_ranks_that_hang_are_ended_and_none_is_left(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(compare_ranks, "_SOURCES", str(tmp_path))
     begin = time.monotonic()
-    with pytest.raises(RunFailed, match=r"did not come to an end within 1 s(?s:.*)waiting for a peer"):
+    with pytest.raises(RunFailed, match=r"did not end within 1 s(?s:.*)waiting for a peer"):
         compare_ranks.start(2, on_gpu=False, time_limit_s=1.0)
     assert time.monotonic() - begin < 10
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]

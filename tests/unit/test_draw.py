@@ -1,4 +1,4 @@
-"""``ampipe draw``: what it selects, what the pictures say, and what it refuses."""
+"""``ampipe draw``: selection of spans, contents of the pictures, and refused input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def traces(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the picture was asked to show, without drawing it."""
+    """The arguments of the picture, which is not drawn."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
         timeline_picture, "draw", lambda timelines, **how: asked.update(how, timelines=timelines)
@@ -114,7 +114,7 @@ def test_pictures_are_written_whole_and_the_same_each_time(
 
     svg, png = pictures()
     assert png.startswith(PNG)
-    # Text is drawn as outlines; matplotlib leaves each text in a comment beside them.
+    # Text is drawn as outlines; matplotlib writes each text into a comment next to them.
     texts = re.findall(r"<!-- (.*?) -->", svg.decode())
     for text in (
         "rank 0",
@@ -151,7 +151,7 @@ def test_passes_are_parted_where_a_stage_comes_again() -> None:
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["{traces}", "--output", "{here}/p.svg"], "Leave it away: {here}/p."),
+        (["{traces}", "--output", "{here}/p.svg"], "Leave it out: {here}/p."),
         (["{traces}", "--output", "{here}"], "is a directory"),
         (["{traces}", "--output", "{here}/p", "--iteration", "9"], "they hold 1, 2"),
         (["{traces}", "--output", "{here}/p", "--layer", "9"], "they hold 1, 2, 3"),
@@ -175,7 +175,7 @@ def test_what_cannot_be_drawn_is_refused(
 def test_a_picture_that_cannot_be_written_any_more_ends_with_3(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That it could not be from the start is found before, in test_outputs.py."""
+    """Files that cannot be written from the start are refused before; see test_outputs.py."""
     monkeypatch.setattr("megatron_ampipe.outputs.check", lambda path, **_: None)
     (tmp_path / "file").touch()
     assert main(["draw", str(traces), "--output", str(tmp_path / "file" / "p")]) == 3

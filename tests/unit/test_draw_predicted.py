@@ -1,4 +1,4 @@
-"""``ampipe draw --predicted``: a prediction under what a run recorded, and what is refused."""
+"""``ampipe draw --predicted``: a prediction below a recorded run, and refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process of a launch ends: exit code, last words, and what torchrun is left to show."""
+"""How a process of a launch ends: exit code, last output, and the error that torchrun prints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ended:
     code: int
     output: str
     left: str | None
-    """What torchrun's block would show of it; None for nothing."""
+    """What torchrun's error block would show for it; None for nothing."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -186,7 +186,7 @@ def test_another_rank_waits_in_silence_for_its_end(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_that_of_the_module_whatever_the_folders_above_are_called() -> None:
-    """A checkout of this repository is called like the package, and its environment lies in it."""
+    """A checkout of this repository has the package's name, and contains the environment."""
     path = "/home/me/megatron_ampipe/.venv/lib/python3.12/site-packages/megatron/training/utils.py"
     with pytest.raises(TypeError) as caught:
         exec(compile("x = []\nx['train']", path, "exec"), {"__name__": "megatron.training.utils"})

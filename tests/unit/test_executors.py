@@ -12,7 +12,9 @@ import torch
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_threads
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule.types import COMM, Stage, StageKind
+from megatron_ampipe.schedule import kinds
+from megatron_ampipe.schedule.kinds import COMM
+from megatron_ampipe.schedule.types import Stage
 
 _PR_SET_NAME = 15
 
@@ -56,7 +58,7 @@ def test_nothing_of_a_collective_outlives_its_arrival() -> None:
         weakref.finalize(received, let_go)
         return Transfer((received,))
 
-    stage = Stage(StageKind.DISPATCH, 0)
+    stage = Stage(kinds.DISPATCH, 0)
     ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
     events.append("arrived")
     assert events == ["let go", "arrived"]

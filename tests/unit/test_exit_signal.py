@@ -1,4 +1,4 @@
-"""The signal that asks a run to save: it reaches the run, and not what the run has started. No torch."""
+"""The signal that requests a checkpoint: the run receives it, but not its child processes. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main():
     signal.signal(number, lambda *_: heard.append(True))
     keep_from_children(argparse.Namespace(exit_signal_handler=sys.argv[2] == "on", exit_signal=number))
     child = subprocess.Popen(["sleep", "60"])
-    # As Megatron has one for the results of writing a checkpoint.
+    # Like Megatron's manager for the results of writing a checkpoint.
     manager = multiprocessing.get_context("spawn").Manager()
     for pid in (os.getpid(), child.pid, manager._process.pid):
         os.kill(pid, number)
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 def test_a_run_hears_the_signal_and_its_children_do_not(
     number: str, handler: str, children_live: bool, tmp_path: Path
 ) -> None:
-    # A file, because a spawned process imports the main module anew.
+    # A file, because a spawned process imports the main module again.
     script = tmp_path / "run.py"
     script.write_text(RUN)
     done = subprocess.run(

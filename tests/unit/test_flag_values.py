@@ -1,4 +1,4 @@
-"""Values that no run can have are refused as soon as they are parsed, by their own flag."""
+"""Values that are never valid are refused when they are parsed, with their flag."""
 
 from __future__ import annotations
 

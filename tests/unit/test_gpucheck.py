@@ -31,7 +31,7 @@ GPU = Device(gpu="NVIDIA Test", torch="2.11.0", cuda="13.0", python="3.12.3")
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Has pip write a wheel of a little more than 1 KiB for each name it is asked for; the calls."""
+    """Make pip write a wheel of a little more than 1 KiB for each requested name; returns the calls."""
     calls: list[tuple[str, ...]] = []
 
     def pip(*words: str) -> None:
@@ -126,7 +126,7 @@ def make_wheel(folder: Path, more: dict[str, str] | None = None, tag: str = "py3
 
 
 def test_one_pack_serves_every_python(tmp_path: Path) -> None:
-    """What is compiled for another Python is left out; nothing of it is run."""
+    """Modules compiled for another Python are left out and never run."""
     more = {
         "yaml/__init__.py": "",
         "yaml/_yaml.cpython-38-x86_64-linux-gnu.so": "for another",
@@ -236,7 +236,7 @@ def test_a_step_that_overruns_is_cut_with_all_it_started(
 ) -> None:
     monkeypatch.setattr(steps, "_SHORTEST_S", 0.1)
     monkeypatch.setattr(steps, "_GRACE_S", 0.2)
-    # It does not listen to SIGTERM either.
+    # It also ignores SIGTERM.
     text = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); child = os.fork()\n"
         f"open('{tmp_path}/pids', 'a').write(f'{{os.getpid()}} ')\n"
@@ -280,7 +280,7 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
     marks = [
         on_host("ampipe:forward", 1000.0, "user_annotation", 1000.0),
         on_host("ampipe:backward", 2000.0, "user_annotation", 1000.0),
-        # The device's copy of a mark is no mark.
+        # The device's copy of an annotation does not count.
         {**on_device("ampipe:forward", 7, 1500.0, 10.0), "cat": "gpu_user_annotation"},
     ]
     return {"traceEvents": [{"ph": "M", "name": "process_name"}, *marks, *events]}
@@ -294,7 +294,7 @@ def test_overlap_is_read_from_a_trace(link_kernel: str) -> None:
         trace(
             on_device("gemm", 7, 1000.0, 2000.0),
             on_device(link_kernel, 20, 2500.0, 1000.0),
-            # A copy on the link's stream belongs to the link.
+            # A copy on the link's stream counts as communication.
             on_device("Memcpy DtoD", 20, 3500.0, 500.0, "gpu_memcpy"),
             on_device("gemm", 7, 5000.0, 500.0),
         )
@@ -319,7 +319,7 @@ def test_waits_of_the_host_are_counted_within_the_pass() -> None:
             on_host("cudaMemcpyAsync", 1400.0),
             on_host("cudaStreamSynchronize", 2100.0),
             on_host("cuMemcpyDtoH_v2", 2200.0, "cuda_driver"),
-            # Behind the pass the check itself waits.
+            # After the pass the check itself waits.
             on_host("cudaDeviceSynchronize", 3000.0),
         )
     )
@@ -424,7 +424,7 @@ def test_less_is_required_where_there_is_less_to_hide_under() -> None:
     [
         ({"hidden_share": 0.0}, "overlap"),
         ({"hidden_share": 0.0, "communication_ms": 0.0}, "overlap"),
-        # 0.375 of it had to be hidden, or a quarter of that where there is less computation.
+        # 0.375 of it must be hidden, or a quarter of that if there is less computation.
         ({"hidden_share": 0.37}, "overlap"),
         ({"hidden_share": 0.09, "compute_ms": 1.0}, "overlap"),
         ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, "host waits, forward"),

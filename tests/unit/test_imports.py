@@ -1,4 +1,4 @@
-"""The walls between the packages, and that what needs no torch does not import it."""
+"""The import rules between the packages, and modules that must not import torch."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 
 def heavy_modules_after(code: str) -> tuple[set[str], str]:
-    """Run ``code`` in a new interpreter; which of torch and Megatron it imported, and all that it wrote."""
+    """Run ``code`` in a new interpreter; returns which of torch and Megatron it imported, and its output."""
     report = "import sys; print('imported', *({'torch', 'megatron'} & sys.modules.keys()))"
     result = subprocess.run(
         [sys.executable, "-c", f"{code}\n{report}"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -32,7 +32,7 @@ def test_import_contracts_hold() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_plan_is_covered_by_the_contracts() -> None:
+def test_plan_is_in_the_import_rules() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     _, laptop, *_ = settings["importlinter"]["contracts"]
     assert "megatron_ampipe.plan" in laptop["source_modules"]
@@ -68,7 +68,6 @@ def test_every_file_and_every_class_has_a_unique_name() -> None:
         "megatron_ampipe.config",
         "megatron_ampipe.errors",
         "megatron_ampipe.plan.plan_file",
-        "megatron_ampipe.plan.strategies",
         "megatron_ampipe.refusals",
         "megatron_ampipe.schedule",
         "megatron_ampipe.timeline",
@@ -102,7 +101,7 @@ with contextlib.suppress(SystemExit):
 
 
 def test_metadata_is_read_without_torch() -> None:
-    # With setup() replaced, so that this only reads the file.
+    # setup() is replaced, so that this only reads the file.
     code = "import setuptools, runpy; setuptools.setup = lambda **_: None; runpy.run_path('setup.py')"
     imported, _ = heavy_modules_after(code)
     assert imported == set()

@@ -1,4 +1,4 @@
-"""Which attention kernel a layer gets on which device, and why not a better one."""
+"""The attention kernel that is chosen for a layer and device, and the reasons against faster ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_2, NO_3 = "flash-attn-2: needs flash-attn 2.7", "flash-attn-3: not installed"
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("has_flash_attn", "has_flash_attn_pieces", "has_flash_attn_3"):
+    for name in ("has_flash_attn", "has_flash_attn_internals", "has_flash_attn_3"):
         monkeypatch.setattr(compat, name, lambda: False)
 
 
@@ -34,8 +34,8 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
 @pytest.mark.parametrize(
     ("gpu", "installed", "name", "reasons"),
     [
-        (HOPPER, {"has_flash_attn_3", "has_flash_attn_pieces"}, "flash-attn-3", []),
-        (HOPPER, {"has_flash_attn_pieces"}, "cudnn", [NO_3]),
+        (HOPPER, {"has_flash_attn_3", "has_flash_attn_internals"}, "flash-attn-3", []),
+        (HOPPER, {"has_flash_attn_internals"}, "cudnn", [NO_3]),
         (
             dataclasses.replace(HOPPER, cudnn=91002),
             set(),
@@ -44,7 +44,7 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
         ),
         (
             dataclasses.replace(HOPPER, cudnn=8907, deterministic=True),
-            {"has_flash_attn_pieces"},
+            {"has_flash_attn_internals"},
             "flash-attn-2",
             [NO_3, "cudnn: cuDNN 8.9.7 is older than 9.15.1"],
         ),
@@ -54,44 +54,44 @@ def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -
             "torch-flash-2",
             [NO_3, "cudnn: not deterministic", NO_2],
         ),
-        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: for Hopper"]),
+        (BLACKWELL, {"has_flash_attn_3"}, "cudnn", ["flash-attn-3: needs Hopper"]),
         (
             AMPERE,
-            {"has_flash_attn_3", "has_flash_attn_pieces"},
+            {"has_flash_attn_3", "has_flash_attn_internals"},
             "flash-attn-2",
-            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell"],
+            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell"],
         ),
         (
             AMPERE,
             {"has_flash_attn"},
             "torch-flash-2",
-            ["flash-attn-3: for Hopper", "cudnn: for Hopper and Blackwell", NO_2],
+            ["flash-attn-3: needs Hopper", "cudnn: needs Hopper or Blackwell", NO_2],
         ),
         (
             dataclasses.replace(AMPERE, torch_flash=False),
             {"has_flash_attn"},
             "flash-attn",
             [
-                "flash-attn-3: for Hopper",
-                "cudnn: for Hopper and Blackwell",
+                "flash-attn-3: needs Hopper",
+                "cudnn: needs Hopper or Blackwell",
                 NO_2,
-                "torch-flash-2: this torch was built without",
+                "torch-flash-2: this torch was built without FlashAttention",
             ],
         ),
         (
             TURING,
-            {"has_flash_attn", "has_flash_attn_pieces"},
+            {"has_flash_attn", "has_flash_attn_internals"},
             "sdpa",
             [
-                "flash-attn-3: for Hopper",
-                "cudnn: for Hopper and Blackwell",
-                "flash-attn-2: for Ampere and later",
-                "torch-flash-2: for Ampere and later",
+                "flash-attn-3: needs Hopper",
+                "cudnn: needs Hopper or Blackwell",
+                "flash-attn-2: needs Ampere or later",
+                "torch-flash-2: needs Ampere or later",
             ],
         ),
     ],
 )
-def test_the_first_that_can_be_used(
+def test_the_fastest_usable_kernel_is_chosen(
     gpu: Gpu, installed: set[str], name: str, reasons: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in installed:
@@ -121,25 +121,27 @@ def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("has_flash_attn", [False, True])
 @pytest.mark.parametrize("asked", ["latent", "dropout", "window"])
-def test_what_pieces_cannot_do_keeps_its_kernel_and_is_named(
+def test_features_that_merged_kernels_do_not_support_are_named(
     asked: str, has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
     names = {"latent": "latent attention", "dropout": "attention dropout", "window": "sliding window"}
-    for on_gpu, reason in ((True, "kernels by pieces"), (False, "cpu-flash")):
+    for on_gpu, reason in ((True, "merged flash kernels"), (False, "cpu-flash")):
         choice = choose_kernel(
             local=True, on_gpu=on_gpu, dtype=torch.bfloat16, head_size=128, **{asked: True}
         )
         fast = on_gpu and has_flash_attn and asked != "latent"
-        assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no {names[asked]}")
+        assert choice == KernelChoice(
+            "flash-attn" if fast else "sdpa", f"{reason}: no support for {names[asked]}"
+        )
 
 
-def test_fp32_on_a_gpu_is_left_to_torch() -> None:
+def test_fp32_on_a_gpu_uses_sdpa() -> None:
     choice = choose_kernel(local=True, on_gpu=True, dtype=torch.float32, head_size=128)
-    assert choice == KernelChoice("sdpa", "flash kernels: not for float32")
+    assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
 
 
-def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(
+def test_transformer_engine_layers_keep_its_kernel_except_with_context_parallelism(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
@@ -152,7 +154,7 @@ def test_layers_of_transformer_engine_keep_it_unless_the_sequence_is_spread(
     assert found == ["te", "cudnn"]
 
 
-def test_comparisons_never_leave_the_choice_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
     names = [
         pinned_kernel(on_gpu=True, dtype=dtype, head_size=head_size)
@@ -162,7 +164,7 @@ def test_comparisons_never_leave_the_choice_to_torch(monkeypatch: pytest.MonkeyP
     assert pinned_kernel(on_gpu=False, dtype=torch.float32, head_size=16) == "cpu-flash"
 
 
-def test_on_a_cpu() -> None:
+def test_a_cpu_uses_cpu_flash() -> None:
     assert choose_kernel(local=True, on_gpu=False, dtype=torch.float32) == KernelChoice("cpu-flash")
 
 
@@ -178,5 +180,5 @@ def test_on_a_cpu() -> None:
         ("sdpa-efficient", "own and earlier keys at once"),
     ],
 )
-def test_a_kernel_is_described_by_what_runs_for_which_keys(name: str, words: str) -> None:
+def test_a_kernel_is_described_by_its_pieces(name: str, words: str) -> None:
     assert describe_kernel(name) == f"{name} ({words})"

@@ -1,4 +1,4 @@
-"""Files that tools write: what cannot be is found before work begins, and what is written is whole."""
+"""Output files of tools: checked before the work begins, and written atomically."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NO_FILES = {
     ".": "is a directory",
     "": "is a directory",
     "/proc/nope": "/proc cannot be written to",
-    "/dev/null": "is no plain file",
+    "/dev/null": "is not a regular file",
     "x" * 300: "File name too long",
     "file/inside": "cannot be written to",
 }
-"""What is no file that could be written, and what is said about it. ``file`` is a file."""
+"""Paths that cannot be written, each with a part of its message. ``file`` is a regular file."""
 OUTPUTS = {
     "bench": [["bench", "--json"]],
     "doctor": [["doctor", "--quick", "--json"]],
@@ -33,15 +33,15 @@ OUTPUTS = {
     "profile": [["profile", "--output"]],
     "sbatch": [[*SBATCH, "--output"]],
 }
-"""By tool, the command lines that end in the name of a file that is written."""
+"""For each tool, command lines that end with the path of an output file."""
 
 
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever begins to work fails: outputs come first."""
+    """Make the work of all tools fail, to test that outputs are checked first."""
 
     def begun(*words: object, **more: object) -> Any:
-        raise AssertionError("work began before the output was tried")
+        raise AssertionError("work began before the output was checked")
 
     monkeypatch.setattr(bench_command, "_measure", begun)
     monkeypatch.setattr(profile_command, "_case", begun)
@@ -55,7 +55,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     [words for tool in OUTPUTS.values() for words in tool],
     ids=lambda words: f"{words[0]}{words[-1]}",
 )
-def test_what_cannot_be_written_is_refused_before_work_begins(
+def test_an_unwritable_output_is_refused_before_work_begins(
     words: list[str],
     target: str,
     no_work: None,
@@ -74,7 +74,7 @@ def test_what_cannot_be_written_is_refused_before_work_begins(
 
 @pytest.mark.parametrize("words", [["bench", "--plot"], [*PLAN, "--picture"], ["draw", "traces", "--output"]])
 @pytest.mark.parametrize("target", ["/proc/nope", "file/inside"])
-def test_pictures_are_tried_as_well(
+def test_picture_files_are_checked_as_well(
     words: list[str],
     target: str,
     no_work: None,
@@ -89,8 +89,8 @@ def test_pictures_are_tried_as_well(
     assert "cannot be written to" in capsys.readouterr().err
 
 
-def test_every_argument_that_names_an_output_is_tried() -> None:
-    """A new one has to be added above."""
+def test_every_argument_for_an_output_is_checked() -> None:
+    """A new one must be added above."""
     found = {
         (name, action.option_strings[0])
         for name in TOOLS
@@ -98,7 +98,7 @@ def test_every_argument_that_names_an_output_is_tried() -> None:
         if action.option_strings and action.option_strings[0] in ("--output", "--json", "--trace")
     }
     tried = {(name, words[-1]) for name, tool in OUTPUTS.items() for words in tool}
-    # Prefixes of several files: of pictures, tried above, and of a dataset.
+    # Prefixes of several files: of pictures, which are checked above, and of a dataset.
     assert found == tried | {("draw", "--output"), ("data", "--output")}
 
 
@@ -108,7 +108,7 @@ def _arguments(name: str) -> list[argparse.Action]:
     return list(commands.choices[name]._actions)
 
 
-def test_a_tried_file_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+def test_the_check_leaves_no_file_and_does_not_change_an_existing_one(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     outputs.check(path, flag="--json")
     assert not list(tmp_path.iterdir())
@@ -117,9 +117,9 @@ def test_a_tried_file_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) ->
     assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_is_made_only_where_the_tool_makes_it_and_only_for_the_file(tmp_path: Path) -> None:
+def test_a_folder_is_created_only_if_the_tool_creates_it_and_only_for_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a/b/x.json"
-    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b is not there. Make it, or"):
+    with pytest.raises(errors.BadInput, match=r"--json .*: .*/a/b does not exist. Create it, or"):
         outputs.check(path, flag="--json")
     outputs.check(path, flag="--json", makes_folder=True)
     assert not list(tmp_path.iterdir())
@@ -127,26 +127,26 @@ def test_a_folder_is_made_only_where_the_tool_makes_it_and_only_for_the_file(tmp
     assert path.read_text() == "x"
 
 
-def test_it_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text("earlier")
-    with pytest.raises(ZeroDivisionError), outputs.whole(path) as partial:
+    with pytest.raises(ZeroDivisionError), outputs.atomic_file(path) as partial:
         partial.write_text("half")
         assert path.read_text() == "earlier"
         raise ZeroDivisionError
     assert path.read_text() == "earlier" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_disk_that_fills_ends_with_3_and_says_so(tmp_path: Path) -> None:
+def test_a_full_disk_ends_with_3_and_a_message(tmp_path: Path) -> None:
     with (
         pytest.raises(errors.RunFailed, match=r"x.json cannot be written \(No space left on device\)"),
-        outputs.whole(tmp_path / "x.json"),
+        outputs.atomic_file(tmp_path / "x.json"),
     ):
         Path("/dev/full").write_text("x")
     assert not list(tmp_path.iterdir())
 
 
-def test_it_has_the_permissions_that_are_asked_for_or_usual(tmp_path: Path) -> None:
+def test_it_has_the_given_or_the_default_permissions(tmp_path: Path) -> None:
     umask = os.umask(0o027)
     try:
         outputs.write_text(tmp_path / "plain", "x")
@@ -160,7 +160,7 @@ def test_it_has_the_permissions_that_are_asked_for_or_usual(tmp_path: Path) -> N
 def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk can fill while it measures: the table is shown all the same, and only then it fails."""
+    """If the disk fills while it measures, the table is printed before the error."""
     folder = tmp_path / "out"
     folder.mkdir()
 
@@ -179,7 +179,7 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     assert "x.json cannot be written" in said.err
 
 
-def test_results_are_written_through_the_one_place(tmp_path: Path) -> None:
+def test_results_are_written_with_this_module(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     result.write({"a": 1}, path)
     assert path.read_text() == '{"a": 1}\n'

@@ -1,4 +1,4 @@
-"""The watcher that the parity tests rest on finds what it is for, and nothing in a module that is called."""
+"""``ParameterReads`` of the parity tests finds early reads, and nothing in a module that is called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTHING = {"early": {}, "never entered": [], "never read": []}
 
 
 class Product(torch.autograd.Function):
-    """As Megatron's linear layers compute."""
+    """A matrix product like that of Megatron's linear layers."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Product(torch.autograd.Function):
 
 
 class Pair(torch.nn.Module):
-    """Two linear layers, of which the second is used in one of several ways."""
+    """Two linear layers; ``way`` selects how the second one is used."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_a_module_that_is_called_gives_no_finding() -> None:
 @pytest.mark.parametrize(
     "way", ["method", "a view of its weight", "an autograd function", "without gradients"]
 )
-def test_a_parameter_read_around_the_call_is_found(way: str) -> None:
+def test_a_parameter_read_without_a_call_is_found(way: str) -> None:
     found = watched(way)
     assert found["early"].keys() == {"second.weight"}
     assert found["never entered"] == ["second"]

@@ -1,4 +1,4 @@
-"""``ampipe patch`` on the sources of every supported Megatron; nothing is imported of them."""
+"""``ampipe patch`` on the sources of all supported Megatron versions, without importing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _files(tree: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The touched files of the version that the test asks for (0.18), and the one that says which it is."""
+    """The patched files of the requested version (default 0.18), and the file with its version."""
     source = megatron_of(getattr(request, "param", "0.18")).parent
     names = [PACKAGE_INFO, *Patch.of(source).original]
     for name in names:
@@ -80,7 +80,7 @@ def test_a_patch_for_every_supported_version() -> None:
 
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_patches_insert_and_copy_nothing(version: str) -> None:
-    """Lines of Megatron's, as context or taken out, would begin with a blank or a minus sign."""
+    """Megatron's lines, as context or removed, would begin with a blank or a minus sign."""
     lines = (PATCHES / version / "ampipe.patch").read_text().splitlines()
     kinds = {line[:3] for line in lines}
     assert kinds <= {"---", "+++", "@@ ", "+  "}
@@ -125,10 +125,10 @@ def _half(tree: Path) -> None:
         (
             _other_version,
             "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone. Use Megatron 0.17 "
-            "or later: AMPipe runs on none before it, patched or launched.",
+            "or later: AMPipe runs on no earlier one.",
         ),
         (_newer_version, "alone. Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no"),
-        (_no_version, "does not say which Megatron this is"),
+        (_no_version, "does not contain the version of Megatron"),
         (_changed, "not as in the releases of 0.18 that were tested: megatron/training/training.py."),
         (_missing, "not as in the releases of 0.18 that were tested: megatron/training/arguments.py."),
         (_half, "only a part of the patch is in it, and not in megatron/training/training.py"),
@@ -187,6 +187,6 @@ def test_a_patch_that_does_not_give_what_it_says_is_not_written(
     diff.write_text(diff.read_text().replace("@@ -113,0 +114,2", "@@ -112,0 +113,2"))
     monkeypatch.setattr("megatron_ampipe.tools.patch_command.PATCHES", tmp_path / "patches")
     before = _files(tree)
-    with pytest.raises(AssertionError, match="do not belong together"):
+    with pytest.raises(AssertionError, match="do not match"):
         run("apply", tree)
     assert _files(tree) == before

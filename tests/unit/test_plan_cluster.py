@@ -1,4 +1,4 @@
-"""Cluster files: what is shipped reads, what is written reads back, what is wrong is refused by line."""
+"""Cluster files: built-in files can be read, written files read back, errors are refused with their line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def test_fsmoe_figures_are_those_of_its_caption() -> None:
         ("ranks_per_node: 8", "ranks_per_node: true", ["ranks_per_node True", "whole number"]),
         ("beta_us_per_mb: 50", "beta_us_per_mb: -50", ["intra.all_to_all.beta_us_per_mb", "at least 0"]),
         ("beta_us_per_mb: 50", "beta_us_per_mb: .nan", ["beta_us_per_mb", "must be a number"]),
-        ("beta_us_per_mb: 50", "beta_us_per_mb: 50 us", ["'50 us'", "unit stands in the key"]),
+        (
+            "beta_us_per_mb: 50",
+            "beta_us_per_mb: 50 us",
+            ["'50 us'", "a number, at least 0, without a unit"],
+        ),
         (
             "beta_us_per_mb: 50",
             "beta_ms_per_mb: 0.05",
@@ -76,7 +80,7 @@ def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], 
         read_cluster(path)
     message = str(refused.value)
     assert all(part in message for part in parts), message
-    # A key that comes twice is named where it comes again.
+    # A duplicate key is reported at its second line.
     assert f"{path}:{line}:" in message or "comes twice" in message, message
 
 
@@ -110,14 +114,13 @@ def test_a_figure_that_only_some_workloads_need_is_refused_when_it_is_needed() -
         cluster.gemm("fp8")
 
 
-def test_flags_for_launches_are_left_alone_and_their_names_checked(tmp_path: Path) -> None:
+def test_flags_for_launches_are_left_to_the_launch(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = find_cluster("a800x8-20gbps").read_text()
     path.write_text(text + "flags:\n  bf16: true\n  ampipe:\n    degree: 4\n")
     assert read_cluster(path) == read_cluster(find_cluster("a800x8-20gbps"))
-    path.write_text(text + "flags:\n  bf61: true\n")
-    with pytest.raises(BadInput, match=r"mine\.yaml:\d+: flags\.bf61: is no flag\. Did you mean bf16"):
-        read_cluster(path)
+    path.write_text(text + "flags:\n  a-flag-of-the-next-megatron: true\n")
+    read_cluster(path)
     path.write_text(text + "flags: true\n")
     with pytest.raises(BadInput, match="must hold keys"):
         read_cluster(path)

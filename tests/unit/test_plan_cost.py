@@ -12,7 +12,7 @@ from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import SequenceLayout, Stage, StageKind, chunk_sequence, even_chunks
+from megatron_ampipe.schedule import SequenceLayout, Stage, chunk_sequence, even_chunks, kinds
 from tests.plan_cases import NONE, cluster, workload
 
 
@@ -51,14 +51,14 @@ def test_dispatch_by_hand() -> None:
     model = CostModel(workload(sequence_length=4096), cluster())
     costs = model.stages(even_chunks(4096, 4))
     size = 1024 * 2 * 7 / 8 * (2048 + 4)
-    assert costs[Stage(StageKind.DISPATCH, 0)].forward == pytest.approx(20 + 50e-6 * size)
-    assert costs[Stage(StageKind.COMBINE, 3)].backward == pytest.approx(20 + 50e-6 * size)
+    assert costs[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(20 + 50e-6 * size)
+    assert costs[Stage(kinds.COMBINE, 3)].backward == pytest.approx(20 + 50e-6 * size)
 
 
 def test_expert_by_hand() -> None:
     source = cluster()
     model = CostModel(workload(sequence_length=4096, topk=1), source)
-    found = model.stages((4096,))[Stage(StageKind.EXPERT, 0)]
+    found = model.stages((4096,))[Stage(kinds.EXPERT, 0)]
     gemm, memory = source.gemm("bf16"), source.compute.memory
     products = 2 * gemm.alpha_us + 2 * 2e-9 * 4096 * 1024 * 4096 * gemm.beta_us_per_gflop
     products += 2 * 1.024 * 4.096 * gemm.weights_us_per_million
@@ -68,18 +68,16 @@ def test_expert_by_hand() -> None:
 
 def test_later_chunks_of_a_causal_block_cost_more() -> None:
     costs = CostModel(workload(), cluster()).stages(even_chunks(8192, 8))
-    attention = [costs[Stage(StageKind.ATTENTION, chunk)] for chunk in range(8)]
+    attention = [costs[Stage(kinds.ATTENTION, chunk)] for chunk in range(8)]
     assert all(a.forward < b.forward and a.backward < b.backward for a, b in itertools.pairwise(attention))
-    assert costs[Stage(StageKind.EXPERT, 0)] == costs[Stage(StageKind.EXPERT, 7)]
+    assert costs[Stage(kinds.EXPERT, 0)] == costs[Stage(kinds.EXPERT, 7)]
 
 
 def test_experts_on_other_nodes_use_the_links_between_nodes() -> None:
     source = cluster("dgx-h100")
-    inside = CostModel(workload(), source).stages((8192,))[Stage(StageKind.DISPATCH, 0)].forward
+    inside = CostModel(workload(), source).stages((8192,))[Stage(kinds.DISPATCH, 0)].forward
     across = (
-        CostModel(workload(experts=16, expert=16), source)
-        .stages((8192,))[Stage(StageKind.DISPATCH, 0)]
-        .forward
+        CostModel(workload(experts=16, expert=16), source).stages((8192,))[Stage(kinds.DISPATCH, 0)].forward
     )
     size = 8192 * 2 * 8 / 16 * 2052
     assert source.inter is not None
@@ -90,7 +88,7 @@ def test_experts_on_other_nodes_use_the_links_between_nodes() -> None:
 def test_a_capacity_bounds_what_travels_and_padding_fills_it() -> None:
     def dispatch(**changes: object) -> float:
         model = CostModel(workload(**changes), cluster())
-        return model.stages((8192,))[Stage(StageKind.DISPATCH, 0)].forward - 20
+        return model.stages((8192,))[Stage(kinds.DISPATCH, 0)].forward - 20
 
     even = dispatch()
     assert dispatch(imbalance=1.5) == pytest.approx(1.5 * even)
@@ -125,20 +123,20 @@ def test_chunks_that_stand_together_share_a_collective() -> None:
     model = CostModel(workload(shared_ffn=2048, losses=True), cluster())
     fine, coarse = model.stages(even_chunks(8192, 4)), model.stages(even_chunks(8192, 4), parts=2)
     for kind in (
-        StageKind.QKV,
-        StageKind.ATTENTION,
-        StageKind.ROUTE,
-        StageKind.SHARED,
-        StageKind.EXPERT,
-        StageKind.MERGE,
+        kinds.QKV,
+        kinds.ATTENTION,
+        kinds.ROUTE,
+        kinds.SHARED,
+        kinds.EXPERT,
+        kinds.MERGE,
     ):
         together = fine[Stage(kind, 2)] + fine[Stage(kind, 3)]
         assert coarse[Stage(kind, 1)].forward == pytest.approx(together.forward)
         assert coarse[Stage(kind, 1)].backward == pytest.approx(together.backward)
     # One start-up less.
-    apart = fine[Stage(StageKind.DISPATCH, 0)].forward + fine[Stage(StageKind.DISPATCH, 1)].forward
-    assert coarse[Stage(StageKind.DISPATCH, 0)].forward == pytest.approx(apart - 20)
-    assert coarse[Stage(StageKind.LOSSES)] == fine[Stage(StageKind.LOSSES)]
+    apart = fine[Stage(kinds.DISPATCH, 0)].forward + fine[Stage(kinds.DISPATCH, 1)].forward
+    assert coarse[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(apart - 20)
+    assert coarse[Stage(kinds.LOSSES)] == fine[Stage(kinds.LOSSES)]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]
 def test_tensor_parallelism_divides_attention() -> None:
     def attention(tensor: int) -> float:
         block = workload(tensor=tensor)
-        return CostModel(block, cluster()).stages((block.rows,))[Stage(StageKind.ATTENTION, 0)].forward
+        return CostModel(block, cluster()).stages((block.rows,))[Stage(kinds.ATTENTION, 0)].forward
 
     # Less than half, for the collective of the output projection; more, for what is not divided.
     assert attention(4) < attention(2) < attention(1)
@@ -184,9 +182,9 @@ def test_fp8_needs_its_figure_and_attends_in_bf16() -> None:
     wide, narrow = (
         CostModel(workload(dtype=dtype), cluster("dgx-h100")).stages((8192,)) for dtype in ("bf16", "fp8")
     )
-    assert narrow[Stage(StageKind.EXPERT, 0)].forward < 0.7 * wide[Stage(StageKind.EXPERT, 0)].forward
+    assert narrow[Stage(kinds.EXPERT, 0)].forward < 0.7 * wide[Stage(kinds.EXPERT, 0)].forward
     # Activations travel in 16 bit in both.
-    assert narrow[Stage(StageKind.DISPATCH, 0)] == wide[Stage(StageKind.DISPATCH, 0)]
+    assert narrow[Stage(kinds.DISPATCH, 0)] == wide[Stage(kinds.DISPATCH, 0)]
 
 
 def test_memory_falls_with_the_degree_and_sums_cost_some() -> None:

@@ -1,4 +1,4 @@
-"""What a plan was made for, and in what a run differs from it."""
+"""What a plan was made for, and how a run differs from it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_difference_reads_as_a_flag_and_two_values() -> None:
 
 
 def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
-    """A field that is added to a workload has to be recorded, or named here with the reason."""
+    """A new field of a workload must be recorded, or listed here with the reason."""
     derived = {"key_value_width", "latent"}  # follow from heads and projections
     assumed = {"imbalance", "padded"}  # of the prediction; the stock layer's padding
     features = {"losses"}  # the schedule itself says so
@@ -112,7 +112,7 @@ def test_a_wrong_one_is_refused_by_line(old: str, new: str, part: str, file: Pat
 
 
 def run_of(**changes: Any) -> argparse.Namespace:
-    """Megatron's arguments of a run of :func:`workload`, as far as a plan is compared with them."""
+    """Megatron's arguments of a run of :func:`workload`, those with which a plan is compared."""
     values: dict[str, Any] = {
         "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
         "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
@@ -164,7 +164,7 @@ def without_made_for(file: Path) -> None:
 
 
 def test_a_plan_that_does_not_say_for_what_it_was_made_runs_with_a_note(file: Path) -> None:
-    """As earlier versions wrote it: as long as its stages are those of this model's blocks."""
+    """As written by earlier versions: accepted if its stages are those of this model's blocks."""
     without_made_for(file)
     assert read_pipeline(run_of(seq_length=128), str(file)).notes == (
         f"{file} does not say for what it was made, so that was not checked",

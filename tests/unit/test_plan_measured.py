@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.plan.simulate import compile_named, run
-from megatron_ampipe.schedule import BlockFeatures, Direction, Stage, StageKind, build, from_text
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Direction,
+    build,
+    from_text,
+    stage_from_text,
+)
 
 MEASURED = sorted((Path(__file__).resolve().parents[2] / "docs" / "measured").glob("cpu-small-*.json"))
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
 """One pair for all: a rank's collectives need its one core too."""
-
-
-def stage_of(name: str) -> Stage:
-    kind, _, chunk = name.partition(".")
-    return Stage(StageKind(kind), int(chunk) if chunk else None)
 
 
 def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
@@ -31,7 +32,7 @@ def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
     total = 0.0
     for direction in Direction:
         by_rank = [
-            {stage_of(name): statistics.median(times) for name, times in rank[direction.value].items()}
+            {stage_from_text(name): statistics.median(times) for name, times in rank[direction.value].items()}
             for rank in row["stages_us_by_rank"]
         ]
         compiled = compile_named(schedule, features, direction)

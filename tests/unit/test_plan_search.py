@@ -23,11 +23,11 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Schedule,
-    StageKind,
     build,
     check,
     dependencies,
     issue_order,
+    kinds,
 )
 from tests.plan_cases import NONE, cluster, hosted, workload
 
@@ -67,8 +67,8 @@ def orders(problem: OrderProblem, stages: list[int]) -> Iterator[tuple[int, ...]
 def fastest_of_all(problem: OrderProblem) -> float:
     """By trying every order of one lane with every order of the other."""
     by_lane: tuple[list[int], list[int]] = ([], [])
-    for stage, travels in enumerate(problem.travels):
-        by_lane[travels].append(stage)
+    for stage, lane in enumerate(problem.lane_of):
+        by_lane[lane].append(stage)
     lanes = [list(orders(problem, stages)) for stages in by_lane]
     return min(problem.time((compute, comm)) for compute, comm in itertools.product(*lanes))
 
@@ -84,7 +84,7 @@ def test_two_chunks_are_ordered_as_well_as_can_be(
     assert found <= problem.time(start)
     assert best_order(problem, start, max_nodes=20_000)[1], "not proven"
     # Trying every order takes long where there are more than a thousand or so.
-    if sum(not travels for travels in problem.travels) <= 9:
+    if problem.lane_of.count(0) <= 9:
         assert found == pytest.approx(fastest_of_all(problem), rel=1e-9, abs=1e-9)
     else:
         proven = best_order(problem, start, max_nodes=200_000)[0]
@@ -106,7 +106,7 @@ def test_found_orders_are_valid_and_not_slower(
         forward = program
     else:
         backward = program
-    searched = Schedule("searched", schedule.degree, forward, backward)
+    searched = Schedule("searched", schedule.degree, forward, backward, schedule.degree)
     check(searched, features)
     needs = dependencies(features, degree=schedule.degree, whole_attention=False, direction=direction)
     for host_waits in (False, True):
@@ -244,8 +244,8 @@ def test_a_slower_host_means_fewer_chunks(experts: int) -> None:
 def test_experts_one_by_one_keep_the_host_busier_than_grouped_ones() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:
-        assert calls(StageKind.EXPERT, direction, single) > 3 * calls(StageKind.EXPERT, direction, grouped)
-        assert calls(StageKind.ROUTE, direction, single) == calls(StageKind.ROUTE, direction, grouped)
+        assert calls(kinds.EXPERT, direction, single) > 3 * calls(kinds.EXPERT, direction, grouped)
+        assert calls(kinds.ROUTE, direction, single) == calls(kinds.ROUTE, direction, grouped)
 
 
 def test_both_named_schedules_are_tried() -> None:

@@ -20,19 +20,20 @@ from megatron_ampipe.schedule import (
     build,
     dependencies,
     even_chunks,
+    kinds,
 )
 from tests.plan_cases import cluster, hosted, workload
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {
-    StageKind.QKV: 1.0,
-    StageKind.ATTENTION: 3.0,
-    StageKind.ROUTE: 1.0,
-    StageKind.COUNTS: 1.0,
-    StageKind.DISPATCH: 4.0,
-    StageKind.EXPERT: 6.0,
-    StageKind.COMBINE: 4.0,
-    StageKind.MERGE: 1.0,
+    kinds.QKV: 1.0,
+    kinds.ATTENTION: 3.0,
+    kinds.ROUTE: 1.0,
+    kinds.COUNTS: 1.0,
+    kinds.DISPATCH: 4.0,
+    kinds.EXPERT: 6.0,
+    kinds.COMBINE: 4.0,
+    kinds.MERGE: 1.0,
 }
 
 
@@ -87,7 +88,7 @@ def test_lanes_slow_each_other_only_while_both_run() -> None:
 
 
 def test_latency_slows_nothing() -> None:
-    times = TIMES | dict.fromkeys((StageKind.COUNTS, StageKind.DISPATCH, StageKind.COMBINE), 2.0)
+    times = TIMES | dict.fromkeys((kinds.COUNTS, kinds.DISPATCH, kinds.COMBINE), 2.0)
     slowdowns = {"compute_slowdown": 2.0, "communication_slowdown": 3.0}
     assert ends("ampipe", times, latency=2.0, **slowdowns) == ends("ampipe", times, latency=2.0)
     # Of 2, 1 is on the wire: half of the slowdown. counts.0 begins at 5 and takes 2 * (1 + 2 / 2).
@@ -121,7 +122,7 @@ def test_a_host_that_runs_ahead_issues_one_stage_after_another() -> None:
 
 
 def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
-    times = TIMES | {StageKind.COUNTS: 50.0}
+    times = TIMES | {kinds.COUNTS: 50.0}
     found = ends("ampipe", times, issue=0.5)
     # Nothing behind dispatch.0 in the order of issue can begin before the counts are there.
     assert found["counts.0"] == (5.5, 55.5)
@@ -132,11 +133,9 @@ def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
 def test_a_collective_s_latency_passes_while_the_one_ahead_of_it_travels() -> None:
     schedule = build("ampipe", degree=2, features=PLAIN)
     compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
-    times = TIMES | {StageKind.ATTENTION: 1.0, StageKind.DISPATCH: 6.0}
+    times = TIMES | {kinds.ATTENTION: 1.0, kinds.DISPATCH: 6.0}
     durations = [times[stage.kind] for stage in compiled.stages]
-    latency = [
-        2.0 if stage.kind in (StageKind.DISPATCH, StageKind.COUNTS) else 0.0 for stage in compiled.stages
-    ]
+    latency = [2.0 if stage.kind in (kinds.DISPATCH, kinds.COUNTS) else 0.0 for stage in compiled.stages]
     begin, end = run(compiled, durations, latency_us=latency)
     number = {str(stage): index for index, stage in enumerate(compiled.stages)}
     # Routes end at 3 and 6; counts.0 from 3 to 4 and dispatch.0 from 4 to 10, with nothing ahead to hide in.
@@ -153,8 +152,8 @@ def test_lanes_that_wait_for_each_other_never_end() -> None:
     compute, comm = good.lanes
     swapped = list(comm.stages)
     # combine.0 in front of its own dispatch.
-    swapped.remove(Stage(StageKind.COMBINE, 0))
-    swapped.insert(0, Stage(StageKind.COMBINE, 0))
+    swapped.remove(Stage(kinds.COMBINE, 0))
+    swapped.insert(0, Stage(kinds.COMBINE, 0))
     compiled = compile_program(good, needs)
     number = {stage: index for index, stage in enumerate(compiled.stages)}
     lanes = tuple(tuple(number[stage] for stage in order) for order in (compute.stages, swapped))

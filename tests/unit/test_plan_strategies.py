@@ -8,14 +8,14 @@ import pytest
 from scipy.optimize import minimize
 
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.strategies import (
+from tests.planner import FSMOE_ROWS, PAGE, appendix_c_problem, fsmoe_workload, page
+from tests.strategies import (
     FsmoeLayer,
     MPipeMoE,
     ampipe_degree,
     ampipe_time,
     stock_time,
 )
-from tests.planner import FSMOE_ROWS, PAGE, appendix_c_problem, fsmoe_workload, page
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path
         ("forward_degree: 2", "forward_degree: 4", r"plan\.yaml:3: forward_degree 4: the schedule has 2"),
         ("- 0.5\n- 0.5", "- 0.5", r"shares: has 1 shares for 2 chunks"),
         ("- 0.5\n- 0.5", "- 0.5\n- 0.6", r"sum of 1.1"),
-        ("- 0.5\n- 0.5", "- 1.5\n- -0.5", r"shares -0\.5: must be at least 0"),
+        ("- 0.5\n- 0.5", "- 1.5\n- -0.5", r"shares\[1\] -0\.5: must be at least 0"),
         ("expert.0 ", "expert.7 ", r"plan\.yaml:\d+: .*expert\.7"),
         ("ampipe-plan-1", "ampipe-plan-9", "must be one of ampipe-plan-1"),
         ("reason:", "raeson:", "Did you mean reason?"),
@@ -185,7 +185,10 @@ def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path
     [
         (["--cluster", "nowhere"], "--cluster nowhere: is neither"),
         (["--set", "seq-length"], "is not FLAG=VALUE"),
-        (["--set", "sequence-length=3"], "is no flag of Megatron's"),
+        (
+            ["--set", "sequence-length=3"],
+            "changes nothing: no size of a block depends on it. Did you mean s",
+        ),
         (["--output", "/proc/no/plan.yaml"], "cannot be written"),
         (["--trace", "/proc/no/trace.json"], "cannot be written"),
         (["--trace-of", "4"], "Add --trace FILE or --picture NAME."),

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.flags import known_flags
 from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, find_model, read_model, workload_of
 from megatron_ampipe.plan.workload import Workload
 
@@ -80,8 +79,12 @@ def test_latent_attention(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("hiden-size: 4", ["model.yaml:10: hiden-size", "Did you mean hidden-size?"]),
-        ("moe_router_topk: 2", ["model.yaml:10:", "Write moe-router-topk."]),
+        ("moe_router_topk: 2", ["model.yaml:10: moe_router_topk", "Write moe-router-topk."]),
+        ("--swiglu: true", ["model.yaml:10: --swiglu", "Write swiglu."]),
+        (
+            "intra:\n  all_to_all: 3",
+            ["model.yaml:10: intra", "is a section, and no flag of Megatron"],
+        ),
         ("ampipe: 4", ["model.yaml:10: ampipe", "must hold keys"]),
         ("ampipe:\n  degre: 4", ["model.yaml:11: ampipe.degre", "Did you mean degree?"]),
         ("swiglu: yes please", ["model.yaml:10: swiglu", "true or false"]),
@@ -108,7 +111,7 @@ def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        ({"num-expert": 4}, "--set num-expert: .* Did you mean num-experts?"),
+        ({"num-expert": 4}, "--set num-expert=4: changes nothing: .* Did you mean num-experts\\?"),
         ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: does not divide 8"),
         ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
         ({"moe-token-dispatcher-type": "flex"}, "cannot be pipelined"),
@@ -135,13 +138,19 @@ def test_what_is_set_on_the_command_line_is_held_to_the_same(
 
 
 def test_models_that_are_not_there() -> None:
-    with pytest.raises(BadInput, match="is neither a file nor a model of ours"):
+    with pytest.raises(BadInput, match="is neither a file nor a built-in model"):
         find_model("gpt-5")
 
 
-def test_flags_are_megatron_s() -> None:
-    assert {"num-layers", "moe-router-topk", "no-gradient-accumulation-fusion"} <= known_flags()
-    assert not any(flag.startswith("-") or flag.startswith("ampipe") for flag in known_flags())
+def test_a_misspelt_key_is_named_and_other_flags_are_left_to_megatron(tmp_path: Path) -> None:
+    plain = PLAIN.replace("moe-router-topk: 1\n", "")
+    found, assumed = read(tmp_path, plain + "moe-router-topkk: 1\na-flag-of-the-next-megatron: [3]\n")
+    path = tmp_path / "model.yaml"
+    assert found.topk == 2
+    assert assumed == (f"moe-router-topkk ({path}:9) is not read here; did you mean moe-router-topk?",)
+    wrong = PLAIN.replace("num-experts: 8", "num-expert: 8")
+    with pytest.raises(BadInput, match=r"num-experts: is missing\. Write .* of num-expert in line 5\."):
+        read(tmp_path, wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From samples to a cluster file, and predictions beside measurements. No torch, nothing is timed."""
+"""From samples to a cluster file, and predictions compared with measurements. No torch, nothing is timed."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_no_figure_is_negative() -> None:
 
 def test_times_on_no_line_are_refused_with_the_farthest() -> None:
     times = [20.0, 40.0, 400.0, 160.0 * 2.5, 320.0]
-    with pytest.raises(
-        RunFailed, match=r"permute: the times lie on no line \(r\^2 .*Farthest off is .* MB: "
-    ):
+    with pytest.raises(RunFailed, match=r"permute: no line fits the times \(r\^2 .*Farthest off is .* MB: "):
         fit(transfers("permute", times))
 
 
@@ -91,7 +89,7 @@ def test_what_a_stage_takes_more_is_a_factor_and_a_time() -> None:
     )
     # The model counts too much: nothing is taken away.
     assert factor_and_rest(expected, [0.8 * us for us in expected]) == (1.0, 0.0)
-    # All alike: no factor can be told from a time.
+    # All equal: no factor can be told from a time.
     assert factor_and_rest([500.0] * 4, [900.0] * 4) == pytest.approx((1.0, 400.0), abs=0.5)
 
 
@@ -206,7 +204,7 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
         assemble(CASE, [report], ranks_per_node=2, description="d", source="s")
 
 
-# Predictions beside measurements
+# Predictions compared with measurements
 
 
 def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:
@@ -253,7 +251,7 @@ def test_a_result_learns_how_good_its_predictions_are() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--output", "nowhere/x.yaml"], "/nowhere is not there. Make it, or choose"),
+        (["--output", "nowhere/x.yaml"], "/nowhere does not exist. Create it, or choose"),
         (["--output", "x.yaml", "--case", "top9"], "--case top9: is not in"),
         (["--output", "x.yaml", "--ranks", "3"], "--ranks 3: does not divide the 4 experts"),
         (["--output", "x.yaml", "--link", "fast"], "--link fast: "),

@@ -9,9 +9,9 @@ import torch
 
 from megatron_ampipe.runtime import recorder as module
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.schedule import Direction, Stage, kinds
 
-QKV, LOSSES = Stage(StageKind.QKV), Stage(StageKind.LOSSES)
+QKV, LOSSES = Stage(kinds.QKV), Stage(kinds.LOSSES)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Whether a router has losses: one answer for what a plan, a launch and a layer each know."""
+"""Whether a router has losses: plans, launches and layers give the same answer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_megatron_s_router_and_ours_give_it(case: tuple[dict[str, Any], bool]) -
 
     given, expected = case
     router = ChunkRouter.__new__(ChunkRouter)
-    # Without torch's bookkeeping of modules, which would want a whole one.
+    # Without torch's module attributes, which would need a complete module.
     router.__dict__["routing_type"] = given["type"]
     router.__dict__["config"] = argparse.Namespace(
         moe_aux_loss_coeff=given["aux"],

@@ -1,24 +1,26 @@
 """Schedules as data: the named ones, their text form, the checker, the issue order."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ampipe.config import SCHEDULE_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
+    SCHEDULE_NAMES,
     BlockFeatures,
     Direction,
     LaneOrder,
     Program,
     Schedule,
     Stage,
-    StageKind,
     build,
     check,
     dependencies,
     from_text,
     issue_order,
+    kinds,
     restrict,
     stream_of,
     to_text,
@@ -87,10 +89,10 @@ def test_a_waiting_host_has_launched_the_next_attention_before(chunked_qkv: bool
     needs = needs_of(schedule, block, Direction.FORWARD)
     order = [stage for _, stage in issue_order(schedule.forward, needs, host_waits=True)]
     for chunk in range(3):
-        dispatch, next_attention = Stage(StageKind.DISPATCH, chunk), Stage(StageKind.ATTENTION, chunk + 1)
+        dispatch, next_attention = Stage(kinds.DISPATCH, chunk), Stage(kinds.ATTENTION, chunk + 1)
         assert order.index(next_attention) < order.index(dispatch)
         # And no more than that: the tokens leave behind one attention, not behind all.
-        assert order.index(dispatch) < order.index(Stage(StageKind.ROUTE, chunk + 1))
+        assert order.index(dispatch) < order.index(Stage(kinds.ROUTE, chunk + 1))
 
 
 @given(names, degrees, features)
@@ -105,21 +107,15 @@ def test_nothing_is_postponed_in_a_backward_pass(name: str, degree: int, block: 
 
 
 def test_counts_have_a_stream_of_their_own() -> None:
-    assert (
-        stream_of("comm", Stage(StageKind.COUNTS, 1))
-        != stream_of("comm", Stage(StageKind.DISPATCH, 0))
-        == "comm"
-    )
-    assert stream_of("compute", Stage(StageKind.COUNTS, 1)) == "compute"
+    assert stream_of("comm", Stage(kinds.COUNTS, 1)) != stream_of("comm", Stage(kinds.DISPATCH, 0)) == "comm"
+    assert stream_of("compute", Stage(kinds.COUNTS, 1)) == "compute"
 
 
 def test_backward_is_the_reverse_of_forward() -> None:
     block = BlockFeatures(losses=True, shared=True)
     forward = dependencies(block, degree=3, whole_attention=False, direction=Direction.FORWARD)
     backward = dependencies(block, degree=3, whole_attention=False, direction=Direction.BACKWARD)
-    edges = {
-        (a, b) for b, found in forward.items() for a in found if StageKind.COUNTS not in (a.kind, b.kind)
-    }
+    edges = {(a, b) for b, found in forward.items() for a in found if kinds.COUNTS not in (a.kind, b.kind)}
     assert {(b, a) for b, found in backward.items() for a in found} == {(a, b) for a, b in edges}
 
 
@@ -127,7 +123,7 @@ def replace_lane(schedule: Schedule, lane: str, stages: tuple[Stage, ...]) -> Sc
     lanes = tuple(
         LaneOrder(order.lane, stages) if order.lane == lane else order for order in schedule.forward.lanes
     )
-    return Schedule(schedule.name, schedule.degree, Program(lanes), schedule.backward)
+    return replace(schedule, forward=Program(lanes))
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
@@ -147,7 +143,7 @@ def test_a_missing_a_doubled_and_a_foreign_stage_are_refused() -> None:
     with pytest.raises(BadInput, match=r"merge\.1 2 times"):
         check(replace_lane(schedule, "compute", (*compute, compute[-1])), BlockFeatures())
     with pytest.raises(BadInput, match="losses that this block does not have"):
-        check(replace_lane(schedule, "compute", (*compute, Stage(StageKind.LOSSES))), BlockFeatures())
+        check(replace_lane(schedule, "compute", (*compute, Stage(kinds.LOSSES))), BlockFeatures())
     with pytest.raises(BadInput, match="losses 0 times"):
         check(schedule, BlockFeatures(losses=True))
 
@@ -211,7 +207,7 @@ def test_each_direction_has_its_own_degree(
     for direction, degree in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         stages = schedule.program(direction).stages
         assert schedule.program(direction) == build(name, degree=degree, features=block).program(direction)
-        dispatches = [stage for stage in stages if stage.kind is StageKind.DISPATCH]
+        dispatches = [stage for stage in stages if stage.kind is kinds.DISPATCH]
         assert len(dispatches) == degree
         of_chunks = [part.chunk for stage in dispatches for part in schedule.chunks_of(stage, direction)]
         assert sorted(of_chunks) == list(range(max(degrees_)))

@@ -1,7 +1,7 @@
-"""The environment script, with a Python that only pretends: what it looks for, installs and repairs.
+"""The environment script, with a fake Python: what it searches for, installs and repairs.
 
-The stand-in answers the script's questions, makes an environment that is a copy of itself, and writes every
-pip command to a log. So nothing is downloaded and each run takes a tenth of a second.
+The fake answers the script's questions, creates an environment with a copy of itself, and writes all pip
+commands to a log. So nothing is downloaded, and each run takes a tenth of a second.
 """
 
 import os
@@ -39,7 +39,7 @@ esac
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A copy of the scripts on a machine of its own: its PATH holds the tools it needs and no Python."""
+    """A copy of the scripts with a separate PATH that has the necessary tools but no Python."""
 
     root: Path
     bin: Path
@@ -125,7 +125,7 @@ def test_first_run_installs_and_the_second_installs_nothing(checkout: Checkout) 
     assert second.stdout == ""
 
 
-def test_older_megatrons_are_installed_once_each_in_a_folder_of_its_own(checkout: Checkout) -> None:
+def test_older_megatrons_are_installed_once_each_in_a_separate_folder(checkout: Checkout) -> None:
     checkout.add_python("python3.12", "3.12.4")
     (checkout.root / "tests").mkdir()
     (checkout.root / "tests/older_megatron.txt").write_text("# which\nmegatron-core==0.18.2\n")
@@ -156,15 +156,15 @@ def test_an_older_megatron_that_cannot_be_installed_ends_the_run(checkout: Check
     assert not (checkout.root / ".venv/megatron-core-0.18").exists()
 
 
-def test_the_well_tried_python_is_preferred_to_the_newest(checkout: Checkout) -> None:
+def test_the_tested_python_is_preferred_to_the_newest(checkout: Checkout) -> None:
     for version in ("3.14.1", "3.13.2", "3.12.4"):
         checkout.add_python(f"python{version[:4]}", version)
-    assert "making .venv with Python 3.12.4" in checkout.run().stdout
+    assert "creating .venv with Python 3.12.4" in checkout.run().stdout
 
 
-def test_a_newer_python_is_used_where_it_is_the_only_one(checkout: Checkout) -> None:
+def test_a_newer_python_is_used_if_it_is_the_only_one(checkout: Checkout) -> None:
     checkout.add_python("python3", "3.15.0")
-    assert "making .venv with Python 3.15.0" in checkout.run().stdout
+    assert "creating .venv with Python 3.15.0" in checkout.run().stdout
 
 
 @pytest.mark.parametrize("variable", ["PYENV_ROOT", "HOME"])
@@ -208,7 +208,7 @@ def test_a_moved_checkout_gets_a_new_environment(checkout: Checkout) -> None:
     assert not (moved / ".venv/old").exists()
 
 
-def test_an_environment_whose_python_has_gone_is_made_again(checkout: Checkout) -> None:
+def test_an_environment_without_its_python_is_created_again(checkout: Checkout) -> None:
     checkout.add_python("python3.12", "3.12.4")
     checkout.run()
     (checkout.root / ".venv/bin/python").unlink()
@@ -217,7 +217,7 @@ def test_an_environment_whose_python_has_gone_is_made_again(checkout: Checkout) 
     assert len(checkout.installs) == 1
 
 
-def test_an_interrupted_installation_is_not_taken_for_done(checkout: Checkout) -> None:
+def test_an_interrupted_installation_is_repeated(checkout: Checkout) -> None:
     checkout.add_python("python3.12", "3.12.4")
     interrupted = checkout.run(PIP_DOES="mkdir -p .venv/half .venv/cache/pip/wheel; kill -9 $PPID")
     assert interrupted.returncode != 0
@@ -280,7 +280,7 @@ def test_it_runs_through_a_symbolic_link(checkout: Checkout, tmp_path: Path) -> 
     assert checkout.calls.read_text().endswith("-m megatron_ampipe.tools.quickstart --help\n")
 
 
-def test_what_another_environment_has_set_is_left_behind_and_pip_settings_are_not(checkout: Checkout) -> None:
+def test_variables_of_other_environments_are_removed_and_pip_settings_are_kept(checkout: Checkout) -> None:
     checkout.add_python("python3.12", "3.12.4")
     checkout.run(
         PYTHONPATH="/elsewhere",

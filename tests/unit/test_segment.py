@@ -1,4 +1,4 @@
-"""Sums of the chunks' gradients: their values and what they allocate."""
+"""Sums of the chunks' gradients: their values and their allocations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron_ampipe.runtime.segment import GradientSums
 
 
 class Allocations(TorchDispatchMode):
-    """While it lasts, keeps every result of an operation, so that no memory is used twice."""
+    """Keeps the results of all operations in this context, so that no memory is reused."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[torch.Tensor] = []
 
     def sizes_bytes(self, *known: torch.Tensor) -> list[int]:
-        """Of the memory of all results that is not that of ``known``."""
+        """Sizes of the memory of all results, without that of ``known``."""
         memories = [tensor.untyped_storage() for tensor in self._kept]
         found = {memory.data_ptr(): memory.nbytes() for memory in memories}
         for tensor in known:
@@ -32,7 +32,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-def of_chunks(dtype: torch.dtype, *, count: int = 4) -> list[torch.Tensor]:
+def chunk_gradients(dtype: torch.dtype, *, count: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(40, 30, generator=generator).to(dtype) for _ in range(count)]
 
@@ -40,7 +40,7 @@ def of_chunks(dtype: torch.dtype, *, count: int = 4) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype))
-    gradients = of_chunks(dtype)
+    gradients = chunk_gradients(dtype)
     before = [gradient.clone() for gradient in gradients]
     sums = GradientSums()
     with Allocations() as allocations:
@@ -48,17 +48,19 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
             sums.add(parameter, gradient)
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     assert allocations.sizes_bytes(*gradients) == [40 * 30 * wide.itemsize]
-    assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), "they may be shared"
+    assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), (
+        "the inputs may share memory and must not change"
+    )
     total = sums.take(parameter)
     assert total is not None and total.dtype == dtype
     exact = torch.stack([gradient.double() for gradient in gradients]).sum(dim=0)
-    # Rounded once, whatever the dtype.
+    # Rounded once, for every dtype.
     assert torch.allclose(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_one_gradient_is_handed_on() -> None:
+def test_a_single_gradient_is_returned_without_a_copy() -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30))
-    (gradient,) = of_chunks(torch.float32, count=1)
+    (gradient,) = chunk_gradients(torch.float32, count=1)
     sums = GradientSums()
     with Allocations() as allocations:
         sums.add(parameter, None)

@@ -1,6 +1,6 @@
-"""Settings from YAML files: order, sources, text kept as text, the way back. On a small parser, no torch.
+"""Settings from YAML files: order, sources, text values, writing them back. With a small parser, no torch.
 
-The real parser, and the table of wrong inputs, are in ``tests/megatron/test_settings.py``.
+Megatron's parser and the table of wrong inputs are in ``tests/megatron/test_settings.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
-    """A flag of every kind that Megatron has."""
+    """A parser with a flag of every kind that Megatron has."""
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--num-layers", type=int)
     made.add_argument("--lr", type=float)
@@ -128,7 +128,7 @@ def test_a_cluster_file_gives_its_flags_alone(parser: argparse.ArgumentParser, t
     cluster = "description: x\nranks_per_node: 8\nflags:\n  num-layers: 3\n  ampipe:\n    degree: 2\n"
     assert words_of(parser, tmp_path, cluster) == ["--num-layers", "3", "--ampipe-degree", "2"]
     for beside in ("lr: 2", "ampipe:\n  degree: 2"):
-        with pytest.raises(BadInput, match="stands beside the section 'flags:', and would not be read"):
+        with pytest.raises(BadInput, match="stands outside the section 'flags:', and would not be read"):
             words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{beside}\n")
 
 
@@ -180,7 +180,7 @@ def test_the_record_stands_beside_the_logs(
     for nowhere in (["--lr", "2"], ["--save", "msc://bucket/run"]):
         assert settings.write_beside_logs(resolve(nowhere, parser), notes=[]) is None
     write(tmp_path / "file", "")
-    with pytest.raises(BadInput, match=r"--save .*: cannot be written to"):
+    with pytest.raises(BadInput, match=r"--save .*/file: .*/file cannot be written to"):
         settings.write_beside_logs(resolve(["--save", str(tmp_path / "file")], parser), notes=[])
 
 
@@ -224,7 +224,7 @@ def test_no_two_of_our_configurations_have_one_name() -> None:
 
 @pytest.mark.parametrize("name", config_names("models", "runs"))
 def test_our_files_read_alike_with_and_without_types(name: str) -> None:
-    """The planner reads models with YAML's own types, a launch as text: 1e-4 would be two things."""
+    """The planner reads models with YAML's types, a launch as text: values such as 1e-4 could differ."""
     path = config_names("models", "runs")[name]
     typed = load(path, what="x", remedy="x")
     text = load(path, what="x", remedy="x", scalars_as_text=True)
@@ -240,7 +240,7 @@ def test_a_wheel_holds_the_configurations(tmp_path: Path) -> None:
     held = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
     copy = tmp_path / "lib" / "megatron_ampipe" / "configs"
     assert {path.relative_to(copy) for path in copy.rglob("*.yaml")} == held
-    # Found there, too, by what was installed.
+    # The installed package finds them there.
     code = "from megatron_ampipe import shipped; print(shipped.configs_folder())"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The start-up table names what takes the place of each optional package that is not used."""
+"""The start-up table names the replacement of each optional package that is not used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@pytest.mark.parametrize("piece", compat.OPTIONAL_PIECES, ids=lambda piece: piece.distribution)
+@pytest.mark.parametrize("piece", compat.OPTIONAL_PACKAGES, ids=lambda piece: piece.distribution)
 def test_a_missing_package_has_one_line_with_its_fallback(
-    piece: compat.OptionalPiece, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    piece: compat.OptionalPackage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "has_piece", lambda other: other is not piece)
+    monkeypatch.setattr(compat, "has_optional_package", lambda other: other is not piece)
     monkeypatch.setattr(compat, "installed_version", lambda distribution: None)
     (line,) = lines(capsys, piece.name)
     assert "not installed" in line and piece.fallback in line
@@ -32,7 +32,7 @@ def test_a_missing_package_has_one_line_with_its_fallback(
 def test_one_that_is_too_old_is_called_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "has_piece", lambda other: other.name != "flash-attn")
+    monkeypatch.setattr(compat, "has_optional_package", lambda other: other.name != "flash-attn")
     monkeypatch.setattr(compat, "installed_version", lambda distribution: Version("2.0.9"))
     (line,) = lines(capsys, "flash-attn")
     assert "2.0.9 is older than 2.1" in line
@@ -49,7 +49,7 @@ def test_a_setting_has_its_reason_beside_it(capsys: pytest.CaptureFixture[str]) 
 def test_what_is_there_has_no_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compat, "has_piece", lambda other: True)
+    monkeypatch.setattr(compat, "has_optional_package", lambda other: True)
     assert not lines(capsys, "installed")
     monkeypatch.setenv("RANK", "1")
     assert not lines(capsys, ""), "the first rank alone prints"

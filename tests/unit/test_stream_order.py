@@ -1,4 +1,4 @@
-"""What is kept of memory that crosses streams, and until when. Blocks on a modelled device: tests/streams."""
+"""Which memory of several streams is kept, and how long. Blocks on a modelled device: tests/streams."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StreamOrder
-from megatron_ampipe.schedule import Stage, StageKind
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule import Stage, kinds
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
 class Memory:
-    """Something that can be let go."""
+    """An object that can be released."""
 
 
-def test_memory_is_kept_until_every_stream_with_work_left_comes_after_its_use() -> None:
+def test_memory_is_kept_until_every_stream_with_remaining_work_is_after_its_use() -> None:
     order = StreamOrder(["compute", "comm", "compute", "comm", "comm"])
     order.issue("compute")
     memory = Memory()
@@ -31,12 +31,12 @@ def test_memory_is_kept_until_every_stream_with_work_left_comes_after_its_use() 
     order.release()
     assert gone() is not None
     order.wait("compute", used)
-    # compute comes after it now, and comm after itself.
+    # Now compute is after it; comm always is.
     order.release()
     assert gone() is None
 
 
-def test_a_stream_without_stages_left_holds_nobody_up() -> None:
+def test_a_stream_without_remaining_stages_does_not_delay_a_release() -> None:
     order = StreamOrder(["compute", "comm"])
     memory = Memory()
     gone = weakref.ref(memory)
@@ -49,7 +49,7 @@ def test_a_stream_without_stages_left_holds_nobody_up() -> None:
     assert gone() is None
 
 
-def test_waiting_brings_what_the_other_stream_has_waited_for() -> None:
+def test_waits_are_transitive() -> None:
     order = StreamOrder(["a", "b", "c", "a"])
     first = order.issue("a")
     order.wait("b", first)
@@ -60,7 +60,7 @@ def test_waiting_brings_what_the_other_stream_has_waited_for() -> None:
     assert not order.is_after("a", second)
 
 
-def test_views_of_what_has_travelled_are_known_and_nothing_else() -> None:
+def test_only_tensors_of_collectives_and_their_views_are_reported() -> None:
     crossing = Crossing()
     received, other = torch.zeros(4, 2), torch.zeros(4, 2)
     crossing.travel([received])
@@ -71,7 +71,7 @@ def test_views_of_what_has_travelled_are_known_and_nothing_else() -> None:
     assert [storage._cdata for storage in crossing.take()] == [received.untyped_storage()._cdata]
 
 
-def test_what_nobody_has_kept_is_not_brought_back() -> None:
+def test_released_memory_is_not_kept_again() -> None:
     crossing = Crossing()
     received = torch.zeros(4)
     crossing.travel([received])
@@ -82,14 +82,12 @@ def test_what_nobody_has_kept_is_not_brought_back() -> None:
     assert crossing.take() == []
 
 
-def test_collectives_and_counts_have_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_and_counts_use_high_priority_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", ModelStream)
     monkeypatch.setattr(torch.cuda, "Event", ModelEvent)
     monkeypatch.setattr(torch.cuda, "stream", DEVICE.using)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
-    route, counts, dispatch = (
-        Stage(kind, 0) for kind in (StageKind.ROUTE, StageKind.COUNTS, StageKind.DISPATCH)
-    )
+    route, counts, dispatch = (Stage(kind, 0) for kind in (kinds.ROUTE, kinds.COUNTS, kinds.DISPATCH))
     ran_on: dict[Stage, ModelStream] = {}
     CudaExecutor().execute(
         [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],

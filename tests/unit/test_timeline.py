@@ -1,4 +1,4 @@
-"""Timelines: their arithmetic against brute force, their file form, and files that are not theirs."""
+"""Timelines: arithmetic compared with brute force, file format, and files that are not traces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> Non
 
 
 def test_hidden_time_of_a_long_run_is_linear() -> None:
-    # 2 x 50,000 disjoint intervals: a walk over all pairs would take hours.
+    # 2 x 50,000 disjoint intervals: comparing all pairs would take hours.
     spans = [span("compute", 4.0 * i, 4.0 * i + 2) for i in range(50_000)]
     spans += [span("comm", 4.0 * i + 1, 4.0 * i + 3) for i in range(50_000)]
     assert Timeline(0, tuple(spans)).hidden_us == 50_000
@@ -60,7 +60,7 @@ def test_chunk_is_read_from_the_stage(stage: str, chunk: int | None) -> None:
     assert span("compute", 0, 1, stage).chunk == chunk
 
 
-def test_file_form_round_trips(tmp_path: Path) -> None:
+def test_the_file_format_round_trips(tmp_path: Path) -> None:
     spans = (span("compute", 10.5, 20.25), StageSpan("comm", "combine.1", "backward", 3, 7, 11.0, 11.0))
     timeline = Timeline(5, spans, {"degree": "4", "schedule": "ampipe"})
     timeline.write_chrome(tmp_path / "deep" / "rank5.trace.json")
@@ -104,13 +104,13 @@ def event(**changes: object) -> dict[str, object]:
 def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank0.trace.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(BadInput, match="is not a trace of ours"):
+    with pytest.raises(BadInput, match="is not a trace written by AMPipe"):
         Timeline.read_chrome(path)
 
 
-def test_an_absent_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
+def test_a_missing_and_an_empty_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
         Timeline.read_chrome(tmp_path / "none.json")
     Timeline(0, ()).write_chrome(tmp_path / "empty.json")
-    with pytest.raises(BadInput, match="holds no stage"):
+    with pytest.raises(BadInput, match="contains no stage"):
         Timeline.read_chrome(tmp_path / "empty.json")

@@ -1,4 +1,4 @@
-"""Which degrees the trials settle on, and that they depend on nothing but what they are told."""
+"""The degrees that the trials choose, and that the choice depends only on the given times."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ Cost = Callable[[Pipeline], tuple[float, float]]
 
 
 def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
-    """Run iterations until the trials are over; what they ran with."""
+    """Run iterations until the trials have ended; returns the pipelines that ran."""
     trials, ran = Trials(degrees, schedule="ampipe"), []
     while trials.choice is None:
         ran.append(trials.pipeline)
@@ -24,8 +24,8 @@ def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
 
 def of_table(forward: dict[int, float], backward: dict[int, float], *, mixing: float = 0.0) -> Cost:
     def cost(pipeline: Pipeline) -> tuple[float, float]:
-        extra = mixing if pipeline.of_backward != pipeline.degree else 0.0
-        return forward[pipeline.degree] + extra, backward[pipeline.of_backward] + extra
+        extra = mixing if pipeline.backward_degree != pipeline.degree else 0.0
+        return forward[pipeline.degree] + extra, backward[pipeline.backward_degree] + extra
 
     return cost
 
@@ -34,7 +34,7 @@ def chosen(trials: Trials) -> tuple[int, int]:
     assert trials.choice is not None
     pipeline = trials.choice.pipeline
     assert trials.pipeline == pipeline
-    return pipeline.degree, pipeline.of_backward
+    return pipeline.degree, pipeline.backward_degree
 
 
 def test_the_fastest_degree_stays() -> None:
@@ -51,9 +51,9 @@ def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
     costs = ({1: 9.0, 2: 6.0, 4: 8.0}, {1: 19.0, 2: 14.0, 4: 11.0})
     trials, ran = settle([1, 2, 4], of_table(*costs))
     assert chosen(trials) == (2, 4)
-    # The one that shows the shape comes before.
+    # The iteration that detects the shape comes before.
     assert len(ran) == longest(3) - 1
-    # A pair that costs more than its halves promise is found out by its own trial.
+    # A pair that is slower than its directions alone suggest is detected by its own trial.
     assert chosen(settle([1, 2, 4], of_table(*costs, mixing=3.0))[0]) == (4, 4)
 
 

@@ -1,9 +1,9 @@
-"""The host platform: Megatron's own training loop on a machine without a GPU, over gloo.
+"""The host platform: runs Megatron's training loop on a machine without a GPU, over gloo.
 
-Megatron calls CUDA in many places where it needs no GPU: streams, events, ``device="cuda"``, the random
-state of the device. :func:`install` puts a stand-in behind each of those calls, so that the same Megatron
-code runs on the CPU. It changes no arithmetic and makes nothing faster; it exists so that correctness,
-examples and CI need no GPU. It refuses to load where there is one.
+Megatron calls CUDA in many places that do not depend on a GPU: streams, events, ``device="cuda"``, the random
+state of the device. :func:`install` replaces these calls, so that the same Megatron code runs on the CPU. It
+changes no arithmetic and makes nothing faster; its purpose is that tests, examples and CI need no GPU. It
+refuses to load if there is a GPU.
 
 Called by the training entry points and by tests, *before* Megatron is imported:
 
@@ -11,9 +11,9 @@ Called by the training entry points and by tests, *before* Megatron is imported:
     host.install()
     torch.distributed.init_process_group("gloo")
 
-One module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (device literals),
-:mod:`.random` (the random state), :mod:`.megatron` (Megatron's own names), :mod:`.norm` (the norm of the
-local layers), :mod:`.host_flags` (the flags that Megatron needs here).
+There is one module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (``device=``
+arguments), :mod:`.random` (random state), :mod:`.megatron` (functions inside Megatron), :mod:`.norm` (the
+norm of the local layers), :mod:`.host_flags` (flags that Megatron needs on a CPU).
 """
 
 import sys
@@ -27,7 +27,7 @@ _installed = False
 
 
 def gpu_available() -> bool:
-    """Whether torch sees a usable GPU; the host platform is for machines where this is False."""
+    """Whether torch finds a usable GPU; the host platform is for machines where this is False."""
     import torch
 
     return torch.cuda.is_available()
@@ -39,7 +39,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Put the stand-ins in place; a second call does nothing.
+    """Install the replacements; a second call does nothing.
 
     Raises:
         EnvironmentMissing: A GPU is present, or Megatron was imported before this call.
@@ -49,13 +49,13 @@ def install() -> None:
         return
     if gpu_available():
         raise EnvironmentMissing(
-            "The host platform stands in for a missing GPU, and this machine has one. "
+            "The host platform replaces a missing GPU, but this machine has one. "
             "Run without it, or hide the GPU with CUDA_VISIBLE_DEVICES=''."
         )
     if "megatron.core" in sys.modules:
         raise EnvironmentMissing(
-            "The host platform was installed after megatron.core was imported, which has already bound "
-            "torch.compile and torch.cuda names. Call megatron_ampipe.launch.host.install() first."
+            "The host platform must be installed before megatron.core is imported, because the import binds "
+            "names of torch.compile and torch.cuda. Call megatron_ampipe.launch.host.install() first."
         )
     from megatron_ampipe.launch.host import cuda, devices, random
 
@@ -63,7 +63,7 @@ def install() -> None:
     devices.install()
     random.install()
 
-    # Imports Megatron, so everything above has to be in place.
+    # Imports Megatron, so everything above must be installed already.
     from megatron_ampipe.launch.host import megatron
 
     megatron.install()

@@ -1,8 +1,8 @@
-"""Core attention for what Megatron's local attention cannot do: context parallelism, and latent attention.
+"""Core attention for what Megatron's local attention does not support: context parallelism, latent attention.
 
-Megatron leaves both to Transformer Engine, which needs a GPU. Stock layers and AMPipe layers built on a
-CPU host get the same module, so the two can be compared. Everything else is Megatron's own
-``DotProductAttention``, unchanged. Called by :mod:`.megatron`.
+Megatron supports both only with Transformer Engine, which needs a GPU. On the host platform, stock layers and
+AMPipe layers use the same module, so the two can be compared. All other attention is Megatron's unchanged
+``DotProductAttention``. Called by :mod:`.megatron`.
 """
 
 import copy
@@ -18,7 +18,7 @@ from megatron_ampipe.schedule import SequenceLayout
 
 
 class HostDotProductAttention(DotProductAttention):
-    """``DotProductAttention`` that also takes a context-parallel group and a head size of its own for values.
+    """``DotProductAttention`` that also supports context parallelism and a separate head size for values.
 
     Args:
         config: Megatron's configuration.
@@ -36,19 +36,19 @@ class HostDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        # The stock constructor refuses context parallelism and uses the setting for nothing else.
+        # The stock constructor reads the setting only to refuse context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
         self.config = config
-        self._own = config.context_parallel_size > 1 or v_channels is not None
+        self._uses_exact = config.context_parallel_size > 1 or v_channels is not None
         self._window = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, self.layer_number):
             self._window = config.window_size[0]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]``, rows of this rank, to ``[S, B, H * V]``."""
-        if not self._own:
+        """``[S, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` (rows of this rank) to ``[S, B, H * V]``."""
+        if not self._uses_exact:
             return super().forward(query, key, value, *args, **kwargs)
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())

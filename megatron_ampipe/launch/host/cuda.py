@@ -1,7 +1,7 @@
-"""Stand-ins for the ``torch.cuda`` calls that Megatron makes whether or not there is a GPU.
+"""Replacements for the ``torch.cuda`` calls that Megatron makes even without a GPU.
 
-Not an emulation: streams and events keep no order, because on the CPU every operation has finished when
-its call returns. ``torch.cuda.is_available()`` is left alone and goes on to say False, so torch itself
+Not an emulation: streams and events do not order anything, because on the CPU every operation has finished
+when its call returns. ``torch.cuda.is_available()`` is not replaced and still returns False, so torch itself
 never takes a CUDA path. Called by :func:`megatron_ampipe.launch.host.install`.
 """
 
@@ -16,7 +16,7 @@ import torch
 
 
 class HostStream:
-    """A stream that is always idle: work on the CPU is done when the call that started it returns."""
+    """A stream that is always idle: CPU work has finished when the call that started it returns."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -41,7 +41,7 @@ class HostStream:
 
 
 class HostEvent:
-    """An event that has always happened."""
+    """An event that has always completed."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
 
@@ -88,21 +88,23 @@ def _total_memory_bytes() -> int:
 
 
 def _device_properties(*_args: object, **_kwargs: object) -> types.SimpleNamespace:
-    # Generation 10, because below it Megatron's argument check demands CUDA_DEVICE_MAX_CONNECTIONS=1 to
-    # order work in a GPU's hardware queues, of which there are none here.
+    # Compute capability 10, because for lower ones Megatron's argument validation requires
+    # CUDA_DEVICE_MAX_CONNECTIONS=1, which orders work in a GPU's hardware queues.
     return types.SimpleNamespace(
         name="cpu", major=10, minor=0, total_memory=_total_memory_bytes(), multi_processor_count=1
     )
 
 
-def _nothing() -> Callable[..., None]:
-    """A new function that does nothing: torch's compiler keeps a rule per function object, so no two names
-    in torch may share one."""
+def _no_op() -> Callable[..., None]:
+    """A new function that does nothing.
+
+    torch.compile keeps one rule per function object, so no two names in torch may share a function.
+    """
     return lambda *_args, **_kwargs: None
 
 
 def install() -> None:
-    """Replace the names in ``torch.cuda`` that Megatron calls."""
+    """Replace the functions and classes of ``torch.cuda`` that Megatron uses."""
     replacements = {
         # MoEAlltoAllTokenDispatcher, DDP buckets, shared experts, get_model.
         "Stream": HostStream,
@@ -110,19 +112,19 @@ def install() -> None:
         "stream": _stream_context,
         "current_stream": lambda *_args: _current_stream,
         "default_stream": lambda *_args: _current_stream,
-        "set_stream": _nothing(),
+        "set_stream": _no_op(),
         # Timers, p2p communication, checkpointing.
-        "synchronize": _nothing(),
-        # The `device=` of nearly every buffer that Megatron allocates.
+        "synchronize": _no_op(),
+        # The `device=` argument of nearly every buffer that Megatron allocates.
         "current_device": lambda: torch.device("cpu"),
-        "set_device": _nothing(),
+        "set_device": _no_op(),
         # _initialize_distributed and _set_random_seed skip model-parallel set-up when this is 0.
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         # Argument checks and log lines.
         "get_device_properties": _device_properties,
         "get_device_capability": lambda *_args: (10, 0),
         "get_device_name": lambda *_args: "cpu",
-        # report_memory and the memory lines of the training log: what the process holds.
+        # report_memory and the memory lines of the training log: memory of the process.
         "memory_allocated": lambda *_args: _resident_bytes(),
         "memory_reserved": lambda *_args: _resident_bytes(),
         "max_memory_allocated": lambda *_args: _peak_resident_bytes(),
@@ -133,13 +135,13 @@ def install() -> None:
             _total_memory_bytes(),
         ),
         "memory_stats": _memory_stats,
-        "empty_cache": _nothing(),
-        "reset_peak_memory_stats": _nothing(),
-        # Recompute and the optimizer step ask before they touch random states.
+        "empty_cache": _no_op(),
+        "reset_peak_memory_stats": _no_op(),
+        # Recompute and the optimizer step check this before they set random states.
         "is_current_stream_capturing": lambda: False,
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)
     # nvtx_range_push and nvtx_range_pop of megatron.core.utils.
-    torch.cuda.nvtx.range_push = _nothing()
-    torch.cuda.nvtx.range_pop = _nothing()
+    torch.cuda.nvtx.range_push = _no_op()
+    torch.cuda.nvtx.range_pop = _no_op()

@@ -1,9 +1,8 @@
-"""Maps a CUDA device, wherever Megatron names one, to the CPU.
+"""Maps the CUDA devices that Megatron passes to torch to the CPU.
 
-Wrappers around the few torch functions that take a device, instead of a ``TorchFunctionMode``: a mode
-holds for one thread only, so it would miss data and checkpoint threads, and it slows every torch call,
-which would distort measurements made on the host platform. Called by
-:func:`megatron_ampipe.launch.host.install`.
+Wraps the torch functions that take a device. A ``TorchFunctionMode`` is active in one thread only, so it
+would miss data loader and checkpoint threads, and it slows down every torch call, which would distort
+measurements on the host platform. Called by :func:`megatron_ampipe.launch.host.install`.
 """
 
 import functools
@@ -24,12 +23,12 @@ _CPU = torch.device("cpu")
 
 
 def to_host(device: Any) -> Any:
-    """The device to use in place of ``device``; anything that is not a CUDA device is returned as it is."""
+    """The device to use instead of ``device``; anything that is not a CUDA device is returned unchanged."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
         return "cpu" if device.startswith("cuda") else device
-    # A bare index counts accelerators.
+    # An int is the index of an accelerator.
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
@@ -38,7 +37,7 @@ def _with_host_device(function: Callable[..., Any]) -> Callable[..., Any]:
     def on_host(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = to_host(kwargs["device"])
-        # Pinning is refused by torch where no accelerator could read the pages.
+        # torch refuses to pin memory if there is no accelerator.
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
@@ -63,7 +62,7 @@ def _install_tensor_methods() -> None:
         return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
     torch.Tensor.to = to
-    # clip_grads and both mixed-precision optimizers accept 'torch.cuda.FloatTensor' and its like only.
+    # clip_grads and both mixed-precision optimizers accept only 'torch.cuda.FloatTensor' and the like.
     torch.Tensor.type = type_
     # Batches, checkpoint shards, loss scalers.
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
@@ -76,9 +75,9 @@ def _install_tensor_methods() -> None:
 
 
 def install() -> None:
-    """Wrap the device-taking functions of torch and of ``torch.Tensor``."""
-    # `with torch.device(...)` recognises factories by identity and caches the list on its first use; it
-    # must see torch's own functions, which the wrappers below still call.
+    """Wrap the functions of torch and of ``torch.Tensor`` that take a device."""
+    # `with torch.device(...)` recognises factory functions by identity and caches their list on first use.
+    # The list must hold torch's original functions, which the wrappers below call.
     with torch.device("cpu"):
         torch.empty(0)
     for name in FACTORIES:

@@ -1,8 +1,8 @@
-"""Token dropping by position, on a CPU, as a GPU does it.
+"""Makes token dropping by position work on a CPU as on a GPU.
 
-Megatron keeps an expert's first tokens with ``torch.topk`` over a map of zeros and ones. On CUDA ties go to
-the lower index, which is what makes it "position"; on a CPU ties go to any, so a stock run there
-would drop tokens by no rule at all. Called by :mod:`.megatron`.
+Megatron selects an expert's first tokens with ``torch.topk`` over a map of zeros and ones. On CUDA, ``topk``
+prefers the lower index among equal values, which gives the policy "position". On a CPU the order of equal
+values is arbitrary, so a stock run would drop arbitrary tokens. Called by :mod:`.megatron`.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _LowerIndexWins(TorchFunctionMode):
-    """Breaks the ties of ``torch.topk`` by index."""
+class _BreakTiesByIndex(TorchFunctionMode):
+    """``torch.topk`` prefers the lower index among equal values."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -25,11 +25,11 @@ class _LowerIndexWins(TorchFunctionMode):
         return tuple(found.narrow(kwargs["dim"], 0, kwargs["k"]) for found in (values, indices))
 
 
-def lower_index_wins(drop: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``apply_router_token_dropping`` with the ties of its top-k broken by index."""
+def break_ties_by_index(drop: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``apply_router_token_dropping``; its top-k prefers the lower index among equal values."""
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
-        with _LowerIndexWins():
+        with _BreakTiesByIndex():
             return drop(*args, **kwargs)
 
     return dropping

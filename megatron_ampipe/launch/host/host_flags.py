@@ -1,8 +1,8 @@
-"""The Megatron flags that a machine without a GPU needs, and those it cannot honour.
+"""The Megatron flags that a machine without a GPU needs, and those that it does not support.
 
-Two tables and one function. A flag that the user did not set is chosen here and reported, so that it can
-be printed at start-up; a flag that the user set to something only a GPU can do is refused, never silently
-changed. Imports neither torch nor Megatron. Called by the training entry points.
+Two tables and one function. A flag that is needed and that the user did not set is added, and returned so
+that start-up can print it. A flag that the user set to something that needs a GPU is refused, never changed
+silently. Imports neither torch nor Megatron. Called by the training entry points.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Adjustment:
 
     @property
     def arguments(self) -> list[str]:
-        """The flag as it stands on a command line."""
+        """The flag as on a command line."""
         return [self.flag] if self.value is None else [self.flag, self.value]
 
 
@@ -34,14 +34,14 @@ class GpuOnlyFlag:
     rule: str
     remedy: str
     refuses: Callable[[Sequence[str]], bool] = lambda _values: True
-    """Whether these values of the flag are refused."""
+    """Whether the flag is refused with these values."""
 
 
-def _unless(*allowed: str) -> Callable[[Sequence[str]], bool]:
+def _other_than(*allowed: str) -> Callable[[Sequence[str]], bool]:
     return lambda values: any(value not in allowed for value in values)
 
 
-CHOSEN = (
+ADDED_FLAGS = (
     Adjustment(flag="--distributed-backend", value="gloo", reason="NCCL needs GPUs"),
     Adjustment(flag="--transformer-impl", value="local", reason="Transformer Engine needs a GPU"),
     Adjustment(flag="--no-persist-layer-norm", value=None, reason="the persistent norm is a GPU kernel"),
@@ -56,49 +56,49 @@ CHOSEN = (
 )
 
 _TRANSFORMER_ENGINE = "it is part of Transformer Engine, which needs a GPU"
-_KERNEL = "it is a GPU kernel"
+_GPU_KERNEL = "it is a GPU kernel"
 _NO_CUDA_GRAPHS = "CUDA graphs need a GPU"
 
-REFUSED = (
+GPU_ONLY_FLAGS = (
     GpuOnlyFlag(
         flag="--distributed-backend",
         rule="this machine has no GPU, and NCCL needs one",
         remedy="Use --distributed-backend gloo, or leave the flag out.",
-        refuses=_unless("gloo"),
+        refuses=_other_than("gloo"),
     ),
     GpuOnlyFlag(
         flag="--transformer-impl",
         rule="this machine has no GPU, and only the local layers run without one",
         remedy="Use --transformer-impl local, or leave the flag out.",
-        refuses=_unless("local"),
+        refuses=_other_than("local"),
     ),
     GpuOnlyFlag(
         flag="--moe-token-dispatcher-type",
         rule="its kernels need a GPU",
         remedy="Use --moe-token-dispatcher-type alltoall.",
-        refuses=_unless("alltoall", "allgather"),
+        refuses=_other_than("alltoall", "allgather"),
     ),
     GpuOnlyFlag(
         flag="--cross-entropy-fusion-impl",
         rule=_TRANSFORMER_ENGINE,
         remedy="Use --cross-entropy-fusion-impl native.",
-        refuses=_unless("native"),
+        refuses=_other_than("native"),
     ),
     GpuOnlyFlag(
         flag="--cuda-graph-impl",
         rule=_NO_CUDA_GRAPHS,
         remedy="Use --cuda-graph-impl none.",
-        refuses=_unless("none"),
+        refuses=_other_than("none"),
     ),
     GpuOnlyFlag(
         flag="--dsa-kernel-backend",
-        rule=_KERNEL,
+        rule=_GPU_KERNEL,
         remedy="Use --dsa-kernel-backend none.",
-        refuses=_unless("none"),
+        refuses=_other_than("none"),
     ),
     GpuOnlyFlag(
         flag="--yaml-cfg",
-        rule="a YAML file replaces the command line, so the flags a CPU needs would not be read",
+        rule="a YAML file replaces the command line, so the flags that a CPU needs would be ignored",
         remedy="Give the settings as flags.",
     ),
     GpuOnlyFlag(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
@@ -112,11 +112,11 @@ REFUSED = (
             ("--use-te-activation-func", _TRANSFORMER_ENGINE),
             ("--te-rng-tracker", _TRANSFORMER_ENGINE),
             ("--tp-comm-overlap", _TRANSFORMER_ENGINE),
-            ("--moe-grouped-gemm", _KERNEL),
-            ("--use-grouped-gemm-for-shared-expert", _KERNEL),
-            ("--use-grouped-gemm-for-dense-mlp", _KERNEL),
-            ("--fused-residual-rmsnorm", _KERNEL),
-            ("--apply-layernorm-1p", "the local norm has no zero-centred weight"),
+            ("--moe-grouped-gemm", _GPU_KERNEL),
+            ("--use-grouped-gemm-for-shared-expert", _GPU_KERNEL),
+            ("--use-grouped-gemm-for-dense-mlp", _GPU_KERNEL),
+            ("--fused-residual-rmsnorm", _GPU_KERNEL),
+            ("--apply-layernorm-1p", "the local norm does not support zero-centred weights"),
             ("--batch-invariant-mode", "its kernels need a GPU"),
             ("--use-kitchen-attention", "its kernels need a GPU"),
             ("--enable-cuda-graph", _NO_CUDA_GRAPHS),
@@ -124,10 +124,10 @@ REFUSED = (
             ("--optimizer-cuda-graph", _NO_CUDA_GRAPHS),
             ("--optimizer-cpu-offload", "there is no GPU memory to offload from"),
             ("--use-nccl-ub", "NCCL needs GPUs"),
-            ("--use-sharp", "it belongs to NCCL, which needs GPUs"),
-            ("--use-megatron-fsdp", "its buffers live in GPU memory"),
-            ("--use-torch-fsdp2", "its device mesh is made of GPUs"),
-            ("--log-energy", "it reads the GPU's counters"),
+            ("--use-sharp", "it is a feature of NCCL, which needs GPUs"),
+            ("--use-megatron-fsdp", "its buffers are in GPU memory"),
+            ("--use-torch-fsdp2", "its device mesh consists of GPUs"),
+            ("--log-energy", "it reads the energy counter of a GPU"),
         )
     ),
 )
@@ -140,32 +140,32 @@ def adjust(arguments: Sequence[str]) -> tuple[list[str], list[Adjustment]]:
         arguments: The command line without the program name, as in ``sys.argv[1:]``.
 
     Returns:
-        The command line to parse, and what was added to it and why.
+        The command line to parse, and the flags that were added to it, with reasons.
 
     Raises:
-        BadInput: A flag asks for something that only a GPU can do.
+        BadInput: A flag requests something that needs a GPU.
     """
     found = _values_by_flag(arguments)
-    for refusal in REFUSED:
-        values = found.get(refusal.flag)
-        if values is not None and refusal.refuses(values):
+    for gpu_only in GPU_ONLY_FLAGS:
+        values = found.get(gpu_only.flag)
+        if values is not None and gpu_only.refuses(values):
             raise BadInput(
-                refusal.flag, " ".join(values) or "(set)", rule=refusal.rule, remedy=refusal.remedy
+                gpu_only.flag, " ".join(values) or "(set)", rule=gpu_only.rule, remedy=gpu_only.remedy
             )
     if "--profile" in found and "--use-pytorch-profiler" not in found:
         raise BadInput(
             "--profile",
             "(set)",
-            rule="without --use-pytorch-profiler it drives the CUDA profiler, and there is no GPU",
+            rule="without --use-pytorch-profiler it uses the CUDA profiler, and there is no GPU",
             remedy="Add --use-pytorch-profiler, or leave --profile out.",
         )
-    chosen = [adjustment for adjustment in CHOSEN if adjustment.flag not in found]
+    chosen = [adjustment for adjustment in ADDED_FLAGS if adjustment.flag not in found]
     added = [argument for adjustment in chosen for argument in adjustment.arguments]
     return [*arguments, *added], chosen
 
 
 def _values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The values after each flag; of a repeated flag the last, as argparse takes it."""
+    """The values after each flag; for a repeated flag those of the last one, as in argparse."""
     found: dict[str, list[str]] = {}
     values: list[str] = []
     for argument in arguments:

@@ -1,6 +1,6 @@
-"""Stand-ins for names inside Megatron itself. The only module of the host platform that imports Megatron.
+"""Replacements for functions inside Megatron. The only module of the host platform that imports Megatron.
 
-Called last by :func:`megatron_ampipe.launch.host.install`, once ``torch`` is ready for the import.
+Called last by :func:`megatron_ampipe.launch.host.install`, when ``torch`` is prepared for the import.
 """
 
 import functools
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_ampipe.launch.host.dropping import lower_index_wins
+from megatron_ampipe.launch.host.dropping import break_ties_by_index
 from megatron_ampipe.launch.host.norm import build_norm
 from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
-from megatron_ampipe.launch.host.uneven_collectives import gather_unequal, scatter_unequal
+from megatron_ampipe.launch.host.uneven_collectives import with_uneven_gather, with_uneven_reduce_scatter
 
 
 def _run_eagerly(function: Any = None, **_options: object) -> Any:
@@ -22,12 +22,12 @@ def _run_eagerly(function: Any = None, **_options: object) -> Any:
 
 
 def _splits_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's converts CUDA tensors only, and gloo takes split sizes as ints, not as a tensor."""
+    """Megatron's function converts CUDA tensors only, and gloo needs split sizes as ints, not as a tensor."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad += gradient.T @ inputs``, as apex's ``wgrad_gemm_accum_fp32``: its sum is in fp32."""
+    """``main_grad += gradient.T @ inputs``, like apex's ``wgrad_gemm_accum_fp32``, accumulated in fp32."""
     if gradient.dtype == main_grad.dtype:
         main_grad.addmm_(gradient.t(), inputs)
     else:
@@ -35,14 +35,14 @@ def add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, main_grad:
 
 
 def _import_megatron() -> None:
-    # The fusion decorator binds torch.compile while megatron.core is imported, and routing is compiled at
-    # its definition; on a CPU that costs a C++ compilation per shape and gains nothing here.
+    # The jit_fuser decorator binds torch.compile while megatron.core is imported, and the routing functions
+    # are compiled where they are defined. On a CPU that costs a C++ compilation per shape, without a benefit.
     compile_, torch.compile = torch.compile, _run_eagerly
-    # "No CUDA runtime is found", from the extension loader that recompute imports.
+    # Hides "No CUDA runtime is found" of the extension loader, which recompute imports.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            # "Apex / Transformer Engine is not installed", once per module: neither exists without a GPU.
+            # Hides "Apex / Transformer Engine is not installed", once per module: both need a GPU.
             warnings.simplefilter("ignore", category=UserWarning)
             import megatron.training.training  # noqa: F401
     finally:
@@ -50,7 +50,7 @@ def _import_megatron() -> None:
 
 
 def install() -> None:
-    """Import Megatron and replace the names below."""
+    """Import Megatron and replace the functions below."""
     _import_megatron()
     import megatron.core.tensor_parallel.layers as linear
     import megatron.core.tensor_parallel.mappings as mappings
@@ -65,10 +65,10 @@ def install() -> None:
 
     from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 
-    # For modules that are imported later.
+    # For modules of Megatron that are imported later.
     disable_jit_fuser()
 
-    # CudaRNGStatesTracker.add and .fork, and recompute, reach the device's random state through these.
+    # CudaRNGStatesTracker.add and .fork, and recompute, read and set the device's random state with these.
     tracker._get_cuda_rng_state = get_rng_state
     tracker._set_cuda_rng_state = set_rng_state
 
@@ -83,19 +83,21 @@ def install() -> None:
     linear._grad_accum_fusion_available = True
 
     # MoEAlltoAllTokenDispatcher with tensor-parallel experts.
-    mappings._gather_along_first_dim = gather_unequal(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    mappings._gather_along_first_dim = with_uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = with_uneven_reduce_scatter(
+        mappings._reduce_scatter_along_first_dim
+    )
 
     # TopKRouter.routing, with --moe-token-drop-policy position.
-    dropping = lower_index_wins(router.apply_router_token_dropping)
+    dropping = break_ties_by_index(router.apply_router_token_dropping)
     moe_utils.apply_router_token_dropping = router.apply_router_token_dropping = dropping
 
     # Local layers under context parallelism, and local latent attention.
     LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
 
-    # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. On the class, because many
+    # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. The class is patched, because many
     # modules hold a reference to it.
     WrappedTorchNorm.__new__ = staticmethod(lambda _cls, *args, **kwargs: build_norm(*args, **kwargs))
 
-    # pretrain() asserts CUDA through this.
+    # pretrain() calls this, which asserts that there is CUDA.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

@@ -1,8 +1,9 @@
-"""The norm of the local layers on the host platform: torch's own, which also serves sequence parallelism.
+"""The norm of the local layers on the host platform: torch's norm, with support for sequence parallelism.
 
-Megatron's ``WrappedTorchNorm`` refuses sequence parallelism only because nothing marks the weights of a
-torch norm, whose gradients must then be summed over the tensor-parallel ranks. This builder marks them,
-as Megatron's fused norms do. Used in place of ``WrappedTorchNorm.__new__`` by :mod:`.megatron`.
+Under sequence parallelism the gradients of a norm's weights must be summed over the tensor-parallel ranks,
+for which Megatron marks the weights. Its ``WrappedTorchNorm`` does not mark them and refuses sequence
+parallelism; this builder marks them, as Megatron's fused norms do. :mod:`.megatron` uses it as
+``WrappedTorchNorm.__new__``.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ def build_norm(config: Any, hidden_size: int, eps: float = 1e-5, **_unused: obje
         raise BadInput(
             "--normalization",
             config.normalization,
-            rule="torch has no such norm for the local layers",
+            rule="torch does not have this norm, which the local layers would need",
             remedy=f"Use one of: {', '.join(NORMS)}.",
         )
     for flag, value in (

@@ -1,7 +1,7 @@
-"""Gathers and scatters of unequal parts, which NCCL does and gloo does not: padded to the longest part.
+"""All-gather and reduce-scatter with uneven splits, which gloo does not support: pads to the longest split.
 
-Megatron needs them where experts are tensor-parallel and ranks received different numbers of tokens.
-Called by :mod:`.megatron`.
+Megatron needs them for tensor-parallel experts, when ranks have received different numbers of tokens. Called
+by :mod:`.megatron`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``_gather_along_first_dim``, for gloo."""
+def with_uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's ``_gather_along_first_dim`` with uneven splits over gloo."""
 
     def gathering(
         tensor: Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, *options: Any
@@ -22,15 +22,15 @@ def gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return gather(tensor, group, output_split_sizes, *options)
         longest = max(output_split_sizes)
         received = tensor.new_empty((group.size() * longest, *tensor.shape[1:]))
-        dist.all_gather_into_tensor(received, _lengthened(tensor, longest), group=group)
+        dist.all_gather_into_tensor(received, _pad_rows(tensor, longest), group=group)
         parts = received.split([longest] * group.size())
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
     return gathering
 
 
-def scatter_unequal(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's ``_reduce_scatter_along_first_dim``, for gloo."""
+def with_uneven_reduce_scatter(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's ``_reduce_scatter_along_first_dim`` with uneven splits over gloo."""
 
     def scattering(
         tensor: Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, *options: Any
@@ -38,7 +38,7 @@ def scatter_unequal(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if input_split_sizes is None or group.size() == 1:
             return scatter(tensor, group, input_split_sizes, *options)
         longest = max(input_split_sizes)
-        parts = [_lengthened(part, longest) for part in tensor.split(list(input_split_sizes))]
+        parts = [_pad_rows(part, longest) for part in tensor.split(list(input_split_sizes))]
         received = tensor.new_empty((longest, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(received, torch.cat(parts), group=group)
         return received[: input_split_sizes[group.rank()]]
@@ -46,6 +46,6 @@ def scatter_unequal(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return scattering
 
 
-def _lengthened(tensor: Tensor, length: int) -> Tensor:
+def _pad_rows(tensor: Tensor, length: int) -> Tensor:
     missing = tensor.new_zeros((length - tensor.shape[0], *tensor.shape[1:]))
     return torch.cat([tensor, missing])

@@ -1,7 +1,7 @@
 """Settings from YAML files and the command line: read, checked against Megatron's parser, resolved, written.
 
-``--ampipe-config FILE ...`` is taken out of the command line and replaced by the words that the files stand
-for, before Megatron parses. No module here imports torch or Megatron; the parser is handed in. Called by
+``--ampipe-config FILE ...`` is replaced by the words of a command line that mean the same as the files,
+before Megatron parses it. No module here imports torch or Megatron; the caller passes the parser. Called by
 :mod:`megatron_ampipe.launch.pretrain` and ``ampipe config``.
 """
 

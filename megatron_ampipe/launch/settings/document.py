@@ -1,7 +1,7 @@
 """A resolved configuration as YAML with the source of every value, and as a command line.
 
-The YAML is one that ``--ampipe-config`` reads back to the same command line. Called by ``ampipe config``, and
-by :mod:`megatron_ampipe.launch.pretrain` for the ``resolved.yaml`` of a run.
+``--ampipe-config`` turns the YAML back into the same command line. Called by ``ampipe config``, and by
+:mod:`megatron_ampipe.launch.pretrain` for the ``resolved.yaml`` of a run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe import outputs
 from megatron_ampipe.launch.settings.entries import OWN_SECTION
 from megatron_ampipe.launch.settings.resolve import Resolved, Setting
 
 RESOLVED_NAME = "resolved.yaml"
 LOG_FLAGS = ("--tensorboard-dir", "--save", f"--{OWN_SECTION}-trace-dir")
-"""Whose folder holds the record of a run; the first that is set."""
+"""The first of these that is set names the folder for the record of a run."""
 
 
 class _TextDumper(yaml.SafeDumper):
@@ -34,7 +34,7 @@ _TextDumper.yaml_implicit_resolvers = {
 
 
 def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
-    """YAML, one setting on a line, each with its source as a comment.
+    """YAML with one setting on each line, and its source as a comment.
 
     Args:
         resolved: The configuration.
@@ -55,7 +55,7 @@ def as_yaml(resolved: Resolved, *, notes: Sequence[str] = ()) -> str:
 
 
 def as_command(resolved: Resolved) -> str:
-    """Words for a shell, a flag on each line."""
+    """A command line for a shell, with one flag on each line."""
     groups: list[list[str]] = []
     for word in resolved.words:
         if word.startswith("--") or not groups:
@@ -65,37 +65,28 @@ def as_command(resolved: Resolved) -> str:
 
 
 def write_beside_logs(resolved: Resolved, *, notes: Sequence[str]) -> Path | None:
-    """Write ``resolved.yaml`` into the folder where the run writes; on rank 0 alone.
+    """Write ``resolved.yaml`` into the folder where the run writes; on rank 0 only.
 
     Returns:
         The file; None if the run has no such folder, or this is another rank.
 
     Raises:
-        BadInput: nothing can be written there.
+        BadInput: the folder cannot be made or written to.
+        RunFailed: writing failed.
     """
-    # An object store is no folder.
+    # An object store is not a folder.
     folders = {flag: str(resolved.value(flag) or "") for flag in LOG_FLAGS}
     flag = next((flag for flag, folder in folders.items() if folder and "://" not in folder), None)
     if flag is None or int(os.environ.get("RANK", "0")) != 0:
         return None
     path = Path(folders[flag]) / RESOLVED_NAME
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(as_yaml(resolved, notes=notes), encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise BadInput(
-            flag,
-            path.parent,
-            rule=f"cannot be written to ({error.strerror})",
-            remedy=f"Name a folder of yours, for example {flag} runs/first.",
-        ) from error
+    outputs.check_folder(path.parent.absolute(), flag=flag, value=path.parent, makes_folder=True)
+    outputs.write_text(path, as_yaml(resolved, notes=notes))
     return path
 
 
 def _represent_text(dumper: _TextDumper, text: str) -> yaml.ScalarNode:
-    """Text with line breaks in quotes, so that it stays on one line."""
+    """Text with line breaks is quoted, so that it stays on one line."""
     style = '"' if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

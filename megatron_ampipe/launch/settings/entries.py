@@ -1,25 +1,27 @@
 """Configuration files as lists of entries: which key, which value, which line. Nothing is checked here
-against the parser; that is :mod:`.validate`. Called by :mod:`.resolve`.
+against the parser; that is :mod:`.validate`. Called by :mod:`.resolve` and ``ampipe sbatch``.
 
-A file holds flags at its top and a section ``ampipe:``. A cluster file, which belongs to the planner, may
-have a section ``flags:`` of the same form; only that section concerns a launch.
+A file holds flags at its top and a section ``ampipe:``. A cluster file, which is the planner's, may have a
+section ``flags:`` of the same form; a launch reads that section only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.records import keys_of
 from megatron_ampipe.shipped import shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 OWN_SECTION = "ampipe"
 FLAGS_SECTION = "flags"
 _CLUSTER_KEY = "ranks_per_node"
-"""Every cluster file has it, and no other."""
+"""A key that is in each cluster file, and in no other file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +31,8 @@ class Entry:
     Attributes:
         place: ``FILE:LINE``.
         key: As it is written there.
-        section: ``ampipe`` within that section, else empty.
-        value: Text, True, False, None, or a list or mapping of these; numbers are text.
+        section: ``ampipe`` for a key in that section, else empty.
+        value: Text, True, False, None, or a list or mapping of these. Numbers are text.
     """
 
     place: str
@@ -44,7 +46,7 @@ class Entry:
         Args:
             rule: Why it is refused.
             remedy: What to write instead.
-            value: The value, where showing it helps.
+            value: The value, if it is to be shown.
         """
         shown = ".".join(filter(None, [self.section, self.key]))
         return BadInput(
@@ -52,15 +54,11 @@ class Entry:
         )
 
 
-def read_entries(path: Path, *, is_flag: Callable[[str], bool]) -> list[Entry]:
+def read_entries(path: Path) -> list[Entry]:
     """The entries of a file, in its order.
 
-    Args:
-        path: The file.
-        is_flag: Whether a key is a flag; no such key may stand outside a cluster file's section.
-
     Raises:
-        BadInput: it cannot be read, is no YAML, or its sections are not mappings.
+        BadInput: it cannot be read, is not YAML, or its sections are not mappings.
     """
     top = load(
         path,
@@ -69,10 +67,10 @@ def read_entries(path: Path, *, is_flag: Callable[[str], bool]) -> list[Entry]:
         scalars_as_text=True,
     )
     if FLAGS_SECTION in top:
-        top = _flags_of_cluster(path, top, is_flag)
+        top = _flags_of_cluster(path, top)
     elif _CLUSTER_KEY in top:
         raise _entry(path, top, _CLUSTER_KEY).refuse(
-            f"a cluster file without a section '{FLAGS_SECTION}:' says nothing to a launch",
+            f"a cluster file without a section '{FLAGS_SECTION}:' has no setting of a launch",
             "Leave the file out.",
         )
     return list(_entries(path, top))
@@ -85,25 +83,23 @@ def _entries(path: Path, mapping: LinedMapping) -> Iterator[Entry]:
             yield entry
             continue
         if not isinstance(entry.value, LinedMapping):
-            raise entry.refuse(
-                "is a section, and holds settings of AMPipe", "Write 'degree: 4' below it, indented."
-            )
+            raise entry.refuse("is a section for settings of AMPipe", "Write 'degree: 4' below it, indented.")
         for own in entry.value:
             yield _entry(path, entry.value, own, section=OWN_SECTION)
 
 
-def _flags_of_cluster(path: Path, top: LinedMapping, is_flag: Callable[[str], bool]) -> LinedMapping:
-    """The section ``flags:`` of a cluster file; what stands beside it are the planner's figures."""
+def _flags_of_cluster(path: Path, top: LinedMapping) -> LinedMapping:
+    """The section ``flags:`` of a cluster file; the other keys must be the planner's."""
     found = top[FLAGS_SECTION]
     if not isinstance(found, LinedMapping):
         raise _entry(path, top, FLAGS_SECTION).refuse(
-            "is a section, and holds flags", "Write one 'flag: value' on each line below it."
+            "is a section for flags", "Write one 'flag: value' on each line below it."
         )
-    beside = next((key for key in top if key == OWN_SECTION or is_flag(key)), None)
-    if beside is not None:
-        raise _entry(path, top, beside).refuse(
-            f"stands beside the section '{FLAGS_SECTION}:', and would not be read",
-            f"Move it into '{FLAGS_SECTION}:', or take that line away.",
+    outside = next((key for key in top if key not in keys_of(Cluster)), None)
+    if outside is not None:
+        raise _entry(path, top, outside).refuse(
+            f"stands outside the section '{FLAGS_SECTION}:', and would not be read",
+            f"Move it into '{FLAGS_SECTION}:', or remove the line '{FLAGS_SECTION}:'.",
         )
     return found
 

@@ -1,5 +1,5 @@
-"""From files and a command line to the settings that count: later files win over earlier ones, the command
-line over all. Called by :mod:`megatron_ampipe.launch.pretrain` and ``ampipe config``.
+"""Turns files and a command line into one list of settings: later files win over earlier ones, and the
+command line wins over all files. Called by :mod:`megatron_ampipe.launch.pretrain` and ``ampipe config``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings.entries import Entry, read_entries
-from megatron_ampipe.launch.settings.validate import LegalFlags
+from megatron_ampipe.launch.settings.validate import ParserFlags
 from megatron_ampipe.shipped import find_config
 
 CONFIG_FLAG = "--ampipe-config"
 COMMAND_LINE = "command line"
 CONFIG_FOLDERS = ("models", "clusters", "runs")
-"""Of ``configs``; no name stands in two of them."""
+"""Of ``configs``; no file name is in two of them."""
 
 Value = str | bool | None | tuple[str, ...]
 
@@ -27,12 +27,12 @@ class Setting:
     """One flag and what it is set to.
 
     Attributes:
-        flag: As Megatron names it, switched on.
-        value: True or False for a switch, a tuple for a flag of several values, None for one that a file
-            sets back to Megatron's default.
-        words: On a command line; none for a switch that is off.
+        flag: Megatron's name of it, without ``no-`` if it has both.
+        value: True or False for a switch, a tuple for a flag of several values, None if a file sets it back
+            to Megatron's default.
+        words: Its words on a command line; none for a switch that is off.
         source: ``FILE:LINE``, or ``command line``.
-        instead_of: Where it was set before, strongest first.
+        instead_of: The sources of earlier settings that it replaces, the latest first.
     """
 
     flag: str
@@ -47,10 +47,10 @@ class Resolved:
     """A checked configuration.
 
     Attributes:
-        settings: Those of the files in the order in which they first come, then those of the command line.
-        words: The command line that Megatron is to parse.
-        unknown: Those of its words that are no flag of the parser's; it will refuse them, unless a training
-            script adds flags of its own.
+        settings: Those of the files in the order of their first appearance, then those of the command line.
+        words: The command line that Megatron will parse.
+        unknown: Those of its words that are not flags of the parser; it will refuse them, unless a training
+            script adds its own flags.
     """
 
     settings: tuple[Setting, ...]
@@ -62,7 +62,7 @@ class Resolved:
         return next((setting.value for setting in self.settings if setting.flag == flag), None)
 
     def located(self, error: BadInput) -> BadInput:
-        """The same error with file and line, if it is about a flag that a file sets."""
+        """The same error with file and line, if a file sets the flag that it is about."""
         sources = {setting.flag: setting.source for setting in self.settings}
         source = sources.get(error.name, COMMAND_LINE)
         if source == COMMAND_LINE:
@@ -76,17 +76,17 @@ def names_files(words: Sequence[str]) -> bool:
 
 
 def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
-    """Read the files that a command line names, and put their settings before its own.
+    """Read the files that a command line names, and put their settings before the others.
 
     Args:
         words: The command line without the program name.
-        parser: That will parse the result. What a file says is held against it here; of the command line it
-            judges itself, later.
+        parser: The one that will parse the result. Files are checked against it here; it checks the command
+            line itself, later.
 
     Raises:
         BadInput: a file is missing, or a key or value in it is wrong.
     """
-    legal = LegalFlags(parser, config_flag=CONFIG_FLAG)
+    flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
     groups = list(_groups(words))
     own = [word for group in groups if _flag(group) != CONFIG_FLAG for word in group]
     found: dict[str, Setting] = {}
@@ -94,12 +94,12 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
         if _flag(group) == CONFIG_FLAG:
             for name in _file_names(group):
                 path = find_config(name, folders=CONFIG_FOLDERS, flag=CONFIG_FLAG, what="configuration")
-                for dest, setting in _from_file(path, legal).items():
+                for dest, setting in _from_file(path, flags).items():
                     _put(found, dest, setting)
     from_files = list(found.values())
     unknown: list[str] = []
     for group in groups:
-        action = legal.setting(_flag(group))
+        action = flags.setting(_flag(group))
         if action is not None:
             _put(found, action.dest, _from_command_line(group, action))
         elif _flag(group) != CONFIG_FLAG:
@@ -110,7 +110,7 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
 
 
 def _put(found: dict[str, Setting], dest: str, setting: Setting) -> None:
-    """A later setting takes the place of an earlier one of the same flag, under whatever spelling."""
+    """Replace an earlier setting of the same flag, under any of its spellings."""
     earlier = found.get(dest)
     if earlier is not None:
         places = (earlier.source, *earlier.instead_of)
@@ -120,13 +120,13 @@ def _put(found: dict[str, Setting], dest: str, setting: Setting) -> None:
     found[dest] = setting
 
 
-def _from_file(path: Path, legal: LegalFlags) -> dict[str, Setting]:
-    """The settings of one file by the name under which the parser stores them."""
+def _from_file(path: Path, flags: ParserFlags) -> dict[str, Setting]:
+    """The settings of one file, by the names under which the parser stores them."""
     settings: dict[str, Setting] = {}
     keys: dict[str, Entry] = {}
-    for entry in read_entries(path, is_flag=legal.is_flag):
-        flag = legal.flag_of(entry)
-        dest = legal.by_flag[flag].dest
+    for entry in read_entries(path):
+        flag = flags.flag_of(entry)
+        dest = flags.by_flag[flag].dest
         if dest in keys:
             raise entry.refuse(
                 f"sets the same as {keys[dest].key} at {keys[dest].place}", "Keep one of the two."
@@ -134,7 +134,7 @@ def _from_file(path: Path, legal: LegalFlags) -> dict[str, Setting]:
         keys[dest] = entry
         value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
         settings[dest] = Setting(
-            flag=flag, value=value, words=legal.words_of(entry, flag), source=entry.place
+            flag=flag, value=value, words=flags.words_of(entry, flag), source=entry.place
         )
     return settings
 
@@ -156,7 +156,7 @@ def _from_command_line(group: Sequence[str], action: argparse.Action) -> Setting
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words up to the next one."""
+    """Each flag with its values: the words up to the next flag."""
     group: list[str] = []
     for word in words:
         if word.startswith("--") and group:
@@ -179,6 +179,6 @@ def _file_names(group: Sequence[str]) -> list[str]:
             CONFIG_FLAG,
             "(no file)",
             rule="takes at least one file",
-            remedy=f"Name one, or one of ours: {CONFIG_FLAG} tiny quickstart.",
+            remedy=f"Name one, or one that comes with AMPipe: {CONFIG_FLAG} tiny quickstart.",
         )
     return names

@@ -1,7 +1,8 @@
-"""What the real parser allows: is this a flag, is this a value of it, which words on the command line say it.
+"""Checks the entries of a file against an argparse parser, and turns them into words of a command line.
 
-The parser is Megatron's own with AMPipe's flags added; nothing is known here about any flag of Megatron.
-Every message names what to write instead. Called by :mod:`.resolve`.
+The parser is Megatron's with AMPipe's flags added; no flag of Megatron is known here by name. Where
+Megatron is not installed, ``ampipe sbatch`` passes a parser of AMPipe's flags only. Each message names what
+to write instead. Called by :mod:`.resolve` and ``ampipe sbatch``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings.entries import OWN_SECTION, Entry
+from megatron_ampipe.spelling import did_you_mean
+from megatron_ampipe.yaml_lines import number_of
 
 _SHOWN_CHOICES = 12
 _STORES = (
@@ -23,7 +26,7 @@ _STORES = (
 )
 
 
-class LegalFlags:
+class ParserFlags:
     """The flags of a parser.
 
     Args:
@@ -39,12 +42,8 @@ class LegalFlags:
         self._own = [name.removeprefix(own) for name in names if name.startswith(own)]
         self._others = [name for name in names if not name.startswith(own)]
 
-    def is_flag(self, key: str) -> bool:
-        """Whether a key is the name of a flag that is not AMPipe's."""
-        return key in self._others
-
     def setting(self, flag: str) -> argparse.Action | None:
-        """The action of a flag that sets something; None for others, and for what is no flag."""
+        """The action of a flag that sets something; None for other flags, and for an unknown word."""
         action = self.by_flag.get(flag)
         return action if isinstance(action, _STORES) and flag != self._config_flag else None
 
@@ -54,10 +53,10 @@ class LegalFlags:
         Raises:
             BadInput: there is none, or a file cannot hold it.
         """
-        legal = self._own if entry.section else self._others
+        known = self._own if entry.section else self._others
         name = f"{OWN_SECTION}-{entry.key}" if entry.section else entry.key
-        if entry.key not in legal:
-            raise self._unknown(entry, legal)
+        if entry.key not in known:
+            raise self._unknown(entry, known)
         flag = f"--{name}"
         if flag == self._config_flag:
             raise entry.refuse(
@@ -65,16 +64,16 @@ class LegalFlags:
             )
         action = self.setting(flag)
         if action is None:
-            raise entry.refuse("is no setting", "Leave it out of the file.")
+            raise entry.refuse("is not a setting", "Leave it out of the file.")
         if isinstance(action, argparse.BooleanOptionalAction) and entry.key.startswith("no-"):
-            raise entry.refuse("is switched under its own name", f"Write '{entry.key[3:]}: false'.")
+            raise entry.refuse("takes false in place of 'no-'", f"Write '{entry.key[3:]}: false'.")
         return flag
 
     def words_of(self, entry: Entry, flag: str) -> tuple[str, ...]:
-        """The words on a command line that say what ``entry`` says; none for what is off, or is undone.
+        """The words of a command line that mean the same; none for null and for a switch that is off.
 
         Raises:
-            BadInput: the value does not suit the flag.
+            BadInput: the flag does not take the value.
         """
         action = self.by_flag[flag]
         if entry.value is None:
@@ -84,15 +83,15 @@ class LegalFlags:
         if action.nargs == 0:
             return (flag,) if _switch(entry) else ()
         if action.type is bool:
-            # argparse makes True of any text, "false" as well.
+            # argparse turns any text into True, "false" as well.
             return (flag, "true") if _switch(entry) else ()
         values = _values(entry, action)
         for value in values:
             _check(entry, action, value)
         return _joined(entry, flag, values)
 
-    def _unknown(self, entry: Entry, legal: list[str]) -> BadInput:
-        """What to write in place of a key that is not legal."""
+    def _unknown(self, entry: Entry, known: list[str]) -> BadInput:
+        """What to write in place of an unknown key."""
         plain = entry.key.strip("-").replace("_", "-").removeprefix(f"{OWN_SECTION}-")
         if not entry.section and plain in self._own:
             return entry.refuse(
@@ -102,19 +101,19 @@ class LegalFlags:
             return entry.refuse(
                 "is a flag of Megatron", f"Write '{plain}: ...' outside '{OWN_SECTION}:', not indented."
             )
-        if plain in legal:
+        if plain in known:
             return entry.refuse("keys have hyphens inside and none in front", f"Write '{plain}'.")
-        negated = next((f"{no}-{plain}" for no in ("no", "disable") if f"{no}-{plain}" in legal), None)
+        negated = next((f"{no}-{plain}" for no in ("no", "disable") if f"{no}-{plain}" in known), None)
         if negated is not None:
             remedy = "Leave it out: it is on." if entry.value is True else f"Write '{negated}: true'."
             return entry.refuse("Megatron only has the flag that switches it off", remedy)
-        if plain.startswith("no-") and plain[3:] in legal:
+        if plain.startswith("no-") and plain[3:] in known:
             return entry.refuse("there is no such flag", f"Write '{plain[3:]}: false', or leave it out.")
-        near = difflib.get_close_matches(plain, legal, n=3) or [name for name in legal if plain in name][:3]
-        return entry.refuse(
-            f"there is no such {'setting of AMPipe' if entry.section else 'flag'}",
-            f"Did you mean {' or '.join(near)}?" if near else "Run with --help for the list.",
-        )
+        rule = f"there is no such {'setting of AMPipe' if entry.section else 'flag'}"
+        remedy = did_you_mean(plain, known, most=3)
+        if not remedy and (longer := [name for name in known if plain in name][:3]):
+            remedy = f"Did you mean {' or '.join(longer)}?"
+        return entry.refuse(rule, remedy or "Run with --help for the list.")
 
 
 def _switch(entry: Entry) -> bool:
@@ -129,10 +128,10 @@ def _switch(entry: Entry) -> bool:
 
 
 def _values(entry: Entry, action: argparse.Action) -> list[str]:
-    """The value as a list of texts, as many as the flag takes."""
+    """The value as a list of texts, of the length that the flag takes."""
     found = entry.value
     if isinstance(found, dict):
-        raise entry.refuse("is no section", f"Write '{entry.key}: value' on one line.")
+        raise entry.refuse("is not a section", f"Write '{entry.key}: value' on one line.")
     if action.nargs is None and isinstance(found, list):
         text = f"[{','.join(map(str, found))}]"
         remedy = f"Write '{entry.key}: \"{text}\"'." if _is_pattern(action) else "Write one value."
@@ -153,16 +152,16 @@ def _values(entry: Entry, action: argparse.Action) -> list[str]:
 
 
 def _text(entry: Entry, action: argparse.Action, value: object) -> str:
-    """One value, which has to be a number or text."""
+    """One value, which must be a number or text."""
     if isinstance(value, bool):
         word = str(value).lower()
         remedy = f"Write {_example(action)}."
         if action.choices is None and action.type in (None, str):
             remedy = f"Write {_example(action)}; the word itself needs quotes: '{entry.key}: \"{word}\"'."
-        raise entry.refuse("is no switch, and takes a value", remedy, value=word)
+        raise entry.refuse("is not a switch, and takes a value", remedy, value=word)
     if not isinstance(value, str):
         raise entry.refuse(
-            "takes numbers and text alone", "Write each value plainly, without brackets or tags.", value=value
+            "takes only numbers and text", "Write each value plainly, without brackets or tags.", value=value
         )
     if not value:
         remedy = "Give one, or leave the key out; 'null' undoes what an earlier file says."
@@ -171,7 +170,7 @@ def _text(entry: Entry, action: argparse.Action, value: object) -> str:
 
 
 def _check(entry: Entry, action: argparse.Action, text: str) -> None:
-    """Hold one value against type and choices, as the parser will."""
+    """Check one value against type and choices, as the parser will."""
     convert: Any = action.type or str
     try:
         value = convert(text)
@@ -185,7 +184,8 @@ def _wrong_type(entry: Entry, action: argparse.Action, text: str, error: Excepti
     if action.choices is not None and action.type not in (int, float):
         return _wrong_choice(entry, action, text)
     if action.type is int:
-        whole = _as_whole(text)
+        number = number_of(text.replace(",", ""))
+        whole = None if number is None or not number.is_integer() else int(number)
         remedy = f"Write {_example(action)}." if whole is None else f"Write '{entry.key}: {whole}'."
         return entry.refuse("takes a whole number", remedy, value=text)
     if action.type is float:
@@ -196,7 +196,7 @@ def _wrong_type(entry: Entry, action: argparse.Action, text: str, error: Excepti
             f"Write for example '{entry.key}: \"([0]*1+[1]*3)\"'.",
             value=text,
         )
-    # A type of ours says itself what it takes; argparse's own way of saying it ends with the value.
+    # AMPipe's own types say what they take; argparse's convention is to end such a message with the value.
     own = isinstance(error, argparse.ArgumentTypeError)
     rule = str(error).partition(": ")[0] if own else "is not what the flag takes"
     remedy = f"Write '{entry.key}: 4'." if own else f"Write {_example(action)}."
@@ -205,27 +205,20 @@ def _wrong_type(entry: Entry, action: argparse.Action, text: str, error: Excepti
 
 def _wrong_choice(entry: Entry, action: argparse.Action, text: str) -> BadInput:
     names = [choice.name if isinstance(choice, enum.Enum) else str(choice) for choice in action.choices or ()]
-    near = difflib.get_close_matches(text.lower(), {name.lower(): name for name in names}, n=1)
-    best = next((name for name in names if near and name.lower() == near[0]), names[0])
+    lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(text.lower(), lower, n=1)
+    best = lower[near[0]] if near else names[0]
     shown = ", ".join(names[:_SHOWN_CHOICES]) + (", ..." if len(names) > _SHOWN_CHOICES else "")
     return entry.refuse(f"is not one of {shown}", f"Write {best}.", value=text)
 
 
 def _is_pattern(action: argparse.Action) -> bool:
-    """Whether the flag takes a number or a pattern of layers; Megatron's types for these have such names."""
+    """Whether the flag takes a number or a pattern of layers; Megatron's types for these end in this name."""
     return getattr(action.type, "__name__", "").endswith("freq_type")
 
 
-def _as_whole(text: str) -> int | None:
-    try:
-        number = float(text.replace(",", ""))
-        return int(number) if number.is_integer() else None
-    except (ValueError, OverflowError):
-        return None
-
-
 def _example(action: argparse.Action) -> str:
-    """A value of the right type."""
+    """A value that the flag would take."""
     if action.choices:
         first = next(iter(action.choices))
         return first.name if isinstance(first, enum.Enum) else str(first)
@@ -238,7 +231,7 @@ def _example(action: argparse.Action) -> str:
 
 def _joined(entry: Entry, flag: str, values: list[str]) -> tuple[str, ...]:
     """The words. A value that begins with a dash would be taken for a flag, unless it is a number."""
-    dashed = [value for value in values if value.startswith("-") and not _is_number(value)]
+    dashed = [value for value in values if value.startswith("-") and number_of(value) is None]
     if not dashed:
         return (flag, *values)
     if len(values) == 1:
@@ -246,11 +239,3 @@ def _joined(entry: Entry, flag: str, values: list[str]) -> tuple[str, ...]:
     raise entry.refuse(
         "begins with a dash, which the parser takes for a flag", "Write it without.", value=dashed[0]
     )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -1,9 +1,8 @@
 """What ``ampipe bench`` is made of; :mod:`megatron_ampipe.tools.bench_command` puts it together.
 
-In the order of a run: :mod:`.grid` (which blocks) and :mod:`.link` (over which link) read what the user
-asked for, :mod:`.ranks` starts the processes, :mod:`.network` joins them, :mod:`.worker` is what they run,
-with :mod:`.blocks` (the layers), :mod:`.emulation` (the pretended link), :mod:`.passes` (the timed loop) and
-:mod:`.stage_times` (stages alone); :mod:`.bound` and :mod:`.result` turn samples into figures,
-:mod:`.table` and :mod:`.plot` show them. ``--end-to-end`` trains instead: :mod:`.training` in place of the
-last four, :mod:`.training_worker` in place of :mod:`.worker`. Only what runs in the workers imports torch.
+:mod:`.arguments` declares the flags. The command sends a :mod:`.bench_job` to the ranks, whose
+:mod:`.block_worker` runs the timed loop (:mod:`.passes`). :mod:`.bound` and :mod:`.result` turn samples into
+figures, :mod:`.prediction` adds the planner's, :mod:`.table` and :mod:`.plot` show them. ``--end-to-end``
+trains instead: :mod:`.training` sends a :mod:`.training_job` to each :mod:`.training_worker`. Only what runs
+in the ranks imports torch.
 """

@@ -1,4 +1,4 @@
-"""The arguments of ``ampipe bench``, and what can be wrong with one by itself. Imports no torch.
+"""The arguments of ``ampipe bench``, and the checks of single arguments. Imports no torch.
 
 Some are shared with ``ampipe profile``.
 """
@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ampipe.config import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import SCHEDULE_NAMES, parse_shares
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
@@ -29,11 +29,11 @@ examples:
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
-      what ampipe plan would choose for each block, beside schedules and degrees chosen by hand
+      what ampipe plan would choose for each block, and schedules and degrees chosen by hand
   ampipe bench --from bench.json --plot bench
       table and pictures of an earlier result
   ampipe bench --from bench.json --predict cluster.yaml
-      what the planner predicts for each of its rows, beside what was measured
+      what the planner predicts for each of its rows, next to what was measured
 
 Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
 Close other work first: the columns '10-90 %' and the rows of degree 1, which are Megatron's layer again,
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
     shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
     schedules = f"of {', '.join(SCHEDULE_NAMES)}"
-    timeout = "give up after so many seconds without a sign of life"
+    timeout = "fail after so many seconds without an answer of any rank"
     end_to_end = (
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
         "--warmup ones"
@@ -61,11 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layers = f"layers of the model (default: {LAYERS}; with --end-to-end only)"
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
     pretend = (
-        "run one rank; what the others would send is zeros. Only with an emulated link, and chosen by itself "
-        "where there are fewer GPUs than ranks"
+        "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
+        "and chosen automatically if there are fewer GPUs than ranks"
     )
     predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
-    planned = "also measure what the planner makes of each case on this cluster"
+    planned = "also measure what the planner chooses for each case on this cluster"
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--cases", metavar="NAME,NAME", help="only these cases of the grid (default: all)")
@@ -100,7 +100,7 @@ def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
     found = [_cut(word, degrees) for word in degrees.split(",")]
     for text in chunks:
         shares = parse_shares(text, flag="--chunks")
-        found.append(Cut(len(shares), shares=shares))
+        found.append(Cut.of(len(shares), shares=shares))
     return tuple(dict.fromkeys(found))
 
 
@@ -121,7 +121,7 @@ def _cut(word: str, text: str) -> Cut:
         raise BadInput(
             "--degrees", word, rule="one of the two must divide the other", remedy="Use for example 4:2."
         )
-    return Cut(forward, None if forward == backward else backward)
+    return Cut(forward, backward)
 
 
 def schedules(text: str) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
             flag,
             value,
             rule="a training needs real ranks: what it learns depends on every token that arrives, and an "
-            "emulated link would slow its other collectives not at all",
+            "emulated link would not slow its other collectives",
             remedy="Use --link 200mbit, or --link none.",
         )
     for flag, value in (
@@ -166,5 +166,5 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         ("--planned", arguments.planned),
     ):
         if value is not None:
-            rule = "knows results of single blocks, not of --end-to-end"
+            rule = "works with results of single blocks, not with --end-to-end"
             raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out; --json holds every sample.")

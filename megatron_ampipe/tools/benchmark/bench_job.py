@@ -55,7 +55,7 @@ class BenchJob:
     def variants(self) -> tuple[Variant, ...]:
         """What is compared: stock first, then every schedule with every cut."""
         rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
-        return (Variant(STOCK, Cut(1)), *rows)
+        return (Variant(STOCK, Cut.of(1)), *rows)
 
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
         """Likewise, with what was planned for this case."""

@@ -18,7 +18,7 @@ run.
 
 The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
 for a peer that comes later, and neither lane slowed by the other. Times from an overlapped run would count
-its losses as unavoidable; nor may they hold what a GPU waits for its host, which other work can cover. A
+its losses as unavoidable; nor may they include what a GPU waits for its host, which other work can cover. A
 shaped link that idles saves up, and lets that pass at once: collectives are timed without it, but for the
 first of a direction, because an order saves up only while the link idles, which takes as long as is saved.
 What runs outside stages (autograd's own work, Python between stages) is in no bound: it is part of what a
@@ -43,7 +43,7 @@ class DirectionBound:
     Attributes:
         compute: Sum of the compute stages.
         compute_with_waits: What the compute lane needs when it has to wait for a first collective, and
-            something follows it behind a last one.
+            something follows after a last one.
         communication: Sum of the collectives.
         head: The least computation before a collective can start.
         tail: The least computation after a collective.

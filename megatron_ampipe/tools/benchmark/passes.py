@@ -1,9 +1,9 @@
-"""The measurement of one case on one rank: whether all variants compute the same, then how long they take.
+"""The measurement of one case on one rank: whether all variants compute the same, then their times.
 
-One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's
-own, from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
+One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's,
+from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
 variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine that
-becomes slower hits all alike. Called by :mod:`.worker`.
+becomes slower affects all equally. Called by :mod:`.block_worker`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Passes:
             torch.randn(shape, generator=generator).to("cuda" if on_cuda else "cpu", DTYPES[case.dtype])
             for _ in range(2)
         )
-        # What exists by now stays: later collections need not look at it.
+        # What exists now stays: later collections skip it.
         gc.freeze()
 
     def run(self, layer: torch.nn.Module) -> _Sample:

@@ -1,7 +1,7 @@
 """Pictures of a result, one file each: the figures of the paper's evaluation, with our figures.
 
-``by-case`` (figure 7), ``by-degree`` (8), ``overhead`` (9: what chunking costs beside what overlap gains) and
-``bound`` (11: the speedup that the bound allows beside the one reached). Draws what a result holds and
+``by-case`` (figure 7), ``by-degree`` (8), ``overhead`` (9: what chunking costs and what overlap gains) and
+``bound`` (11: the speedup that the bound allows, and the one reached). Draws what a result holds and
 measures nothing. Called by ``ampipe bench --plot``.
 """
 
@@ -212,7 +212,7 @@ def _colour(document: Mapping[str, Any], schedule: str) -> str:
 
 
 def _write(figure: Any, target: Path) -> None:
-    with outputs.whole(target) as partial:
+    with outputs.atomic_file(target) as partial:
         figure.savefig(partial, format=target.suffix[1:], dpi=160)
 
 

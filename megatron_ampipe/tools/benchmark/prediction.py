@@ -1,7 +1,7 @@
-"""What the planner makes of cases, and what it predicts for every row of a result. Pure.
+"""What the planner chooses for cases, and what it predicts for every row of a result. Pure.
 
-Also which row the planner would have chosen, and what that costs against the fastest one: so a result says
-how good predictions, and choices made from them, are. Called by ``ampipe bench`` with ``--planned`` and
+Also which row the planner would have chosen, and how much slower that is than the fastest one: so a result
+says how good predictions are, and choices made from them. Called by ``ampipe bench`` with ``--planned`` and
 ``--predict``.
 """
 
@@ -16,13 +16,13 @@ from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.plan_file import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Pipeline, from_text, to_text
+from megatron_ampipe.schedule import to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
 
 CLOSE = 0.03
-"""A choice that is slower than the best by no more than this is as good."""
+"""A choice that is slower than the best by no more than this counts as equal."""
 
 
 def predict(document: dict[str, Any], cluster: Cluster) -> None:
@@ -57,7 +57,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
 
 
 def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bool) -> Variant:
-    """What the planner makes of a case.
+    """What the planner chooses for a case.
 
     Args:
         case: The block.
@@ -71,7 +71,7 @@ def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bo
     workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
     plan = make_plan(Predictor(workload, cluster))
     if not plan.helps:
-        return Variant(PLANNED, Cut(1))
+        return Variant(PLANNED, Cut.of(1))
     pipeline = plan.pipeline(rows=workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
     return Variant(PLANNED, cut, to_text(plan.schedule))
@@ -90,15 +90,14 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _predicted_ms(row: Mapping[str, Any], predictor: Predictor) -> float:
-    if max(row["degree"], row["backward_degree"] or 1) == 1:
+    shares = tuple(row["shares"]) if row["shares"] else None
+    variant = Variant(
+        row["schedule"], Cut.of(row["degree"], row["backward_degree"], shares), row.get("order")
+    )
+    if not variant.chunked:
         time = predictor.stock()
     else:
-        degrees = {"degree": row["degree"], "backward_degree": row["backward_degree"]}
-        shares = tuple(row["shares"]) if row["shares"] else None
-        if row.get("order"):
-            pipeline = Pipeline(**degrees, shares=shares, order=from_text(row["order"]))
-        else:
-            pipeline = Pipeline(**degrees, shares=shares, schedule=row["schedule"])
+        pipeline = variant.pipeline
         workload = predictor.workload
         lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(workload.sequence_length)]
         time = predictor.pass_us(pipeline.schedule_of(workload.features), lengths)

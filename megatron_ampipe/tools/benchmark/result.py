@@ -3,8 +3,8 @@
 Pure, apart from writing the file. Called by ``ampipe bench``.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
-within each repeat, where both met the same state of the machine; its spread is the range from the 10th to the
-90th percentile of these ratios.
+within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
+the 90th percentile of these ratios.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import Stage, StageKind
+from megatron_ampipe.schedule import stage_from_text
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link
@@ -68,10 +68,10 @@ def bounds(samples: StageSamples, needs: StageNeeds) -> dict[str, DirectionBound
     found = {}
     for direction, stages in samples.items():
         graph = {
-            _stage(name): tuple(_stage(needed) for needed in earlier)
+            stage_from_text(name): tuple(stage_from_text(needed) for needed in earlier)
             for name, earlier in needs[direction].items()
         }
-        times = {_stage(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
+        times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
         found[direction] = direction_bound(times, graph)
     return found
 
@@ -125,7 +125,7 @@ def case_result(
 
 
 def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """What the least of the bounds would be over Megatron's layer; None where nothing was cut.
+    """The speedup over Megatron's layer at the lowest bound; None where nothing was cut.
 
     No order of the stages of these rows is faster, so a larger speedup needs another link, block or cut.
     """
@@ -134,7 +134,7 @@ def possible_speedup(stock_ms: float, rows: Sequence[Mapping[str, Any]]) -> floa
 
 
 def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[list[float]]] | None:
-    """Milliseconds by variant, rank and repeat; None if nobody measured them."""
+    """Milliseconds by variant, rank and repeat; None if they were not measured."""
     if reports[0][key] is None:
         return None
     return [
@@ -156,13 +156,14 @@ def _row(
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
-    median_ms = statistics.median(samples)
+    median_ms, cut = statistics.median(samples), variant.cut
     row: dict[str, Any] = {
         "schedule": variant.schedule,
-        "degree": variant.cut.degree,
-        "backward_degree": variant.cut.backward_degree,
-        "shares": variant.cut.shares,
-        "cut": str(variant.cut),
+        "degree": cut.degree,
+        # None where it is the forward pass's, as in the files of earlier versions.
+        "backward_degree": None if cut.backward_degree == cut.degree else cut.backward_degree,
+        "shares": cut.shares,
+        "cut": str(cut),
         "order": variant.order,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
@@ -199,11 +200,6 @@ def _total_ms(of_directions: Mapping[str, DirectionBound]) -> float:
     return sum(bound.time for bound in of_directions.values())
 
 
-def _stage(name: str) -> Stage:
-    kind, dot, chunk = name.partition(".")
-    return Stage(StageKind(kind), int(chunk) if dot else None)
-
-
 def write(document: Mapping[str, Any], path: Path) -> None:
     """Write the document; it appears under its name only when it is whole.
 
@@ -217,7 +213,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read a document that :func:`write` wrote, and check what is shown and drawn of it.
 
     Raises:
-        BadInput: it is absent, or not of ours.
+        BadInput: it is absent, or not a result of ``ampipe bench``.
     """
     remedy = "Give a file that ampipe bench --json wrote, not one of --end-to-end."
     try:
@@ -229,9 +225,9 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInput("--from", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInput("--from", path, rule="is not a result of ours", remedy=remedy) from error
+        raise BadInput("--from", path, rule="is not a result of ampipe bench", remedy=remedy) from error
     if not good:
-        raise BadInput("--from", path, rule="is not a result of ours", remedy=remedy)
+        raise BadInput("--from", path, rule="is not a result of ampipe bench", remedy=remedy)
     return dict(document)
 
 

@@ -12,9 +12,9 @@ from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
     "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
-    "stock / this within a repeat, and the 10th to 90th percentile; beside stock, what no order of these "
-    "stages can exceed. of bound: share of the time that no order can beat. busy: cores that the slowest "
-    "rank kept at work. degree 1 is stock again and shows the noise."
+    "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
+    "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
+    "slowest rank kept busy. degree 1 is stock again and shows the noise."
 )
 
 

@@ -1,8 +1,8 @@
-"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether they learn alike.
+"""``ampipe bench --end-to-end``: whole trainings in turns, stock and AMPipe's, and whether losses are equal.
 
 Every training is Megatron's own loop as ``-m megatron_ampipe.pretrain_gpt`` runs it, on a CPU, from the same
 seed. A round trains every variant once, in an order that is rotated from round to round, so that a
-machine that becomes slower hits all alike. Times are those of Megatron's log. Called by
+machine that becomes slower affects all equally. Times are those of Megatron's log. Called by
 :mod:`megatron_ampipe.tools.bench_command`.
 """
 
@@ -64,7 +64,7 @@ def measure(
             not and that do count.
         layers: Of the model.
         rounds: Trainings of each variant.
-        on_iteration: Told, at every iteration, what is training.
+        on_iteration: Called at every iteration with what is trained.
 
     Returns:
         The entries ``cases`` of the document.
@@ -98,7 +98,7 @@ def _flags(case: Case, job: BenchJob, *, layers: int) -> tuple[str, ...]:
 def _train(
     case: Case, variant: Variant, job: BenchJob, *, layers: int, on_iteration: Callable[[str], None]
 ) -> Curve:
-    """One training, on ranks of its own."""
+    """One training, on newly started ranks."""
     training = TrainingJob(
         flags=(*_flags(case, job, layers=layers), *variant_flags(variant)),
         stock_attends_as=None if variant.chunked else case.dtype,
@@ -189,7 +189,7 @@ def case_result(
     timed = [[ms for curve in of_rounds for ms in curve.ms[warmup:]] for of_rounds in curves]
     rows = []
     for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
-        ratios = [stock / ours for stock, ours in zip(timed[0], samples, strict=True)]
+        ratios = [stock / other for stock, other in zip(timed[0], samples, strict=True)]
         rows.append(
             {
                 "schedule": variant.schedule,
@@ -223,7 +223,7 @@ def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
 
 
 def settings(*, layers: int, rounds: int) -> dict[str, Any]:
-    """What the document says beside what every document of ``ampipe bench`` says."""
+    """What the document holds in addition to what every document of ``ampipe bench`` holds."""
     return {
         "format": FORMAT,
         "layers": layers,

@@ -1,7 +1,7 @@
-"""A training run of the end-to-end comparison: its Megatron flags, and what its ranks are told. No torch.
+"""A training run of the end-to-end comparison: its Megatron flags, and the job of its ranks. No torch.
 
-The flags of a case are those of its block; around it stand an embedding, an output layer and Adam, small
-beside the blocks. Called by :mod:`.training`, and by :mod:`.training_worker` in the ranks.
+The flags of a case are those of its block; in addition the model has an embedding, an output layer and Adam,
+small compared with the blocks. Called by :mod:`.training`, and by :mod:`.training_worker` in the ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
         *("--micro-batch-size", batch, "--global-batch-size", batch * MICRO_BATCHES * num_ranks),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", _VOCABULARY),
         *("--train-iters", iterations, "--seed", seed, *_OPTIMIZER.split()),
-        # AMPipe drops the mask; stock gets a kernel that needs none.
+        # AMPipe uses no mask; stock gets a kernel that needs none.
         "--no-create-attention-mask-in-dataloader",
         *("--log-interval", 1, "--eval-interval", 1_000_000, "--eval-iters", 0),
     ]
@@ -77,7 +77,7 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         flags = ("--ampipe-chunks", ",".join(map(repr, cut.shares)))
     else:
         flags = ("--ampipe-degree", str(cut.degree))
-    if cut.backward_degree is not None:
+    if cut.backward_degree != cut.degree:
         flags += ("--ampipe-backward-degree", str(cut.backward_degree))
     return (*flags, "--ampipe-schedule", variant.schedule)
 
@@ -92,7 +92,7 @@ class TrainingJob:
             kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
         link: As the user wrote it. An emulated one slows the all-to-alls alone.
         num_ranks: Processes, each an expert-parallel rank.
-        timeout_s: After so long a collective is given up.
+        timeout_s: A collective fails after this time.
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
     """

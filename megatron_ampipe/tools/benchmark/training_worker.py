@@ -2,8 +2,8 @@
 
 Megatron's training through the entry point that users launch, unedited, apart from two things: the local
 layers of a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there
-too, so that neither gains by what the other could have. What Megatron logs of an iteration is passed on to
-the command as an answer. Started by :mod:`.ranks`.
+too, so that neither has an advantage that the other could have. What Megatron logs of an iteration is passed
+on to the command as an answer. Started by ``measuring.rank_processes``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
     """Run one training; an answer ``iteration`` for every line that this rank logs of one.
 
     Raises:
-        RunFailed: it did not end well; why is in this rank's log.
+        RunFailed: it failed; the reason is in this rank's log.
     """
     import torch
 
@@ -63,7 +63,7 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
 
 
 def _use_kernel_of_ampipe(dtype: str) -> None:
-    """Put the kernel of our own layers, on the whole sequence, behind Megatron's local layers."""
+    """Have Megatron's local layers attend with the kernel of AMPipe's layers, on the whole sequence."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -72,14 +72,14 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
 
     class StockAttention(KernelAttention):
-        """By the first pass, as in a pipeline, all process groups are there."""
+        """Demotes gloo's threads in the first pass, as a pipeline does, when all process groups exist."""
 
-        calm = False
+        demoted = False
 
         def forward(self, *inputs: Any, **more: Any) -> Tensor:
-            if not StockAttention.calm:
+            if not StockAttention.demoted:
                 demote_gloo_threads()
-                StockAttention.calm = True
+                StockAttention.demoted = True
             return super().forward(*inputs, **more)
 
     kernel = choose_kernel(local=True, on_gpu=False, dtype=DTYPES[dtype]).name

@@ -49,7 +49,7 @@ def start(num_ranks: int, *, on_gpu: bool, time_limit_s: float = TIME_LIMIT_S) -
         path = os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         if not on_gpu and sys.platform == "linux":
-            # A machine's own name need not resolve to an address of its own.
+            # A machine's name may not resolve to one of its addresses.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -59,7 +59,7 @@ def start(num_ranks: int, *, on_gpu: bool, time_limit_s: float = TIME_LIMIT_S) -
                 code = process.wait(timeout=time_limit_s)
             except subprocess.TimeoutExpired:
                 raise RunFailed(
-                    f"{num_ranks} ranks did not come to an end within {time_limit_s:g} s, and were ended. "
+                    f"{num_ranks} ranks did not end within {time_limit_s:g} s, and were ended. "
                     "They hang at the first collective where a network is chosen that does not work."
                     f"{_tail(log)}"
                 ) from None
@@ -69,7 +69,7 @@ def start(num_ranks: int, *, on_gpu: bool, time_limit_s: float = TIME_LIMIT_S) -
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if code != 0 or not report.exists():
-            raise RunFailed(f"{num_ranks} ranks could not be run to their end (code {code}).{_tail(log)}")
+            raise RunFailed(f"{num_ranks} ranks failed (code {code}).{_tail(log)}")
         found: dict[str, Any] = json.loads(report.read_text())
         return found
 
@@ -90,4 +90,4 @@ def differences(ranks: Sequence[Mapping[str, Any]]) -> list[RankDifference]:
 
 def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    return "".join(f"\n  {line}" for line in ["", "the end of what they said:", *lines] if lines)
+    return "".join(f"\n  {line}" for line in ["", "the end of their output:", *lines] if lines)

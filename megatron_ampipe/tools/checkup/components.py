@@ -1,7 +1,7 @@
 """Which packages are there, in which version, and whether they can be imported. Imports none of them itself.
 
-A package counts as broken when it is installed and cannot be imported; that is found out in a process of its
-own (:mod:`.probe`). Called by ``ampipe doctor``.
+A package counts as broken when it is installed and cannot be imported; a separate process tries it
+(:mod:`.probe`). Called by ``ampipe doctor``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG_LINES = 5
 
 
 class Status(StrEnum):
-    """What there is to say of a component, in a word."""
+    """The state of a component."""
 
     OK = "ok"
     MISSING = "missing"
@@ -45,12 +45,12 @@ class Component:
     """One line of the doctor's first table.
 
     Attributes:
-        name: As people call it.
+        name: Of the component.
         status: See :class:`Status`.
-        found: The version, or what stands in for one.
+        found: The version, or what is shown in place of one.
         needed: Which version is needed, and for what.
         required: Whether training is impossible without it.
-        lost: What cannot be had while it is not ``ok``.
+        lost: What is not available while it is not ``ok``.
         remedy: How to get it.
         lacks: Names that AMPipe imports and that are not in it, each with the file that needs it.
     """
@@ -66,7 +66,7 @@ class Component:
 
     @property
     def is_problem(self) -> bool:
-        """Whether the doctor calls this ill: what is required is not well, or what is optional is broken."""
+        """Whether this is a problem: a required component is not ok, or an optional one is broken."""
         # A launch only warns of what is untested, too.
         if self.status in (Status.OK, Status.UNTESTED):
             return False
@@ -93,7 +93,7 @@ class Components:
 
 def examine() -> Components:
     """Look at everything that a training run may need."""
-    optional = [component for component in compat.OPTIONAL_PIECES if compat.has_piece(component)]
+    optional = [component for component in compat.OPTIONAL_PACKAGES if compat.has_optional_package(component)]
     modules = [TORCH, MEGATRON, *(component.module for component in optional)]
     answers = probe([name for name in modules if importlib.util.find_spec(_root_of(name)) is not None])
     torch = answers.get(TORCH, {"error": None})
@@ -104,7 +104,7 @@ def examine() -> Components:
         _nccl(torch),
         _megatron(answers.get(MEGATRON)),
         _dataset_helper(),
-        *(_optional(component, answers) for component in compat.OPTIONAL_PIECES),
+        *(_optional(component, answers) for component in compat.OPTIONAL_PACKAGES),
     )
     return Components(table, torch)
 
@@ -143,10 +143,10 @@ def probe(names: list[str]) -> dict[str, dict[str, Any]]:
 
 def _python() -> Component:
     found = platform.python_version()
-    well = sys.version_info[:2] >= tuple(map(int, compat.MINIMUM_PYTHON.split(".")))
+    is_ok = sys.version_info[:2] >= tuple(map(int, compat.MINIMUM_PYTHON.split(".")))
     return Component(
         name="Python",
-        status=Status.OK if well else Status.TOO_OLD,
+        status=Status.OK if is_ok else Status.TOO_OLD,
         found=found,
         needed=f">= {compat.MINIMUM_PYTHON}",
         required=True,
@@ -230,11 +230,11 @@ def _state(distribution: str, answer: Mapping[str, Any] | None) -> tuple[Status,
     return Status.OK, found, version
 
 
-def _optional(component: compat.OptionalPiece, answers: Mapping[str, Mapping[str, Any]]) -> Component:
+def _optional(component: compat.OptionalPackage, answers: Mapping[str, Mapping[str, Any]]) -> Component:
     version = compat.installed_version(component.distribution)
     found = str(version) if version is not None else "-"
     answer = answers.get(component.module)
-    if not compat.has_piece(component):
+    if not compat.has_optional_package(component):
         status = Status.MISSING if version is None or component.minimum is None else Status.TOO_OLD
     elif answer is None or answer.get("error") is not None:
         status = Status.BROKEN

@@ -15,7 +15,7 @@ COMPARED_NAMES = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "NCCL_TOPO_FILE", "UCX_NET_DEVICES")
-"""Name what a node calls its own hardware."""
+"""They name a node's hardware."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Note:
 
 
 def compared(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that should be alike on every rank."""
+    """The variables that should be equal on every rank."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -73,11 +73,11 @@ def _connections(value: str | None) -> Note:
     )
 
 
-_SLOW_WAY = "takes a fast way between GPUs away"
+_SLOW_WAY = "disables a fast path between GPUs"
 _HARMFUL = (
     ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for: nothing overlaps", "unset it; it is for debugging"),
     ("TORCH_NCCL_BLOCKING_WAIT", "the host waits for every collective: nothing overlaps", "unset it"),
     ("NCCL_P2P_DISABLE", _SLOW_WAY, "unset it, unless this machine hangs without it"),
-    ("NCCL_IB_DISABLE", "takes InfiniBand and RoCE away", "unset it where there is such a network"),
+    ("NCCL_IB_DISABLE", "disables InfiniBand and RoCE", "unset it where there is such a network"),
     ("NCCL_SHM_DISABLE", _SLOW_WAY, "unset it"),
 )

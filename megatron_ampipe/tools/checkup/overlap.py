@@ -3,7 +3,7 @@
 An all-to-all of some MB and matrix products that take about as long are run each alone, then together by the
 executor that training uses here. The hidden share is what running them together saved, of the shorter of the
 two: 100 % is as if it cost nothing, 0 % is one after the other. Imports torch, not Megatron. Called by
-:mod:`.rank`, on every rank alike.
+:mod:`.rank`, on every rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, Order, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Stage, StageKind
-from megatron_ampipe.schedule.types import COMM, COMPUTE
+from megatron_ampipe.schedule import Stage, kinds
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
 
 _CHUNKS = 4
 _COLUMNS = 1024
 _LARGEST_BYTES = 512 * 2**20
 _REPEATS, _WARM_UP = 10, 2
-# Long against the clock and the launch of a kernel, short against the patience of a user.
+# Long compared with the clock and the launch of a kernel, short enough for a user.
 _AIM_S = {"cuda": 4e-3, "cpu": 40e-3}
 _MATRIX = {"cuda": 4096, "cpu": 384}
 
@@ -43,19 +43,19 @@ def measure(device: str) -> dict[str, Any]:
     Returns:
         Milliseconds, each the median of several times of the slowest rank: ``communication_ms``,
         ``computation_ms``, ``together_ms``; ``hidden_share`` from 0 to 1; ``bytes`` that a rank exchanged;
-        ``what`` travelled; ``verdict`` in a word.
+        ``what`` was exchanged; ``verdict`` as a word.
     """
     work = _Work(device)
     alone = (
-        [Stage(StageKind.DISPATCH, chunk) for chunk in range(_CHUNKS)],
-        [Stage(StageKind.EXPERT, chunk) for chunk in range(_CHUNKS)],
+        [Stage(kinds.DISPATCH, chunk) for chunk in range(_CHUNKS)],
+        [Stage(kinds.EXPERT, chunk) for chunk in range(_CHUNKS)],
     )
     communication = [(COMM, stage) for stage in alone[0]]
     computation = [(COMPUTE, stage) for stage in alone[1]]
     together = [entry for pair in zip(communication, computation, strict=True) for entry in pair]
     samples: list[list[float]] = [[], [], []]
     for repeat in range(_WARM_UP + _REPEATS):
-        # In turns, so that a machine that becomes slower hits all alike.
+        # In turns, so that a machine that becomes slower affects all equally.
         for index, order in enumerate((communication, computation, together)):
             seconds = work.slowest(functools.partial(work.run, order))
             if repeat >= _WARM_UP:
@@ -115,7 +115,7 @@ class _Work:
         return float(taken)
 
     def _run_stage(self, stage: Stage) -> Transfer | None:
-        if stage.kind is StageKind.DISPATCH:
+        if stage.kind is kinds.DISPATCH:
             return self._exchange()
         for _ in range(self._products_per_chunk):
             torch.mm(self._matrix, self._matrix, out=self._product)
@@ -123,17 +123,17 @@ class _Work:
 
     def _exchange(self) -> Transfer:
         if self._ranks == 1:
-            # One GPU has nobody to exchange with; what can be seen is whether its streams overlap.
+            # One GPU has no peer to exchange with; this shows whether its streams overlap.
             return Transfer((self._received.copy_(self._rows),))
         share = [self._rows.shape[0] // self._ranks] * self._ranks
         assert dist.group.WORLD is not None
         return exchange_rows([self._rows], send=share, receive=share, group=dist.group.WORLD)
 
     def _choose_size(self) -> None:
-        """Decided by figures that all ranks share, so that all exchange alike."""
+        """Decided by figures that all ranks share, so that all exchange the same amount."""
         aim_s = _AIM_S[self._device]
-        communication = [(COMM, Stage(StageKind.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
-        computation = [(COMPUTE, Stage(StageKind.EXPERT, chunk)) for chunk in range(_CHUNKS)]
+        communication = [(COMM, Stage(kinds.DISPATCH, chunk)) for chunk in range(_CHUNKS)]
+        computation = [(COMPUTE, Stage(kinds.EXPERT, chunk)) for chunk in range(_CHUNKS)]
         taken_s = self._timed(communication)
         while taken_s < aim_s and 2 * self.size_bytes <= _LARGEST_BYTES:
             self._rows = torch.zeros(2 * self._rows.shape[0], _COLUMNS, device=self._device)

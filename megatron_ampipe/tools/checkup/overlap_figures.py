@@ -1,4 +1,4 @@
-"""What three times say about overlap. Imports no torch. Called by :mod:`.overlap` and ``ampipe doctor``."""
+"""Computes overlap from three times. Imports no torch. Called by :mod:`.overlap` and ``ampipe doctor``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def hidden_share(communication_s: float, computation_s: float, together_s: float
 
 
 def verdict(share: float) -> str:
-    """A hidden share in a word."""
+    """A hidden share as a word."""
     if share >= OVERLAPS:
         return "overlaps"
     return "overlaps in part" if share >= PARTLY else "does not overlap"

@@ -33,7 +33,7 @@ def main(components: list[str]) -> None:
             found = {"error": f"{type(error).__name__}: {error}"}
         _answer(answers, component=component, **found)
     answers.flush()
-    # Half-imported packages may not survive being torn down.
+    # Half-imported packages may crash at exit.
     os._exit(0)
 
 

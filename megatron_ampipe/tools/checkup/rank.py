@@ -1,7 +1,7 @@
-"""What one rank of the doctor does: says what it runs with, and takes part in the measurement of overlap.
+"""What one rank of the doctor does: reports what it runs with, and takes part in measuring overlap.
 
-Under a torchrun of the user's, the command itself calls :func:`examine`. Else :mod:`.compare_ranks` starts
-``python -m megatron_ampipe.tools.checkup.rank REPORT`` under a torchrun of its own.
+Under the user's torchrun, the command itself calls :func:`examine`. Else :mod:`.compare_ranks` starts
+``python -m megatron_ampipe.tools.checkup.rank REPORT`` under a torchrun that it starts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def facts(device: str) -> dict[str, Any]:
         "NCCL": nccl_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
-    for name in ("megatron-core", *(component.distribution for component in compat.OPTIONAL_PIECES)):
+    for name in ("megatron-core", *(component.distribution for component in compat.OPTIONAL_PACKAGES)):
         found = compat.found_version(name)
         versions[name] = str(found) if found is not None else None
     return {"host": socket.gethostname(), "versions": versions, "environment": compared(os.environ)}

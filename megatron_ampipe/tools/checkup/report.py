@@ -47,7 +47,7 @@ class DoctorFindings:
 
     @property
     def exit_code(self) -> int:
-        """0 if all is well, 1 if there is a problem."""
+        """0 if there is no problem, else 1."""
         return 1 if self.problems else 0
 
     def document(self) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def _components(components: Sequence[Component]) -> Table:
     for column in ("", "found", "needed", "", "lost without it", "how to get it"):
         table.add_column(column, overflow="fold")
     for component in components:
-        well = component.status is Status.OK
+        is_ok = component.status is Status.OK
         status = f"[{_COLOURS[component.status]}]{component.status}[/]"
-        lost, remedy = ("", "") if well else (component.lost, component.remedy)
+        lost, remedy = ("", "") if is_ok else (component.lost, component.remedy)
         table.add_row(component.name, _plain(component.found), component.needed, status, lost, _plain(remedy))
     return table
 

@@ -26,7 +26,7 @@ from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Pipeline, Span, from_text
+from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.experts import use_experts
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.stage_times import StageTimer
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class KernelAttention(torch.nn.Module):
-    """Megatron's core attention, computed by one of our kernels on the whole sequence. No parameters."""
+    """Megatron's core attention, computed by one of AMPipe's kernels on the whole sequence. No parameters."""
 
     def __init__(self, config: TransformerConfig, *, kernel: str, **_: Any) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BlockFactory:
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
         torch.manual_seed(seed)
         self.stock = self._build(self._spec)
-        # Were the experts of all ranks alike, sending a token to a wrong one would go unnoticed.
+        # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
         torch.manual_seed(seed * 10_007 + rank)
         with torch.no_grad():
             for parameter in self.stock.mlp.experts.parameters():
@@ -90,20 +90,13 @@ class BlockFactory:
 
         Args:
             variant: Which.
-            recorder: Told of every stage, if anyone shall be.
+            recorder: Records every stage; None records nothing.
             executor: In place of the one that a user gets.
         """
-        cut = variant.cut
-        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
-        # What runs is said by the pipeline below.
+        config = AMPipeConfig(pipeline=variant.pipeline)
         context = AMPipeContext(
-            AMPipeConfig(**degrees), recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
+            config, recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
         )
-        if variant.order is not None:
-            order = from_text(variant.order)
-            context.pipeline = Pipeline(**degrees, shares=cut.shares, order=order)
-        else:
-            context.pipeline = Pipeline(**degrees, shares=cut.shares, schedule=variant.schedule)
         return self._on_stock_parameters(pipelined(self._spec, context))
 
     def build_timed(

@@ -1,4 +1,4 @@
-"""The block of a benchmark's case, as the planner wants it: for ``ampipe profile`` and ``ampipe bench``."""
+"""The block of a benchmark's case, as the planner needs it: for ``ampipe profile`` and ``ampipe bench``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_ampipe.tools.measuring.grid import Case
 
 
 def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Workload:
-    """What ``benchmark.blocks`` builds of a case: local layers, no router losses.
+    """What :mod:`.blocks` builds for a case: local layers, no router losses.
 
     Args:
         case: The block.

@@ -3,7 +3,7 @@
 A GPU changes its clock rate with load and heat, so a number of cycles is not a time. Its ``%globaltimer``
 counts nanoseconds whatever the clock; it advances in steps of at most about a microsecond. torch compiles the
 kernel when it is first used, with the compiler that it brings (NVRTC); nothing else has to be installed.
-Where that fails, or the timer does not keep time, cycles are counted, and the caller is told why. Used by
+Where that fails, or the timer is wrong, cycles are counted, and the reason is returned. Used by
 :mod:`.emulation`. The kernel compiles (a test does that); it has not been run on a GPU yet.
 """
 
@@ -32,14 +32,14 @@ T ampipe_spin(T unused, T nanoseconds) {
 _CALIBRATION_CYCLES = 20_000_000
 _TRIAL_S = 5e-3
 _ALLOWED_ERROR = 0.05
-"""Of the trial, against CUDA's events: far above what a launch takes, far below another unit of time."""
+"""Of the trial, compared with CUDA's events: far above the time of a launch, far below another unit."""
 
 
 def device_spin() -> tuple[Callable[[float], object], Clock, str | None]:
-    """Something that keeps the current stream busy for a number of seconds.
+    """A function that keeps the current stream busy for a number of seconds.
 
     Returns:
-        It; what it counts; and why that is cycles, if it is.
+        The function; what it counts; and why that is cycles, if it is.
     """
     try:
         spin = _by_nanoseconds()

@@ -1,17 +1,17 @@
 """The emulated link, and ranks that are only pretended. The one place where torch's collectives are patched.
 
-:func:`install` puts a function of ours in place of ``torch.distributed.all_to_all_single``, which both
+:func:`install` replaces ``torch.distributed.all_to_all_single``, which both
 Megatron's layer and AMPipe's look up at every call. So every all-to-all of either, forward and backward,
 takes ``latency + bytes / rate`` longer than its copy, on the lane that waits for it: on CPU the thread
 sleeps, on CUDA a kernel of one thread spins on the stream (:mod:`.device_clock`), and so occupies one SM in
 part. This is how the paper slowed its links (section 4.3). ``bytes`` is what the rank sends to or receives
-from others, whichever is more. The small exchange of counts is not prolonged, in either layer. The part for
+from others, whichever is more. The small exchange of counts takes no longer, in either layer. The part for
 CUDA has not been run yet.
 
 Pretended ranks are for one GPU: this process is rank 0 of N. Every other rank is its mirror image: it sends
 as many tokens to each of this rank's experts as this rank sends to the expert of the same place there, and
-these tokens are the ones that this rank sends it, with the opposite sign. This is a world of its own: it is
-that of one rank with all experts, in which expert ``l`` of every other rank has the weights of this rank's
+these tokens are the ones that this rank sends it, with the opposite sign. This equals
+one rank with all experts, in which expert ``l`` of every other rank has the weights of this rank's
 expert ``l``, all negated. So a row depends on the row that was sent alone, wherever a chunk ends; no row is
 zero; every buffer holds other values; and outputs and all gradients can be compared with those of that
 layer (the tests do).
@@ -38,8 +38,8 @@ class Emulation:
     """What was installed.
 
     Attributes:
-        clock: What the time of the emulated link is taken from.
-        why_cycles: Why it is not the device's nanosecond timer, if it is its clock cycles.
+        clock: The clock of the emulated link.
+        why_cycles: Why clock cycles are counted, if they are.
         num_experts: Of the layer that runs, over all ranks. To be set where ranks are pretended, before a
             layer runs: a pretended rank has to know which counts are of its experts.
     """
@@ -56,13 +56,13 @@ class Emulation:
 
         Args:
             output: ``[ranks * chunks * experts]``.
-            input: ``[chunks * experts]``, of one chunk or of several that travel together.
+            input: ``[chunks * experts]``, of one chunk or of several that are exchanged at once.
             group: All ranks.
             async_op: Whether a handle is wanted.
         """
         ranks = _or_world(group).size()
         experts = self.num_experts
-        assert experts is not None, "a pretended rank was not told how many experts there are"
+        assert experts is not None, "num_experts has to be set for a pretended rank"
         assert input.dim() == 1 and not input.is_floating_point() and input.numel() % experts == 0, (
             "pretended ranks can exchange counts of tokens only"
         )
@@ -103,7 +103,7 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         seconds = link.transfer_s(moved)
         works: tuple[Callable[[], object], ...]
         if pretended:
-            # Nothing may be seen of what is received before the link's time is over.
+            # What is received must not be visible before the link's time is over.
             works = (lambda: occupy(seconds), lambda: mirror(output, input, *splits, group=group))
         else:
             work = exchange(output, input, *splits, group=group, async_op=True)
@@ -115,8 +115,8 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         return None
 
     dist.all_to_all_single = all_to_all_single
-    # AMPipe's exchange for gloo is made of sends; here it has to take the way whose time is emulated.
-    collectives.exchange_pairwise = collectives.exchange_at_once
+    # AMPipe's exchange for gloo is made of sends; here it has to use the collective whose time is emulated.
+    collectives.exchange_send_recv = collectives.exchange_all_to_all
     if pretended:
         dist.all_gather_into_tensor = emulation.gather_counts
     return emulation
@@ -131,7 +131,7 @@ def mirror(
     *,
     group: dist.ProcessGroup,
 ) -> None:
-    """An all-to-all with pretended ranks: own rows arrive, and what another rank is sent comes back negated.
+    """An all-to-all with pretended ranks: own rows arrive, and rows for another rank come back negated.
 
     Probabilities come back as they are. The function is its own adjoint, as an all-to-all is with its splits
     exchanged, so it also serves the backward pass.

@@ -28,7 +28,7 @@ _ALIGNED_BYTES = 16
 
 
 def require(case: Case, *, on_cuda: bool) -> None:
-    """Refuse experts that cannot be had here.
+    """Refuse experts that this machine cannot run.
 
     Raises:
         EnvironmentMissing: a package is missing or too old.
@@ -114,7 +114,7 @@ class TorchGroupedLinear(torch.nn.Module):
         return _ContiguousGradient.apply(output), None
 
     def backward_dw(self) -> None:
-        """Nothing is put off: the gradients of weights come with the others."""
+        """Nothing is deferred: the gradients of weights are computed with the others."""
 
 
 class _ContiguousGradient(torch.autograd.Function):

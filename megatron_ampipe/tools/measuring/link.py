@@ -1,4 +1,4 @@
-"""What stands after ``--link``: no link, a real network of some rate, or an emulated one. Pure text work."""
+"""The value of ``--link``: no link, a real network of some rate, or an emulated one. Parses text only."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class LinkKind(StrEnum):
     """Where the bytes of an all-to-all go."""
 
     NONE = "none"
-    """Loopback, shared memory or NVLink: whatever the ranks have."""
+    """Loopback, shared memory or NVLink, as the ranks have."""
     NETWORK = "network"
     """A real TCP network between network namespaces, shaped to a rate."""
     EMULATED = "emulated"
-    """As NONE, and every all-to-all is prolonged by what a link would take."""
+    """As NONE, and every all-to-all takes longer by what a link would take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def parse_link(text: str) -> Link:
         raise _refused(text, "an emulated link has a rate and at most a latency")
     latency_s = _quantity(text, rest[1], _LATENCY_UNITS, "latency") if len(rest) == 2 else 0.0
     if latency_s > _MAXIMUM_LATENCY_S:
-        raise _refused(text, "a latency above 1s is no link")
+        raise _refused(text, "the latency must be at most 1s")
     return Link(text, LinkKind.EMULATED, _rate(text, rest[0]), latency_s)
 
 

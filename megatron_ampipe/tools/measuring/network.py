@@ -1,12 +1,13 @@
-"""A real slow network: each rank in a network namespace of its own, joined by veth pairs under ``tc tbf``.
+"""A real slow network: each rank in a separate network namespace, connected by veth pairs with ``tc tbf``.
 
-The namespaces have no names. A rank makes its own (``unshare``) and the kernel removes it, with every
-interface in it, when its last process is gone, however that came about; so there is nothing that could be
-left behind, not even by ``kill -9``. Two ranks are joined directly, more of them by a bridge in a namespace
-that a ``cat`` on a pipe of ours holds open, which ends when we do. Needs root. Called by :mod:`.ranks`.
+The namespaces have no names. A rank makes its namespace (``unshare``), and the kernel removes it with every
+interface in it when its last process has ended for any reason, so nothing can be left over, even after
+``kill -9``. Two ranks are connected directly, more of them by a bridge. The bridge's namespace is held open
+by a ``cat`` that reads from a pipe of this process and ends with it. Needs root. Called by
+:mod:`.rank_processes`.
 
-Every interface is shaped where packets leave it. With a bridge that holds for both ends of each cable, so
-no rank receives faster than the rate either.
+Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
+rank receives faster than the rate either.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ INTERFACE = "ampipe0"
 _SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
 _INSTEAD = "or use --link emulated:RATE, which needs none of this."
 _PROGRAMS = ("ip", "tc", "nsenter")
-# How much may leave at once after a pause. It has to be small against a chunk: the 256 KB of many examples
-# would let whole chunks pass a 100 Mbit/s link in no time, and call that the speed of the link.
+# How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
+# examples, whole chunks would pass a 100 Mbit/s link in almost no time.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
 _SEGMENT_BYTES = 28 * 1024
 _QUEUE = "400ms"
 _CONGESTION_CONTROL = "cubic"
-"""Linux's default, whatever this host's is: the timers by which BBR paces are work for the ranks' cores."""
+"""Linux's default, whatever this host's is: BBR paces by timers, which are work for the ranks' cores."""
 _COMMAND_TIMEOUT_S = 20
 
 
@@ -84,14 +85,14 @@ def try_out(*, rate_bit_per_s: float) -> None:
 
 @contextlib.contextmanager
 def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
-    """Join processes that each have a network namespace of their own, for as long as they live.
+    """Connect processes that each have a network namespace, for as long as they live.
 
     Args:
         pids: One for each rank.
         rate_bit_per_s: Of every rank, in each direction.
 
     Raises:
-        NetworkUnavailable: the kernel refuses.
+        NetworkUnavailable: the kernel does not allow it.
     """
     with contextlib.ExitStack() as stack:
         if len(pids) == 2:
@@ -114,7 +115,7 @@ def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
             if len(pids) > 1:
                 _inside(pid, "ip", "address", "add", f"{address}/16", "dev", INTERFACE)
                 _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
-                # A namespace may not choose what its host does not list; a route may.
+                # A namespace can use only what its host lists; a route can use any.
                 _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", address,
                         "congctl", _CONGESTION_CONTROL)  # fmt: skip
                 _shape(pid, INTERFACE, rate_bit_per_s)
@@ -124,10 +125,10 @@ def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
 def burst_bytes(rate_bit_per_s: float) -> int:
     """The size of the token bucket: a quarter of a millisecond, at least 32 KB.
 
-    Small against a chunk, or an idle link would save up for the next one. But it has to hold the segments
-    that the kernel hands over, as to a network card that cuts them up itself: tbf cuts larger ones into
-    packets in software, which costs the ranks more processor time than all the rest of communication
-    (docs/log.md). So segments are limited to 28 KB, which with their headers go in.
+    Small compared with a chunk, or an idle link would save up for the next one. But it has to hold the
+    segments that the kernel passes to the interface: tbf cuts larger ones into packets in software, which
+    costs the ranks more processor time than the rest of communication (docs/log.md). So segments are limited
+    to 28 KB, which fit in with their headers.
     """
     return max(_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
 

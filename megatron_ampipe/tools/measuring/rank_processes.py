@@ -32,7 +32,7 @@ from megatron_ampipe.tools.measuring.rank_job import BlockJob, RankJob
 _PREFIX = "ampipe-bench-"
 _SOURCES = str(Path(__file__).resolve().parents[3])
 _LOG_LINES = 15
-# When a rank is lost, its peers fail a moment later; the first cause is the one to tell.
+# When a rank is lost, its peers fail a moment later; the first cause is reported.
 _GRACE_S = 0.3
 _POLL_S = 1.0
 _KINDS: dict[int, type[AMPipeError]] = {1: EnvironmentMissing, 4: DifferenceFound}
@@ -56,11 +56,11 @@ def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None])
 
     Args:
         job: What to do; its ``rendezvous`` is filled in here.
-        timeout_s: The run is given up after so long without a sign of life.
+        timeout_s: The run fails after so long without an answer.
         on_event: Told the name of each event of rank 0.
 
     Raises:
-        RunFailed: a rank was lost, failed, or went silent.
+        RunFailed: a rank was lost or failed, or none answered in time.
         DifferenceFound: the layers do not compute the same.
         EnvironmentMissing: the network cannot be made.
     """
@@ -80,15 +80,15 @@ def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None])
 
 @contextlib.contextmanager
 def started(job: RankJob, *, timeout_s: float, log: Path | None = None) -> Iterator[Ranks]:
-    """The ranks of a job, joined and told to go; they are gone when this ends, however it ends.
+    """The ranks of a job, connected and started; their processes have ended when this ends for any reason.
 
     Args:
         job: What they do; its ``rendezvous`` is filled in here.
-        timeout_s: The run is given up after so long without a sign of life.
+        timeout_s: The run fails after so long without an answer.
         log: File that receives what all ranks print; None for temporary files, one for each rank.
 
     Raises:
-        RunFailed: a rank was lost, failed, or went silent.
+        RunFailed: a rank was lost or failed, or none answered in time.
         EnvironmentMissing: the network cannot be made.
     """
     _remove_stale_folders()
@@ -136,14 +136,14 @@ class Ranks:
         for process in self._processes:
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                # A rank that died with orders unread leaves them in the pipe.
+                # A rank that ended without reading its job leaves it in the pipe.
                 with contextlib.suppress(OSError):
                     if pipe is not None:
                         pipe.close()
         self._selector.close()
 
     def tell(self, line: str) -> None:
-        """One line to every rank. Who is gone already is found by listening."""
+        """One line to every rank. A rank that has ended is found when answers are read."""
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -160,7 +160,7 @@ class Ranks:
                 return
 
     def events(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What the ranks say, each with its rank, until every one of them is done."""
+        """The answers, each with its rank, until every rank is done."""
         missing = set(range(len(self._processes)))
         for rank, found in self._heard(timeout_s=timeout_s):
             if found["event"] == "done":
@@ -176,7 +176,7 @@ class Ranks:
             "WORLD_SIZE": str(self._job.num_ranks),
             "LOCAL_WORLD_SIZE": str(self._job.num_ranks),
             "AMPIPE_BENCH_PARENT": str(os.getpid()),
-            # What libraries put aside goes with the rest.
+            # Temporary files of libraries are removed with the folder.
             "TMPDIR": str(self._folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [_SOURCES, os.environ.get("PYTHONPATH")])),
         }
@@ -199,11 +199,11 @@ class Ranks:
         self._unfinished[rank] = b""
 
     def _heard(self, *, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
-        """What the ranks say, as they say it. Raises when one fails, is lost, or all are silent."""
+        """Answers as they arrive. Raises when a rank fails or is lost, or none answers."""
         last_sign = time.monotonic()
         failing_since: float | None = None
         while True:
-            # Rarely, and woken by what ranks say or by their end: on two cores we compete with them.
+            # Wakes up rarely, for an answer or the end of a rank: on two cores it competes with the ranks.
             for key, _ in self._selector.select(timeout=_POLL_S if failing_since is None else _GRACE_S):
                 for found in self._read(key.data, key.fileobj):
                     last_sign = time.monotonic()
@@ -218,8 +218,8 @@ class Ranks:
                     raise self._failure()
             elif time.monotonic() - last_sign > timeout_s:
                 raise RunFailed(
-                    f"no rank gave a sign of life for {timeout_s:g} s; all were ended. "
-                    f"Give them longer with --timeout.{self._log_tail(0)}"
+                    f"no rank answered for {timeout_s:g} s; all were ended. "
+                    f"Use a longer --timeout.{self._log_tail(0)}"
                 )
 
     def _read(self, rank: int, pipe: Any) -> list[dict[str, Any]]:
@@ -232,7 +232,7 @@ class Ranks:
         return [json.loads(line) for line in lines]
 
     def _failure(self) -> AMPipeError:
-        """The first cause: a rank that was killed, before ranks that only missed it."""
+        """The first cause: a rank that was killed counts before ranks that lost a peer."""
         codes = {rank: process.returncode for rank, process in enumerate(self._processes)}
         killed = [rank for rank, code in codes.items() if code is not None and code < 0]
         if killed:
@@ -240,9 +240,9 @@ class Ranks:
             return RunFailed(
                 f"rank {killed[0]} was killed by {name}; the others were ended, nothing was written"
             )
-        ours = [(rank, *found) for rank, found in self._failures.items() if found[0] in _KINDS]
-        if ours:
-            rank, code, message = ours[0]
+        known = [(rank, *found) for rank, found in self._failures.items() if found[0] in _KINDS]
+        if known:
+            rank, code, message = known[0]
             return _KINDS[code](message)
         rank = min(self._failures or {r: c for r, c in codes.items() if c})
         message = self._failures.get(rank, (0, f"ended with exit code {codes[rank]}"))[1]
@@ -258,7 +258,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command as Ctrl-C does, by an exception that everything cleans up behind."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that everything is cleaned up."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -36,7 +36,7 @@ Answer = Callable[..., None]
 
 
 def serve[J: RankJob](read: Callable[[str], J], work: Callable[[J, int, Answer], None]) -> None:
-    """Do one job, then leave without tearing anything down: the peers may be gone already.
+    """Do one job, then exit without cleaning up: the peers may have ended already.
 
     Args:
         read: The job from a line of JSON.
@@ -59,7 +59,7 @@ def serve[J: RankJob](read: Callable[[str], J], work: Callable[[J, int, Answer],
         if sys.stdin.readline().strip() != "go":
             raise EnvironmentMissing("the process that started this rank is gone")
         if job.cores:
-            # Before torch starts threads of its own, which inherit it.
+            # Before torch starts its threads, which inherit it.
             os.sched_setaffinity(0, {job.cores[rank]})
         work(job, rank, answer)
         answer(event="done")
@@ -98,7 +98,7 @@ def measure_cases(
 
     def progress() -> None:
         answer(event="progress")
-        # On two cores, what the command draws now must not fall into the next pass.
+        # On two cores, the command must not draw its progress during the next pass.
         time.sleep(_PAUSE_S)
 
     for index, case in enumerate(job.cases):
@@ -187,13 +187,13 @@ def _die_with_parent() -> None:
     parent = int(os.environ["AMPIPE_BENCH_PARENT"])
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # It may have gone before the kernel knew.
+    # The parent may have ended before this was set.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _claim_stdout() -> TextIO:
-    """Standard output for answers alone; what libraries print goes to standard error."""
+    """Standard output for answers only; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -1,10 +1,10 @@
-"""An executor that runs every stage alone, to learn how long it takes when nothing slows it.
+"""An executor that runs every stage alone, to measure its time when nothing slows it.
 
-Before each collective the ranks meet at a barrier outside the time taken, so that a collective's time is
-its transfer and not the wait for a peer that was still computing. A shaped link saves up while it idles; in a
-pipeline that only happens before the first collective, so only the first one gets it here. On a GPU the
-stream is kept busy until a stage is issued, so that its time is that of its kernels, not of their launches.
-Needed for :mod:`.bound`.
+Before each collective the ranks meet at a barrier outside the measured time, so that a collective's time is
+its transfer and not the wait for a peer that was still computing. A shaped link saves up while it is idle. In
+a pipeline that only happens before the first collective, so only the first one has that advantage here. On a
+GPU the stream is kept busy until a stage is issued, so that its time is that of its kernels, not of their
+launches. Used by ``benchmark.passes`` and ``profiling.block_times``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StageTimer:
     """Runs stages one after another in the order they are issued; see ``runtime.executors.Executor``.
 
     Args:
-        saved_bytes: What the link lets pass at once after it has idled.
+        saved_bytes: Bytes that the link lets through at once after it was idle.
     """
 
     host_waits = False
@@ -47,7 +47,7 @@ class StageTimer:
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
-        """Every stage once, each recorded with nothing beside it."""
+        """Every stage once, each recorded while nothing else runs."""
         # Every pass is a forward and then a backward.
         direction = Direction.FORWARD if not self.needs else Direction.BACKWARD
         if len(self.needs) < len(Direction):
@@ -66,7 +66,7 @@ class StageTimer:
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
-                    self.queue.ahead_of(stage.kind.value),
+                    self.queue.ahead_of(stage.kind.name),
                     recorder.on_stream(lane, stage, torch.cuda.current_stream()),
                 ):
                     finish(run_stage(stage))
@@ -76,7 +76,7 @@ class StageTimer:
 
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2
 _CYCLES_PER_S = 2e9
-"""At least as many as a GPU has, so that a time becomes no shorter."""
+"""At least as many as a GPU has, so that a time does not become shorter."""
 
 
 class FullQueue:
@@ -93,7 +93,7 @@ class FullQueue:
 
     @contextmanager
     def ahead_of(self, kind: str) -> Iterator[None]:
-        """Busy from here; what is issued within begins when that is over."""
+        """Busy from here on; what is issued within begins when this ends."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
         over.record()
@@ -106,7 +106,7 @@ class FullQueue:
 
 
 def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
-    """Use up what the link has saved: twice as much, so that the second half goes at its rate."""
+    """Use up what the link has saved: twice as many bytes, so that the second half goes at its rate."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sent, received = (
         torch.zeros(2 * saved_bytes, dtype=torch.uint8, device="cuda" if on_cuda else "cpu") for _ in range(2)

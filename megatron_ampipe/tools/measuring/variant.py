@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from megatron_ampipe.schedule import Pipeline, from_text
 
 STOCK = "stock"
 """Name of Megatron's own layer among the variants."""
@@ -18,22 +20,34 @@ class Cut:
 
     Attributes:
         degree: Number of chunks of the forward pass.
-        backward_degree: Of the backward pass; as ``degree`` if None.
+        backward_degree: Of the backward pass.
         shares: Of the sequence, of each chunk; equal if None.
     """
 
     degree: int
-    backward_degree: int | None = None
+    backward_degree: int
     shares: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, degree: int, backward_degree: int | None = None, shares: tuple[float, ...] | None = None
+    ) -> Self:
+        """A cut whose backward degree is the forward one's unless it is given."""
+        return cls(degree, degree if backward_degree is None else backward_degree, shares)
+
+    @property
+    def num_chunks(self) -> int:
+        """Into how many chunks the sequence is cut."""
+        return max(self.degree, self.backward_degree)
 
     def __str__(self) -> str:
         """As it stands after ``--degrees`` or ``--chunks``."""
         if self.shares is not None:
             return ",".join(f"{share:.4g}" for share in self.shares)
-        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree else "")
+        return str(self.degree) + (f":{self.backward_degree}" if self.backward_degree != self.degree else "")
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Cut:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """From ``dataclasses.asdict`` after a way through JSON, where tuples became lists."""
         return cls(**{**fields, "shares": tuple(fields["shares"]) if fields["shares"] else None})
 
@@ -55,7 +69,18 @@ class Variant:
     @property
     def chunked(self) -> bool:
         """Whether it is a pipeline rather than Megatron's own layer."""
-        return max(self.cut.degree, self.cut.backward_degree or 1) > 1
+        return self.cut.num_chunks > 1
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What its blocks run."""
+        cut = self.cut
+        if not self.chunked:
+            return Pipeline.of(1)
+        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+        if self.order is not None:
+            return Pipeline(**degrees, shares=cut.shares, order=from_text(self.order))
+        return Pipeline(**degrees, shares=cut.shares, schedule=self.schedule)
 
     def __str__(self) -> str:
         if self.schedule == STOCK:
@@ -63,6 +88,6 @@ class Variant:
         return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}"
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Variant:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """Likewise."""
         return cls(**{**fields, "cut": Cut.from_fields(fields["cut"])})

@@ -1,7 +1,7 @@
 """Makes a cluster of what was measured: a line for every operation, then what a stage costs beyond them.
 
-Pure, with scipy. The overheads are what is left of a real block's stages when the operations that the cost
-model counts in them are taken away. Called by ``ampipe profile``.
+Pure, with scipy. The overheads are what is left of a real block's stages after subtracting the operations
+that the cost model counts in them. Called by ``ampipe profile``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, near
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
 
 STOCK_EXCHANGE = ".stock_all_to_all"
-"""With gloo it has two speeds and lies on no line (docs/log.md): the file says what every size took. In a
+"""With gloo it has two speeds, which no line fits (docs/log.md): the file has the time of every size. In a
 block, where ranks do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
 
 HOST_NOISE_US = 200.0
-"""So far apart lie times of the same transfer where the host computes, by which thread runs when."""
+"""Times of the same transfer differ by so much where the host computes: threads run in another order."""
 
 KINDS: tuple[OverheadKind, ...] = ("qkv", "attention", "route", "shared", "expert", "merge")
-"""Compute stages that can have an overhead of their own."""
+"""Compute stages that can have a separate overhead."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """A measured cluster, and how well the lines lie.
+    """A measured cluster, and how well the lines fit.
 
     Attributes:
         cluster: What goes into the file.
@@ -69,15 +69,15 @@ def assemble(
     """Reduce, fit, and put together.
 
     Args:
-        case: Around which was measured.
+        case: The block around which was measured.
         reports: What each rank found (:func:`.measure.measure`).
         ranks_per_node: Ranks on one machine.
         description: For the file.
-        source: Where the figures come from, for every one of them.
+        source: Where the figures come from; stored with each of them.
         device_memory_gib: Of one rank, on GPUs.
 
     Raises:
-        RunFailed: the times of some operation that the planner needs lie on no line.
+        RunFailed: no line fits the times of some operation that the planner needs.
     """
     families: dict[str, list[Sample]] = {}
     for sample in slowest([report["samples"] for report in reports]):
@@ -142,7 +142,7 @@ def assemble(
 
 
 def _slower(cluster: Cluster, family: str, factor: float) -> dict[Operation, TransferCost]:
-    """Megatron's exchange, every time of it so much longer."""
+    """Megatron's exchange, with all its times multiplied by ``factor``."""
     operation = cast(Operation, family.partition(".")[2])
     figure = cluster.collective(operation, across_nodes=False)
     table = tuple(Point(mb=point.mb, us=_rounded(point.us * factor)) for point in figure.table or ())
@@ -183,7 +183,7 @@ class _Figures:
         return {cast(Operation, name): self.transfer(f"{group}.{name}") for name in names} or None
 
     def overhead(self, forward_us: float, backward_us: float) -> Overhead:
-        """At least 0: what the model counts too much, no overhead can take away."""
+        """At least 0: an overhead cannot correct a model that counts too much."""
         return Overhead(
             basis="measured",
             source=self._source,
@@ -192,7 +192,7 @@ class _Figures:
         )
 
     def stage_overhead(self, fits: Sequence[tuple[float, float]]) -> StageOverhead:
-        """Of each direction a factor and a rest in microseconds."""
+        """For each direction a factor and a time in microseconds."""
         (forward_factor, forward_us), (backward_factor, backward_us) = fits
         return StageOverhead(
             basis="measured",
@@ -237,5 +237,5 @@ def _stage_overheads(
 
 
 def _rounded(value: float) -> float:
-    """Five digits: more than any of these times repeats."""
+    """Five digits; none of these times is reproducible to so many."""
     return float(f"{value:.5g}")

@@ -1,6 +1,6 @@
-"""A real block, stage by stage and as a whole, and Megatron's own: what is left beyond their operations.
+"""A real block, stage by stage and as a whole, and Megatron's own: what they take beyond their operations.
 
-Built, and its stages run alone, as ``ampipe bench`` does it. Called by :mod:`.measure`.
+The block is built, and its stages run alone, as in ``ampipe bench``. Called by :mod:`.measure`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Runner:
 
 
 def _variant(degree: int) -> Variant:
-    return Variant("ampipe", Cut(degree))
+    return Variant("ampipe", Cut.of(degree))
 
 
 def _medians(times: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:

@@ -72,7 +72,7 @@ class Computation:
         yield Probe("gemm", columns, lambda: (gradient @ weight, gradient.t() @ inputs), count=2)
 
     def _attention(self, start: int, end: int) -> Iterator[Probe]:
-        """Rows ``[start, end)`` against all keys up to them, forward and backward."""
+        """Rows ``[start, end)`` with all keys up to them, forward and backward."""
         batch, heads, size = self._case.batch, self._case.heads, self._head_size
         query = self._random(end - start, batch, heads, size).requires_grad_()
         key, value = (self._random(end, batch, self._groups, size).requires_grad_() for _ in range(2))

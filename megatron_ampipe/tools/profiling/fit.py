@@ -1,4 +1,4 @@
-"""Draws a line through samples of one operation, and refuses what is none. Pure, with scipy.
+"""Fits a line to samples of one operation, and refuses samples that no line fits. Pure, with scipy.
 
 Non-negative least squares, a time's square error counted relative to the time: small sizes count, and
 cannot bend the line away from large ones. A negative figure would let small operations take no time at all.
@@ -17,13 +17,13 @@ from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.tools.profiling.samples import Sample
 
 LEAST_R_SQUARED = 0.9
-"""A line that explains less of the spread of the times is none."""
+"""A line that explains a smaller part of the spread of the times is refused."""
 TOLERATED = 0.25
-"""With all times this near, relatively, it is a line: where size hardly matters, r^2 says nothing."""
+"""With all relative errors this small the line is accepted: where size hardly matters, r^2 says nothing."""
 LEAST_FALL = 0.7
-"""A larger size that takes less than this share of the time of a smaller one is odd."""
+"""A larger size that takes less than this share of the time of a smaller one is refused."""
 PRICE_OF_A_FACTOR = 0.02
-"""What a factor costs against a time in :func:`factor_and_rest`: enough to decide between them, no more."""
+"""The penalty of a factor over a time in :func:`factor_and_rest`: enough to decide between them, no more."""
 _REMEDY = "Close other work and measure again, with more --repeats."
 
 
@@ -47,10 +47,10 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
 
     Args:
         samples: Of one family.
-        noise_us: A difference of less than that is no reason to doubt a time.
+        noise_us: Smaller differences are ignored.
 
     Raises:
-        RunFailed: there is none; says what was odd.
+        RunFailed: no line fits; says which sample.
     """
     family = samples[0].family
     _require_rising(family, samples, noise_us)
@@ -60,7 +60,7 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
     far = line.worst > TOLERATED and abs(sample.us - us) > noise_us
     if not line.r_squared >= LEAST_R_SQUARED and far:
         raise RunFailed(
-            f"{family}: the times lie on no line (r^2 {line.r_squared:.3f}, and at least {LEAST_R_SQUARED} "
+            f"{family}: no line fits the times (r^2 {line.r_squared:.3f}, and at least {LEAST_R_SQUARED} "
             f"is needed). Farthest off is {_size(sample)}: {sample.us:.0f} us, where the line has "
             f"{us:.0f} us. {_REMEDY}"
         )
@@ -68,15 +68,15 @@ def fit(samples: Sequence[Sample], *, noise_us: float = 0.0) -> Line:
 
 
 def nearest_line(samples: Sequence[Sample]) -> Line:
-    """The line that comes nearest to the samples, however far it is from them."""
+    """The line with the least error, however large the error is."""
     return _nearest(samples)[0]
 
 
 def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[float, float]:
-    """A factor of at least 1 and a time of at least 0 that make of expected times those that were taken.
+    """A factor of at least 1 and a time of at least 0 that turn expected times into measured ones.
 
-    A square error counts relative to the time, as above. Where a factor and a time explain the same, as with
-    stages that are all alike, it is the time.
+    A square error counts relative to the time, as above. Where both explain them equally well, as
+    with stages that are all equal, it is the time.
     """
     times, models = np.array(took), np.array(expected)
     weights = np.maximum(times, 1.0) ** -0.5
@@ -88,7 +88,7 @@ def factor_and_rest(expected: Sequence[float], took: Sequence[float]) -> tuple[f
 
 
 def _nearest(samples: Sequence[Sample]) -> tuple[Line, Sequence[float]]:
-    """That line, and what it has for each sample."""
+    """That line, and its time for each sample."""
     names = list(samples[0].columns)
     columns = np.array([[sample.columns[name] for name in names] for sample in samples])
     times = np.array([sample.us for sample in samples])
@@ -103,7 +103,7 @@ def _nearest(samples: Sequence[Sample]) -> tuple[Line, Sequence[float]]:
 
 
 def _require_rising(family: str, samples: Sequence[Sample], noise_us: float) -> None:
-    """Where one size is the whole difference, more of it may not be faster."""
+    """If the samples differ in one size only, a larger one must not be faster."""
     sizes = {name for name in samples[0].columns if name != "alpha_us"}
     if len(sizes) != 1:
         return

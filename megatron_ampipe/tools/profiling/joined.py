@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: joins them, and collects what they found. Called by ``ampipe profile``."""
+"""Connects ranks that torchrun has started, and collects what they found. Called by ``ampipe profile``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def under_torchrun() -> bool:
 def measure_here(
     case: Case, *, repeats: int, seed: int, progress: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Join the other ranks and measure with them.
+    """Connect to the other ranks and measure with them.
 
     Returns:
         What every rank found, on every rank; and how many ranks a machine has.

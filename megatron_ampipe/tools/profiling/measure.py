@@ -1,6 +1,6 @@
 """Everything that ``ampipe profile`` measures, on one rank, in the order in which all ranks measure it.
 
-Called by ``benchmark.worker`` on the ranks that the command started, and by the command under torchrun.
+Called by :mod:`.profile_worker` on the ranks that the command started, and by the command under torchrun.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(
         progress: Called after each step.
 
     Returns:
-        ``samples``, ``slowdowns``, ``block`` (:func:`.stages.block_times`), ``kernel`` and
+        ``samples``, ``slowdowns``, ``block`` (:func:`.block_times.block_times`), ``kernel`` and
         ``fused_gradients``.
     """
     watch = Stopwatch(repeats=repeats, on_cuda=on_cuda)

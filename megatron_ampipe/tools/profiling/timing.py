@@ -1,7 +1,7 @@
 """Times operations on this rank. Called by the modules that measure.
 
 All operations are timed once in each round, so that a disturbance of some seconds hits a few rounds of all of
-them, where their medians do not see it, and not all rounds of a few.
+them, which the medians ignore, and not all rounds of a few.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARMUP = 2
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An operation of one size that shall be timed.
+    """An operation of one size to be timed.
 
     Attributes:
         family: As in :class:`~.samples.Sample`.

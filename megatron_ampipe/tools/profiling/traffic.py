@@ -21,7 +21,7 @@ from megatron_ampipe.tools.profiling.compute import CUTS
 from megatron_ampipe.tools.profiling.timing import Probe, Stopwatch
 
 OVERLAP_US = 300e3
-"""How long computation and communication run side by side, about."""
+"""For about how long computation and communication run concurrently."""
 _MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
@@ -58,7 +58,7 @@ class Traffic:
                 yield from self._gathers(name, group, rows)
 
     def _exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
-        """AMPipe's all-to-all of tokens and their probabilities, as many to each rank."""
+        """AMPipe's all-to-all of tokens and their probabilities, equally many to each rank."""
         tensors, splits, sent = self._tokens(group, rows)
         return _of_bytes(
             f"{name}.all_to_all",
@@ -97,27 +97,27 @@ class Traffic:
         """How much longer computation and an all-to-all take while the other runs.
 
         Returns:
-            ``compute`` and ``communication``, factors of at least 1 on what computes and what is on the wire;
+            ``compute`` and ``communication``, factors of at least 1 on computation and on time on the wire;
             ``latency_us``, what every all-to-all takes longer, whatever its size.
         """
         sizes = self._rows(group.size())
-        (small_mb, small_us, small_beside_us, _), (large_mb, large_us, large_beside_us, compute) = (
-            self._beside(group, rows) for rows in (sizes[0], sizes[-2])
+        (small_mb, small_us, small_concurrent_us, _), (large_mb, large_us, large_concurrent_us, compute) = (
+            self._with_products(group, rows) for rows in (sizes[0], sizes[-2])
         )
         alone = max(0.0, (large_us - small_us) / (large_mb - small_mb))
-        beside = max(0.0, (large_beside_us - small_beside_us) / (large_mb - small_mb))
-        slowdown = max(1.0, beside / alone) if alone else 1.0
+        concurrent = max(0.0, (large_concurrent_us - small_concurrent_us) / (large_mb - small_mb))
+        slowdown = max(1.0, concurrent / alone) if alone else 1.0
         return {
             "compute": compute,
             "communication": slowdown,
-            "latency_us": max(0.0, small_beside_us - small_us - small_mb * alone * (slowdown - 1.0)),
+            "latency_us": max(0.0, small_concurrent_us - small_us - small_mb * alone * (slowdown - 1.0)),
         }
 
-    def _beside(self, group: dist.ProcessGroup, rows: int) -> tuple[float, float, float, float]:
-        """An all-to-all of ``rows`` rows beside matrix products.
+    def _with_products(self, group: dist.ProcessGroup, rows: int) -> tuple[float, float, float, float]:
+        """An all-to-all of ``rows`` rows concurrent with matrix products.
 
         Returns:
-            Its size in MB, its microseconds alone and beside the products, and the products' slowdown.
+            Its size in MB, its microseconds alone and with the products, and the products' slowdown.
         """
         ranks = group.size()
         tokens = self._random(rows)
@@ -138,12 +138,12 @@ class Traffic:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         rounds = max(_MINIMUM_ROUNDS, min(_MAXIMUM_ROUNDS, int(OVERLAP_US / float(slowest))))
         self._watch.meet()
-        side = self._side_by_side_on_streams if self._watch.on_cuda else self._side_by_side_on_threads
-        computing_us, communicating_us = side(exchange, compute, rounds, exchange_us / compute_us)
+        run_both = self._concurrent_on_streams if self._watch.on_cuda else self._concurrent_on_threads
+        computing_us, communicating_us = run_both(exchange, compute, rounds, exchange_us / compute_us)
         megabytes = 1e-6 * tokens.nbytes * (ranks - 1) / ranks
         return megabytes, exchange_us, communicating_us, max(1.0, computing_us / compute_us)
 
-    def _side_by_side_on_threads(
+    def _concurrent_on_threads(
         self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
     ) -> tuple[float, float]:
         """Microseconds of one computation and of one exchange."""
@@ -166,7 +166,7 @@ class Traffic:
         thread.join()
         return computing_us, took_us / rounds
 
-    def _side_by_side_on_streams(
+    def _concurrent_on_streams(
         self, exchange: Callable[[], object], compute: Callable[[], object], rounds: int, ratio: float
     ) -> tuple[float, float]:
         """Likewise on the device; as many computations as take about as long as the exchanges."""
@@ -190,7 +190,7 @@ class Traffic:
         )
 
     def _rows(self, ranks: int) -> list[int]:
-        """Rows that travel for the block's tokens and their parts; each rank gets as many."""
+        """Rows that are exchanged for the block's tokens and their parts; each rank gets equally many."""
         tokens = self._case.sequence_length * self._case.batch * self._case.topk
         return sorted({max(1, tokens // cut // ranks) * ranks for cut in CUTS})
 

@@ -1,1 +1,1 @@
-"""SLURM job scripts: one template for one node, many nodes and containers. Called by ``ampipe sbatch``."""
+"""SLURM job scripts: one template for one node, several nodes and containers. Called by ``ampipe sbatch``."""

@@ -1,4 +1,4 @@
-"""The YAML files that a job's launch is to read: model, cluster, run, and those named behind ``--``.
+"""The YAML files that the training run of a job will read: model, cluster, run, and those given after ``--``.
 
 Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
@@ -16,16 +16,16 @@ from megatron_ampipe.tools.slurm.mounts import values_of_words
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 Files = dict[tuple[str, str], tuple[Path, LinedMapping]]
-"""By the flag and the name that it gives, the file and what it says; in the order of the launch."""
+"""Path and contents of each file, by flag and name; in the order in which the run reads them."""
 _SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler")
 _FORM = "Look at configs/models, configs/clusters and configs/runs for the form."
 
 
 def gpus_per_node(arguments: argparse.Namespace) -> int | None:
-    """What the command line says, which may be by a cluster file; None for nothing.
+    """The number of GPUs per node, from the argument or the cluster file; None if neither is given.
 
     Raises:
-        BadInput: the file does not say it, or says something else than the argument.
+        BadInput: the file does not contain it, or contradicts the argument.
     """
     own: int | None = arguments.gpus_per_node
     if arguments.cluster is None:
@@ -50,12 +50,13 @@ def gpus_per_node(arguments: argparse.Namespace) -> int | None:
 
 
 def read_all(arguments: argparse.Namespace) -> Files:
-    """What the launch is to read, in its order.
+    """Read all files of the training run, in the order in which the run reads them.
 
-    Files of ours keep their name, which every node knows; others are named from where the job is submitted.
+    Built-in files are referred to by name, which is valid on every node; others by a path relative to the
+    submission folder.
 
     Raises:
-        BadInput: one cannot be read.
+        BadInput: a file cannot be read.
     """
     found: Files = {}
     for flag, text, what in (
@@ -66,7 +67,7 @@ def read_all(arguments: argparse.Namespace) -> Files:
         if text is None:
             continue
         path, document = _read(flag, text, what)
-        # A cluster file belongs to 'ampipe plan'; only its section of flags concerns a launch.
+        # Cluster files are for 'ampipe plan'; a training run uses only their section 'flags'.
         if what != "cluster" or "flags" in document:
             found[flag, str(text)] = (path, document)
     for flag, text in values_of_words(arguments.flags):
@@ -82,10 +83,10 @@ def _read(flag: str, text: str, what: str) -> tuple[Path, LinedMapping]:
 
 
 def check_nothing_is_set_by_the_script(files: Files, flags: Sequence[str]) -> None:
-    """Refuse what the job script says itself, in files and on the command line of the training run.
+    """Refuse settings that the job script sets itself, in files and on the command line of the training run.
 
     Raises:
-        BadInput: one of these is there, or the command line begins with what is no flag.
+        BadInput: there is such a setting, or the command line does not begin with a flag.
     """
     for path, document in files.values():
         for key in _SET_BY_THE_SCRIPT:
@@ -93,19 +94,21 @@ def check_nothing_is_set_by_the_script(files: Files, flags: Sequence[str]) -> No
                 raise BadInput(
                     f"{path}:{document.lines[key]}:",
                     key,
-                    rule="is set by the job script, which goes on from its own checkpoints",
-                    remedy="Take it out of the file; --folder says where checkpoints go, and "
-                    "pretrained-checkpoint begins from another run's.",
+                    rule="is set by the job script, which resumes from its own checkpoints",
+                    remedy="Remove it from the file; --folder sets the folder of the checkpoints, and "
+                    "pretrained-checkpoint starts from the checkpoint of another run.",
                 )
     names = {f"--{key}" for key in (*_SET_BY_THE_SCRIPT, "save-interval")}
     if flags and not flags[0].startswith("--"):
-        # It would follow the names of the files, and be taken for one more.
-        raise BadInput("argument", flags[0], rule="belongs to no flag", remedy="Write each as --flag value.")
+        # It would come after the names of the files and be parsed as one of them.
+        raise BadInput(
+            "argument", flags[0], rule="does not belong to a flag", remedy="Write each as --flag value."
+        )
     for word in flags:
         if word.partition("=")[0] in names:
             raise BadInput(
                 "flag",
                 word,
-                rule="is set by the job script, which goes on from its own checkpoints",
-                remedy="Leave it out behind --; 'ampipe sbatch' has --folder and --save-interval before it.",
+                rule="is set by the job script, which resumes from its own checkpoints",
+                remedy="Leave it out after --; 'ampipe sbatch' takes --folder and --save-interval before it.",
             )

@@ -1,6 +1,6 @@
-"""Which folders a job needs inside its container: that of its results, and those of files that it names.
+"""Determines the folders to mount in a job's container: the results folder, and those of all files it names.
 
-The folder of the submission is mounted by the script. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
+The script itself mounts the submission folder. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.yaml_lines import LinedMapping
 
 OUTPUT_FLAGS = ("tensorboard-dir", "data-cache-path", "wandb-save-dir", "ampipe-trace-dir")
-"""Flags that name a folder which the run makes."""
+"""Flags for folders that the run creates."""
 _LISTS_OF_PATHS = ("data-args-path", "per-split-data-args-path")
-"""Flags that name a file in which further paths stand."""
+"""Flags for files that contain further paths."""
 _DATA_SUFFIXES = ("", ".bin", ".idx")
-# To mount these would hide what the image has there.
+# Mounting these would hide the image's own files.
 _OF_THE_IMAGE = frozenset(map(Path, ("/", "/bin", "/etc", "/lib", "/lib64", "/opt", "/sbin", "/usr", "/var")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What is to be mounted.
+    """The folders to mount.
 
     Attributes:
-        folders: Absolute; each appears inside under its own path.
-        made: Those of them that the script has to make first.
-        notes: Sentences about paths that are not there.
+        folders: Absolute paths; each is mounted under the same path.
+        made: Those that the script must create first.
+        notes: A sentence for each path that does not exist.
     """
 
     folders: tuple[str, ...] = ()
@@ -41,16 +41,16 @@ class Needed:
 def needed(
     flags: Iterable[tuple[str, str]], *, folder: str | None, files: Sequence[Path], targets: Iterable[str]
 ) -> Needed:
-    """The folders that a job names and that nothing else brings into its container.
+    """Find the folders that a job uses and that are not mounted otherwise.
 
     Args:
-        flags: Of the training run, on the command line and in files: each with one of its values.
-        folder: Of the results; None if it lies in the folder of the submission.
-        files: The user's own YAML files.
-        targets: Where the mounts that the user asks for appear inside.
+        flags: Pairs of flag and value of the training run, from the command line and files.
+        folder: The results folder; None if it is in the submission folder.
+        files: The user's YAML files.
+        targets: Paths inside the container of the mounts that the user requests.
 
     Raises:
-        BadInput: a path holds a character that pyxis cannot mount.
+        BadInput: a path contains a character that pyxis cannot mount.
     """
     found: dict[str, None] = {}
     made: dict[str, None] = {}
@@ -64,15 +64,15 @@ def needed(
             raise BadInput(
                 flag,
                 path,
-                rule="holds a colon, a comma or a line break, and pyxis cannot mount it",
-                remedy="Rename it, or mount a folder above it: --mount /data:/data.",
+                rule="contains a colon, a comma or a line break, and pyxis cannot mount it",
+                remedy="Rename it, or mount a parent folder: --mount /data:/data.",
             )
         found[str(path)] = None
         if is_made:
             made[str(path)] = None
 
     if folder is not None and (outside := _outside(folder)):
-        # Made by the script in any case.
+        # The script always creates it.
         add(outside, flag="--folder")
     for file in files:
         if outside := _outside(str(file)):
@@ -89,14 +89,14 @@ def needed(
                 add(path, flag=f"--{flag}")
         elif not any(outside.is_relative_to(place) for place in known):
             notes.append(
-                f"--{flag} {value} is not on this machine and is not mounted: the image has to hold it, or "
+                f"--{flag} {value} is not on this machine and is not mounted: the image must contain it, or "
                 f"add --mount {outside.parent}:{outside.parent}"
             )
     return Needed(folders=_outermost(found), made=tuple(made), notes=tuple(dict.fromkeys(notes)))
 
 
 def values_of_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Flag, without dashes, and value for every value of a command line."""
+    """Pairs of flag, without dashes, and value for all values of a command line."""
     flag = ""
     for word in words:
         if word.startswith("--"):
@@ -108,7 +108,7 @@ def values_of_words(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def values_of_file(document: LinedMapping) -> Iterator[tuple[str, str]]:
-    """The same of a file of settings."""
+    """Pairs of flag and value for all values of a settings file."""
     for key, value in document.items():
         if isinstance(value, LinedMapping):
             prefix = "ampipe-" if key == "ampipe" else ""
@@ -126,7 +126,7 @@ def _with_lists(flags: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _outside(text: str) -> Path | None:
-    """The absolute path that a word means, if it is one outside of the folder of the submission."""
+    """The absolute path of a word, if the word is a path outside the submission folder."""
     if not text.startswith(("/", "../")):
         return None
     path = Path(os.path.normpath(Path.cwd() / text))
@@ -134,7 +134,7 @@ def _outside(text: str) -> Path | None:
 
 
 def _mountable(path: Path) -> list[Path]:
-    """What to mount for a path: a folder, or that of a file or prefix, as Megatron writes caches there."""
+    """What to mount for a path: the folder, or the folder of a file, because Megatron writes caches there."""
     if path.is_dir():
         return [path]
     if path.parent not in _OF_THE_IMAGE:
@@ -143,7 +143,7 @@ def _mountable(path: Path) -> list[Path]:
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """Without those that lie in another one."""
+    """The paths without those that are inside another one."""
     every = [Path(path) for path in paths]
     return tuple(
         str(path)

@@ -1,64 +1,69 @@
-"""Are these flags ones that a launch would take? Asked before a job waits in the queue for nothing.
+"""Checks the flags of a training run before its job is submitted, so that it does not fail after the queue.
 
-What Megatron's parser and checks say is found out as ``ampipe config`` does, in a process of its own: the
-import takes seconds and much memory, and a login node may end it. Where Megatron cannot be imported, names
-are compared with a list of Megatron's flags, AMPipe's own flags are parsed, and a sentence says that values
-were not checked.
+Runs Megatron's parser and validation as ``ampipe config`` does, in a separate process: the import takes
+seconds and much memory, and a login node may kill it. If Megatron cannot be imported, AMPipe's flags are
+parsed and the parallel sizes checked; a note says that Megatron's flags were not checked, and names those
+that look misspelt.
 Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 
-Run as a module, it is that process: reads words and a number of ranks as JSON, answers with a line of JSON.
+Run as a module, it is that process: reads the arguments and the number of ranks as JSON, and prints one line
+of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch.settings.entries import OWN_SECTION, read_entries
-from megatron_ampipe.plan.flags import ampipe_keys, known_flags
+from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
+from megatron_ampipe.launch.settings.validate import ParserFlags
+from megatron_ampipe.spelling import meant
 
 TIMEOUT_S = 180
 _ANSWER = "ampipe-preflight "
-_ESCAPE = "To submit it all the same, add --no-check."
 
 
 def check(words: Sequence[str], *, num_ranks: int, files: Sequence[Path]) -> str | None:
     """Refuse a training run that could not start.
 
     Args:
-        words: Its whole command line.
-        num_ranks: On how many ranks it would run.
-        files: The files of settings that ``words`` name, in order.
+        words: Its complete command line.
+        num_ranks: Number of ranks of the run.
+        files: The settings files in ``words``, in order.
 
     Returns:
-        What could not be checked here, as a sentence; None if Megatron has checked everything.
+        A sentence about what could not be checked; None if Megatron has checked everything.
 
     Raises:
         BadInput: a flag or a file is refused.
     """
-    settings = _Settings(words, files)
-    _check_layout(settings, num_ranks)
-    reason = _ask_megatron(words, num_ranks)
-    if reason is None:
-        return None
-    settings.check_names()
+    try:
+        settings = _Settings(words, files)
+        _check_layout(settings, num_ranks)
+        reason = _ask_megatron(words, num_ranks)
+        if reason is None:
+            return None
+        settings.check_own()
+    except BadInput as error:
+        remedy = f"{error.remedy} To submit it anyway, add --no-check."
+        raise BadInput(error.name, error.value, rule=error.rule, remedy=remedy) from error
     return (
-        f"values of flags, and rules between them, are not checked: {reason}. To check them, run in the "
-        f"environment of the job: ampipe config --ranks {num_ranks} and the flags of the script"
+        f"flags of Megatron are not checked: {reason}. To check them, run in the environment of the job: "
+        f"ampipe config --ranks {num_ranks} and the flags of the script{settings.misspelt()}"
     )
 
 
 def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
-    """Nothing if Megatron takes the words, and why it could not be asked if it could not."""
-    # As a rank of nobody: a job inside which this runs must not be met.
+    """Check the arguments with Megatron. Returns None, or the reason why Megatron could not be run."""
+    # Without the rank variables, so that it does not join a job inside which this command runs.
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
     try:
         done = subprocess.run(
@@ -73,23 +78,17 @@ def _ask_megatron(words: Sequence[str], num_ranks: int) -> str | None:
         return f"Megatron's check took more than {TIMEOUT_S} s here"
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if not answers:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return f"Megatron's check ended with {done.returncode} here ({last})"
     answer = json.loads(answers[-1].removeprefix(_ANSWER))
     if "refused" in answer:
-        refused = answer["refused"]
-        raise BadInput(
-            refused["name"],
-            refused["value"],
-            rule=refused["rule"],
-            remedy=f"{refused['remedy']} {_ESCAPE}",
-        )
+        raise BadInput(**answer["refused"])
     missing: str | None = answer.get("missing")
     return missing
 
 
 def _check_layout(settings: _Settings, num_ranks: int) -> None:
-    """What the sizes of the groups of ranks must be, in the words of the flags."""
+    """Check the parallel sizes; messages name the flags."""
     experts, expert_parallel = settings.number("num-experts"), settings.number("expert-model-parallel-size")
     if experts and expert_parallel and experts % expert_parallel:
         raise BadInput(
@@ -113,18 +112,16 @@ def _check_layout(settings: _Settings, num_ranks: int) -> None:
             raise BadInput(
                 "--nodes times --gpus-per-node",
                 num_ranks,
-                rule=f"is no multiple of {product}, which is what the {of} multiply to",
-                remedy="Take more nodes, or make one of these sizes smaller.",
+                rule=f"is not a multiple of {product}, the product of the {of}",
+                remedy="Use more nodes, or reduce one of these sizes.",
             )
 
 
 class _Settings:
-    """What files and command line set, as text."""
+    """The settings in files and on the command line, as text."""
 
     def __init__(self, words: Sequence[str], files: Sequence[Path]) -> None:
-        self._entries = [
-            entry for path in files for entry in read_entries(path, is_flag=known_flags().__contains__)
-        ]
+        self._entries = [entry for path in files for entry in read_entries(path)]
         self._groups: list[list[str]] = []
         for word in words:
             if word.startswith("--") or not self._groups:
@@ -132,7 +129,7 @@ class _Settings:
             self._groups[-1].append(word)
 
     def number(self, flag: str) -> int | None:
-        """A whole number that is set, by the last who sets it; None for none, and for what is no number."""
+        """The integer value of a flag, the last one if set several times; None if unset or not an integer."""
         found: object = None
         for entry in self._entries:
             if entry.key == flag and not entry.section:
@@ -143,56 +140,47 @@ class _Settings:
                 found = attached if equals else (values or [""])[0]
         return int(found) if isinstance(found, str) and found.isdecimal() else None
 
-    def check_names(self) -> None:
-        """Refuse what is no flag of the Megatron that the list is of, and what AMPipe's parser refuses."""
-        for entry in self._entries:
-            known = ampipe_keys() if entry.section else known_flags()
-            if entry.key not in known:
-                what = "setting of AMPipe" if entry.section else "flag of Megatron"
-                raise entry.refuse(f"is no {what} that is known here", _near(entry.key, known))
-        own = [word for group in self._groups if group[0].startswith(f"--{OWN_SECTION}-") for word in group]
-        # Not at the top: with it comes the planner, which nothing else here needs.
+    def check_own(self) -> None:
+        """Refuse what AMPipe's parser refuses, in the files and on the command line."""
+        # Imported here because it imports the planner, which nothing else in this module needs.
         from megatron_ampipe.launch.flags import add_arguments
         from megatron_ampipe.launch.refuse import report_parser_errors
 
         parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+        flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
+        for entry in self._entries:
+            if entry.section:
+                flags.words_of(entry, flags.flag_of(entry))
         report_parser_errors(parser)
-        parser.parse_args(own)
-        for name, *_ in self._groups:
-            plain = name.partition("=")[0]
-            if not plain.startswith("--"):
-                remedy = "Write each as --flag value."
-                raise BadInput("argument", name, rule="belongs to no flag", remedy=remedy)
-            flag = plain.removeprefix("--")
-            if not flag.startswith(f"{OWN_SECTION}-") and flag not in known_flags():
-                remedy = _near(flag, known_flags())
-                raise BadInput("flag", plain, rule="is none of Megatron that is known here", remedy=remedy)
+        own = (group for group in self._groups if group[0].startswith(f"--{OWN_SECTION}-"))
+        parser.parse_args([word for group in own for word in group])
 
+    def misspelt(self) -> str:
+        """The flags that are probably meant to be others, as sentences that follow another one."""
+        from megatron_ampipe.plan.model import SIZE_FLAGS
 
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-"), known, n=2)
-    guess = f"Did you mean {' or '.join(near)}? " if near else "Look at its spelling. "
-    return guess + _ESCAPE
+        found = [(place, key, meant(key, SIZE_FLAGS)) for place, key in self._names()]
+        return "".join(f". {place} {key}: did you mean {near}?" for place, key, near in found if near)
+
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """Where each flag of Megatron is set, and its name."""
+        yield from ((f"{entry.place}:", entry.key) for entry in self._entries if not entry.section)
+        yield from (("flag", group[0].partition("=")[0]) for group in self._groups)
 
 
 def main() -> None:
-    """Ask Megatron, and answer."""
+    """Check the arguments on standard input with Megatron, and print the result."""
     asked = json.load(sys.stdin)
     answer: dict[str, object] = {}
-    # Some libraries greet on standard output when they are imported.
+    # Some libraries print to standard output when they are imported.
     with contextlib.redirect_stdout(sys.stderr):
         from megatron_ampipe.tools.launch_check import check_launch_flags
 
         try:
             check_launch_flags(asked["words"], num_ranks=asked["num_ranks"])
         except BadInput as error:
-            shown = {
-                "name": error.name,
-                "value": str(error.value),
-                "rule": error.rule,
-                "remedy": error.remedy,
-            }
-            answer["refused"] = shown
+            said = {"name": error.name, "rule": error.rule, "remedy": error.remedy}
+            answer["refused"] = said | {"value": str(error.value)}
         except EnvironmentMissing as error:
             answer["missing"] = str(error).partition(" Run: ")[0].rstrip(".")
     print(_ANSWER + json.dumps(answer), flush=True)

@@ -1,25 +1,24 @@
-"""Arguments of ``ampipe sbatch`` that are the same for every job of a site, and the file that holds them.
+"""Arguments of ``ampipe sbatch`` that are the same for all jobs of a site, and the file with their values.
 
-One table holds them, so that the command line and the file take the same values. The file is YAML, its keys
-are arguments without their dashes, and nothing else may stand in it; what the command line says wins. Called
-by :mod:`megatron_ampipe.tools.sbatch_command`.
+The command line and the file take the same values, from one table. The file is YAML, and its keys are those
+arguments without their dashes; the command line wins. Called by :mod:`megatron_ampipe.tools.sbatch_command`.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.records import refuse
+from megatron_ampipe.spelling import nearest
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 NONE = "none"
-"""What takes away what the site's file says, or the default."""
+"""The value that removes the site's value, or the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +28,9 @@ class Option:
     Attributes:
         metavar: Of its value, for the help.
         help: What it is for.
-        kind: Makes the value from text; raises :class:`argparse.ArgumentTypeError`.
-        default: Where neither the command line nor the file says it.
-        repeats: Whether it can come several times; then the file's values come first and the command line's
-            after them.
+        kind: Converts text to the value, or raises :class:`argparse.ArgumentTypeError`.
+        default: The value if neither the command line nor the file gives one.
+        repeats: Whether it can be given several times; the file's values come before the command line's.
     """
 
     metavar: str
@@ -43,7 +41,7 @@ class Option:
 
     @property
     def full_help(self) -> str:
-        """With what holds if it is not given."""
+        """The help with the default."""
         if self.repeats:
             return f"{self.help}; can be repeated"
         return self.help if self.default is None else f"{self.help} (default: {self.default})"
@@ -52,7 +50,7 @@ class Option:
 OPTIONS: Mapping[str, Option] = {
     "account": Option(metavar="A", help="whom to charge"),
     "partition": Option(metavar="P", help="where to run"),
-    "gpus-per-node": Option(metavar="N", kind=at_least(1), help="where no cluster file says it"),
+    "gpus-per-node": Option(metavar="N", kind=at_least(1), help="if no cluster file gives it"),
     "gres": Option(
         metavar="gpu[:TYPE]",
         help="ask for GPUs as --gres=gpu[:TYPE]:N in place of --gpus-per-node=N, for an older SLURM",
@@ -98,7 +96,7 @@ _REMOVABLE = ("account", "partition", "gres", "mem", "exclude", "health-check", 
 
 
 def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Declare some of the options; what holds without them is filled in by :func:`settle`."""
+    """Declare some of the options; :func:`settle` fills in their defaults."""
     for name in names:
         option = OPTIONS[name]
         action = "append" if option.repeats else "store"
@@ -108,14 +106,14 @@ def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
 
 
 def settle(arguments: argparse.Namespace, path: Path | None) -> None:
-    """Fill in what the command line leaves open: from the site's file, else the default.
+    """Fill in what the command line does not give, from the site's file, else the default.
 
     Args:
         arguments: Changed in place.
         path: The site's file.
 
     Raises:
-        BadInput: the file cannot be read, or holds something that it cannot.
+        BadInput: the file cannot be read, or a key or value in it is wrong.
     """
     found = {} if path is None else _read(path)
     for name, option in OPTIONS.items():
@@ -131,33 +129,27 @@ def settle(arguments: argparse.Namespace, path: Path | None) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    remedy = "Write 'partition: gpu' and the like on lines of their own; docs/slurm.md has an example."
+    remedy = "Write one 'key: value' on each line, such as 'partition: gpu'; docs/slurm.md has an example."
     document = load(path, what="--site", remedy=remedy, scalars_as_text=True)
     return {key: _value(path, document, key) for key in document}
 
 
 def _value(path: Path, document: LinedMapping, key: str) -> Any:
-    place = f"{path}:{document.lines[key]}:"
+    line = document.lines[key]
     option = OPTIONS.get(key)
     if option is None:
-        near = difflib.get_close_matches(key.replace("_", "-").lstrip("-"), OPTIONS, n=1)
-        guess = f"Did you mean {near[0]}? " if near else ""
-        remedy = f"{guess}There are {', '.join(OPTIONS)}."
-        raise BadInput(place, key, rule="is not a setting of a site", remedy=remedy)
+        refuse(path, line, key, "is not a setting of a site", nearest(key, OPTIONS))
     found = document[key]
     if isinstance(found, list) and not option.repeats:
-        raise BadInput(
-            place, key, rule="takes one value, and this is a list", remedy=f"Write '{key}: value'."
-        )
+        refuse(path, line, key, "takes one value, and this is a list", f"Write '{key}: value'.")
     values = found if isinstance(found, list) else [found]
     for value in values:
         if not isinstance(value, str) or not value.strip():
             shown = value if value is not None and value != "" else "(empty)"
             remedy = f"Write '{key}: {option.metavar}', in quotes where YAML would read something else."
-            raise BadInput(place, f"{key}: {shown}", rule="is not text or a number", remedy=remedy)
+            refuse(path, line, f"{key}: {shown}", "is not text or a number", remedy)
     try:
         made = [option.kind(value) for value in values]
     except argparse.ArgumentTypeError as error:
-        remedy = f"Write for example '{key}: {option.default or 8}'."
-        raise BadInput(place, key, rule=str(error), remedy=remedy) from error
+        refuse(path, line, key, str(error), f"Write for example '{key}: {option.default or 8}'.")
     return made if option.repeats else made[0]

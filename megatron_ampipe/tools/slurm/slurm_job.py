@@ -1,7 +1,7 @@
-"""One job, and the script that it becomes. Knows neither Megatron nor the command line of ``ampipe``.
+"""A SLURM job and its script. Depends neither on Megatron nor on the command line of ``ampipe``.
 
-The template ``job.sbatch.j2`` beside this module is the one source of every script: those in
-``scripts/slurm`` are what it gives for three examples, which a test holds. Called by ``ampipe sbatch``.
+All scripts are rendered from the template ``job.sbatch.j2`` next to this module. Those in ``scripts/slurm``
+are three examples; a test checks that they are up to date. Called by ``ampipe sbatch``.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _HAS_AN_ARGUMENT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one script is to ask of SLURM and to run.
+    """What a script requests from SLURM, and what it runs.
 
     Attributes:
-        command: The ``ampipe sbatch`` line that made it, for the script's head.
-        name: Of the job.
-        nodes: How many.
-        gpus_per_node: Also the number of ranks on each node.
-        time: Longest duration, as SLURM writes it.
-        folder: Holds checkpoints and logs; seen by every node. None for one of the job's own.
-        training: Flags of the training run, beside those about checkpoints and signals.
-        save_interval: Iterations between checkpoints; None where a file of the run says it.
-        save_before_end_s: How long before its end the job is asked to save, in seconds.
-        max_restarts: After so many the job stays out of the queue.
-        chain: How many jobs of this script are to follow each other.
-        account: Whom to charge; None for the cluster's default.
-        partition: Where to run; None for the cluster's default.
-        gres: By which name GPUs are asked for; None for ``--gpus-per-node``.
-        mem: Of each node; None to ask for none.
-        exclude: Nodes not to run on.
-        options: Further options of sbatch, each as it stands behind ``#SBATCH``.
-        setup: Lines of shell that each node runs first.
-        health_check: A command that each node has to pass before training.
-        container: Image for pyxis; None to run on the nodes themselves.
-        mounts: Mounts of the container that the user asks for, ``from:to``.
-        needed: Folders that the job names, mounted as well.
+        command: The ``ampipe sbatch`` command that made it, for the script's header.
+        name: Name of the job.
+        nodes: Number of nodes.
+        gpus_per_node: Number of GPUs, and of ranks, per node.
+        time: Time limit, in SLURM's format.
+        folder: Folder for checkpoints and logs, shared by all nodes. None for a separate one for each job.
+        training: Flags of the training run, without those for checkpoints and signals.
+        save_interval: Iterations between checkpoints; None if a file of the run sets it.
+        save_before_end_s: How long before its time limit the job is signalled to save, in seconds.
+        max_restarts: Number of restarts after which the job is not requeued.
+        chain: Number of jobs of this script that run one after another.
+        account: Account to charge; None for the cluster's default.
+        partition: Partition; None for the cluster's default.
+        gres: Name of the GPU resource; None for ``--gpus-per-node``.
+        mem: Memory of each node; None to leave the option out.
+        exclude: Nodes not to use.
+        options: Further sbatch options, each as written after ``#SBATCH``.
+        setup: Shell lines that each node runs first.
+        health_check: A command that must succeed on each node before training.
+        container: Image for pyxis; None to run without a container.
+        mounts: Mounts that the user requests, ``from:to``.
+        needed: Folders that the job uses, mounted as well.
     """
 
     command: str
@@ -110,7 +110,7 @@ class Job:
             raise BadInput(
                 "--folder",
                 self.folder.strip() or "(empty)",
-                rule="is not the name of a folder",
+                rule="is not a folder name",
                 remedy="Write for example --folder runs/first, or leave it out.",
             )
         self._check_container()
@@ -136,32 +136,32 @@ class Job:
             raise BadInput(
                 "--chain",
                 self.chain,
-                rule="needs a folder that all its jobs share, and by default each has its own",
+                rule="needs a folder that all its jobs share; by default each job has a separate one",
                 remedy=f"Add for example --folder runs/{self.name}-1.",
             )
         if any(option.startswith(("--dependency", "--array")) for option in self.options):
             raise BadInput(
                 "--chain",
                 self.chain,
-                rule="makes one job wait for the other, which --dependency and --array do otherwise",
-                remedy="Leave --chain or that --sbatch-option out.",
+                rule="makes each job wait for the one before, which conflicts with --dependency and --array",
+                remedy="Leave out --chain or that --sbatch-option.",
             )
 
     @property
     def memory(self) -> str | None:
-        """What stands behind ``--mem=``; SLURM takes only one way to ask for memory."""
+        """The value of ``--mem``; None with ``--mem-per-*``, because SLURM accepts only one memory option."""
         return None if any(option.startswith("--mem-per-") for option in self.options) else self.mem
 
     @property
     def resource(self) -> str:
-        """The option that asks for the GPUs of a node."""
+        """The option that requests the GPUs of a node."""
         if self.gres is not None:
             return f"--gres={self.gres}:{self.gpus_per_node}"
         return f"--gpus-per-node={self.gpus_per_node}"
 
     @property
     def all_mounts(self) -> str:
-        """Behind the folder of the submission, in the form of pyxis."""
+        """All mounts except the submission folder, in pyxis's format."""
         own = [f"{folder}:{folder}" for folder in self.needed.folders]
         return "".join(f",{mount}" for mount in (*self.mounts, *own))
 
@@ -169,12 +169,12 @@ class Job:
         """The command line of the training run.
 
         Args:
-            checkpoints: The folder of its checkpoints.
+            checkpoints: The checkpoint folder.
         """
         return [*self.training, "--save", checkpoints, "--load", checkpoints, *self._saving()]
 
     def training_lines(self) -> list[str]:
-        """The same as it stands in the script, a line for what belongs together."""
+        """The same as written in the script, one line per flag."""
         *interval, handler, signal, name = self._saving()
         saving = '--save "$checkpoints" --load "$checkpoints"'
         return [*_lines(self.training), " ".join([saving, *interval]), f"{handler} {signal} {name}"]
@@ -185,21 +185,21 @@ class Job:
 
 
 def render(job: Job) -> str:
-    """The script, to be handed to ``sbatch``."""
+    """Render the script for ``sbatch``."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("megatron_ampipe.tools.slurm", package_path=""),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        # Shell, not HTML; values are quoted where they stand.
+        # Shell, not HTML; the template quotes values.
         autoescape=False,
-        # Jinja's own would take ${#array[@]} for the begin of a comment.
+        # With Jinja's default, ${#array[@]} would start a comment.
         comment_start_string="<#",
         comment_end_string="#>",
     )
     environment.filters["quote"] = shlex.quote
-    # Also where no sign needs it: shellcheck takes a bare comma for a mistake.
+    # Always quotes, because shellcheck reports an unquoted comma.
     environment.filters["single_quoted"] = lambda text: "'" + text.replace("'", "'\"'\"'") + "'"
     return environment.get_template(_TEMPLATE).render(job=job)
 
@@ -211,11 +211,11 @@ def _check_option(option: str) -> None:
             "--sbatch-option",
             option,
             rule="does not begin with --",
-            remedy="Write it as sbatch takes it, for example --sbatch-option=--qos=high.",
+            remedy="Write it as for sbatch, for example --sbatch-option=--qos=high.",
         )
     if name in _HAS_AN_ARGUMENT:
         raise BadInput(
-            "--sbatch-option", option, rule="has an argument of its own", remedy=f"Use --{name} instead."
+            "--sbatch-option", option, rule="has a separate argument", remedy=f"Use --{name} instead."
         )
     if name in _SET_BY_THE_SCRIPT:
         raise BadInput(
@@ -227,13 +227,13 @@ def _check_option(option: str) -> None:
 
 
 def _check_end(flag: str, line: str) -> None:
-    """Refuse the one line that would end the part of the script in which it stands."""
+    """Refuse the line that would end the here-document of the script."""
     if _END_OF_NODE_SCRIPT in line.split("\n"):
-        raise BadInput(flag, line, rule="is the word that ends the node's script", remedy="Leave it out.")
+        raise BadInput(flag, line, rule="is the delimiter of the node's script", remedy="Leave it out.")
 
 
 def _lines(words: Sequence[str]) -> list[str]:
-    """A flag and its values on one line each."""
+    """Quoted lines, each with one flag and its values."""
     lines: list[str] = []
     for word in words:
         quoted = shlex.quote(word)

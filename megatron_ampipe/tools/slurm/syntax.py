@@ -1,6 +1,6 @@
-"""What SLURM, pyxis and bash take: durations, sizes, words of a directive, mounts, images, lines of shell.
+"""Syntax checks for SLURM, pyxis and bash: durations, sizes, directives, mounts, images, shell lines.
 
-Each function refuses one kind of value. Called by :mod:`.slurm_job`.
+Each function checks one kind of value. Called by :mod:`.slurm_job`.
 """
 
 from __future__ import annotations
@@ -12,70 +12,70 @@ from collections.abc import Iterator
 
 from megatron_ampipe.errors import BadInput
 
-# One word of an #SBATCH line: no blanks, no quotes, nothing a shell would look at.
+# One word of an #SBATCH line: no blanks, no quotes, no shell metacharacters.
 _WORD = re.compile(r"[A-Za-z0-9_.,:=+@%/\[\]-]+")
-# Also part of a file's name; a per cent sign would stand for something in that.
+# Also part of a file name, where SLURM would replace a per cent sign.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:=+@-]*")
 _SIZE = re.compile(r"\d+[KMGT]?")
 _GRES = re.compile(r"[A-Za-z_]\w*(:[A-Za-z0-9_.-]*[A-Za-z_][A-Za-z0-9_.-]*)?")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 _UNLIMITED = ("UNLIMITED", "INFINITE")
 _MOST_SIGNAL_S = 65535
-"""The earliest that SLURM sends a signal before the end."""
+"""The largest time before the time limit at which SLURM can send a signal."""
 
 
 def check_word(flag: str, word: str) -> None:
-    """Refuse what cannot stand on an ``#SBATCH`` line."""
+    """Refuse what is not valid on an ``#SBATCH`` line."""
     if not _WORD.fullmatch(word):
         raise BadInput(
             flag,
             word or "(empty)",
-            rule="holds a blank, a quote or another character that #SBATCH lines cannot carry",
-            remedy="Use letters, digits and _ . , : = + @ % / - alone.",
+            rule="contains a blank, a quote or another character that is not valid on an #SBATCH line",
+            remedy="Use only letters, digits and _ . , : = + @ % / -.",
         )
 
 
 def check_name(flag: str, name: str) -> None:
-    """Refuse a job's name that cannot be part of a file's."""
+    """Refuse a job name that is not valid in a file name."""
     if not _NAME.fullmatch(name):
         raise BadInput(
             flag,
             name or "(empty)",
-            rule="cannot be part of the name of a file and of an #SBATCH line",
-            remedy="Use letters, digits and _ . , : = + @ - alone, for example --job-name moe-1.",
+            rule="is not valid in a file name and on an #SBATCH line",
+            remedy="Use only letters, digits and _ . , : = + @ -, for example --job-name moe-1.",
         )
 
 
 def check_size(flag: str, size: str) -> None:
-    """Refuse what is no amount of memory."""
+    """Refuse what is not an amount of memory."""
     if not _SIZE.fullmatch(size):
         raise BadInput(
             flag,
             size or "(empty)",
-            rule="is not an amount of memory that SLURM knows",
-            remedy="Write 0 for all of a node's memory, a size such as 900G, or none to leave the line out.",
+            rule="is not an amount of memory in SLURM's format",
+            remedy="Write 0 for all memory of a node, a size such as 900G, or none to leave the line out.",
         )
 
 
 def check_gres(flag: str, gres: str) -> None:
-    """Refuse what names no resource, or already says how many."""
+    """Refuse what is not a resource name, or includes a number."""
     if not _GRES.fullmatch(gres):
         raise BadInput(
             flag,
             gres or "(empty)",
             rule="is not the name of a resource, with or without a type",
-            remedy="Write gpu, or gpu:a100; the number is that of --gpus-per-node.",
+            remedy="Write gpu, or gpu:a100; --gpus-per-node sets the number.",
         )
 
 
 def seconds_of(flag: str, time: str) -> int | None:
-    """How long a duration is, in seconds; None for one without an end.
+    """A duration in seconds; None for an unlimited one.
 
-    SLURM takes minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    SLURM accepts minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
     days-hours:minutes:seconds.
 
     Raises:
-        BadInput: it is none of these, or a part of it is more than the next larger unit.
+        BadInput: it has none of these formats, or a part exceeds the next larger unit.
     """
     if time.upper() in _UNLIMITED:
         return None
@@ -84,7 +84,7 @@ def seconds_of(flag: str, time: str) -> int | None:
         raise BadInput(
             flag,
             time or "(empty)",
-            rule="is not a duration that SLURM knows",
+            rule="is not a duration in SLURM's format",
             remedy="Write hours:minutes:seconds, for example 24:00:00, or days-hours: 2-00.",
         )
     days, parts = found["days"], [int(part) for part in found["parts"].split(":")]
@@ -92,14 +92,14 @@ def seconds_of(flag: str, time: str) -> int | None:
         hours, minutes, seconds = (*parts, 0, 0)[:3]
     else:
         hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: parts}[len(parts)]
-    # The largest unit that is written may be as large as it likes: 90 minutes, 48:00:00.
+    # The first unit is not limited: 90 minutes, 48:00:00.
     for unit, value, bound in (("hours", hours, 24), ("minutes", minutes, 60), ("seconds", seconds, 60)):
         largest = days is None and unit == ("hours" if len(parts) == 3 else "minutes")
         if value >= bound and not largest:
             raise BadInput(
                 flag,
                 time,
-                rule=f"has {value} {unit}, and {bound} make the next larger unit",
+                rule=f"has {value} {unit}, which must be less than {bound}",
                 remedy="Write hours:minutes:seconds, for example 24:00:00, or days-hours: 2-00.",
             )
     total = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
@@ -107,20 +107,20 @@ def seconds_of(flag: str, time: str) -> int | None:
         raise BadInput(
             flag,
             time,
-            rule="is no time at all, or to SLURM none that ends",
+            rule="is zero, which SLURM may treat as no time limit",
             remedy="Write for example 24:00:00, or UNLIMITED.",
         )
     return total
 
 
 def check_save_before_end(before_end_s: int, time: str) -> None:
-    """Refuse a signal that would come before the job has begun."""
+    """Refuse a signal that would be sent before the job starts."""
     end_s = seconds_of("--time", time)
     if before_end_s > _MOST_SIGNAL_S:
         raise BadInput(
             "--save-before-end",
             before_end_s,
-            rule=f"is more than the {_MOST_SIGNAL_S} s that SLURM takes",
+            rule=f"is larger than SLURM's maximum, {_MOST_SIGNAL_S} s",
             remedy="Use for example --save-before-end 1800.",
         )
     if end_s is not None and before_end_s >= end_s:
@@ -133,7 +133,7 @@ def check_save_before_end(before_end_s: int, time: str) -> None:
 
 
 def check_mount(mount: str) -> None:
-    """Refuse what is not ``FROM:TO`` or ``FROM:TO:FLAGS``, or several of these with commas between."""
+    """Refuse what is not ``FROM:TO``, ``FROM:TO:FLAGS``, or a comma-separated list of these."""
     check_word("--mount", mount)
     for one in mount.split(","):
         parts = one.split(":")
@@ -147,23 +147,23 @@ def check_mount(mount: str) -> None:
 
 
 def mount_targets(mounts: list[str]) -> Iterator[str]:
-    """Where each mount appears inside the container."""
+    """The path of each mount inside the container."""
     for mount in mounts:
         for one in mount.split(","):
             yield one.split(":")[1]
 
 
 def check_image(image: str) -> str | None:
-    """Refuse a name of an image that pyxis would take for something else.
+    """Refuse an image name that pyxis would misinterpret.
 
     Returns:
-        What the user should know about the name, as a sentence; None for nothing.
+        A note about the name for the user, or None.
     """
     if not image.strip() or image != image.strip() or any(sign in image for sign in "\n'\""):
         raise BadInput(
             "--container",
             image.strip() or "(empty)",
-            rule="is not the name of an image",
+            rule="is not an image name",
             remedy="Write for example nvcr.io#nvidia/pytorch:25.01-py3 or ./megatron-ampipe.sqsh, or leave "
             "--container out.",
         )
@@ -173,21 +173,21 @@ def check_image(image: str) -> str | None:
         raise BadInput(
             "--container",
             image,
-            rule="pyxis takes a name without / or . in front for an image of a registry",
-            remedy=f"For the file, write --container ./{image}.",
+            rule="pyxis treats a name that does not begin with / or . as an image of a registry",
+            remedy=f"To use the file, write --container ./{image}.",
         )
     name = image.removeprefix("docker://").removeprefix("dockerd://")
     registry, slash, rest = name.partition("/")
     if "#" not in name and slash and ("." in registry or ":" in registry):
         return (
-            f"an enroot before version 4 looks for {image} on Docker Hub, because a registry ends with # for "
-            f"it: {registry}#{rest}"
+            f"enroot before version 4 looks for {image} on Docker Hub; it needs # after the registry: "
+            f"{registry}#{rest}"
         )
     return None
 
 
 def check_shell(flag: str, line: str) -> None:
-    """Refuse lines of shell that bash cannot parse; they would break the whole script."""
+    """Refuse shell lines that bash cannot parse; they would break the whole script."""
     bash = shutil.which("bash")
     said = ""
     if bash is not None:
@@ -196,8 +196,8 @@ def check_shell(flag: str, line: str) -> None:
         raise BadInput(
             flag,
             line.strip() or "(empty)",
-            rule=f"is no line of shell (line {said.splitlines()[0].partition(': line ')[2]})"
+            rule=f"is not valid shell (line {said.splitlines()[0].partition(': line ')[2]})"
             if said
-            else "is no line of shell",
+            else "is not valid shell",
             remedy="Write what you would type, for example 'module load cuda'.",
         )

@@ -1,1 +1,1 @@
-"""What a Megatron-LM checkout holds beside ``megatron``, in our own words; laid out by :mod:`.layout`."""
+"""Our own versions of the files of a Megatron-LM checkout outside ``megatron``; used by :mod:`.layout`."""

@@ -1,7 +1,7 @@
-"""Launches a script as ``python SCRIPT FLAGS`` does, without a GPU: adds the host platform and no more.
+"""Launches a script like ``python SCRIPT FLAGS``, but on the host platform, because there is no GPU.
 
-What a GPU is to a launch by hand, this is to a test of one. Not a way to use AMPipe: there is nothing of it
-here that the script does not bring by itself.
+For tests of scripts that are launched without AMPipe's launcher. Adds nothing of AMPipe except the host
+platform.
 """
 
 import runpy

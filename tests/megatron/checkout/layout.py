@@ -1,4 +1,4 @@
-"""Lays out folders that look like a Megatron-LM checkout, of each supported version."""
+"""Creates folders that look like a Megatron-LM checkout, for each supported version."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCRIPTS = ("pretrain_gpt.py", "model_builder.py")
 
 
 def lay_out(folder: Path, version: str, *, copy: bool = False) -> Path:
-    """A checkout in ``folder``.
+    """Create a checkout in ``folder``.
 
     Args:
-        folder: Is made.
-        version: Major and minor, such as ``"0.18"``.
-        copy: With a ``megatron`` of its own to write in, instead of a link.
+        folder: The folder to create.
+        version: Major and minor version, such as ``"0.18"``.
+        copy: Copy ``megatron``, so that it can be changed, instead of a link.
 
     Returns:
         Its training script.

@@ -1,4 +1,4 @@
-"""Builds the GPT model, as the module of that purpose beside Megatron-LM's script does; before 0.19."""
+"""Builds the GPT model, like the builder module next to Megatron-LM's script; before 0.19."""
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -1,4 +1,4 @@
-"""Trains a model that is no GPT model through Megatron's loop of 0.18, to be refused by the launcher."""
+"""Trains a model other than GPT with Megatron's loop of 0.18; the launcher must refuse it."""
 
 import torch
 from megatron.core.enums import ModelType

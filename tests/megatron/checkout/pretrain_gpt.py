@@ -1,7 +1,7 @@
-"""Trains a GPT model through the calls that Megatron-LM's own ``pretrain_gpt.py`` makes, of any version.
+"""Trains a GPT model with the calls of Megatron-LM's ``pretrain_gpt.py``, for any supported version.
 
-Knows nothing of AMPipe. Data in whole sequences, no tensor or context parallelism: what the tests launch.
-Copied beside a ``megatron`` folder by :mod:`.layout`; the module ``model_builder`` lies there too.
+Does not use AMPipe. Supports what the tests launch: complete sequences, no tensor or context parallelism.
+Copied next to a ``megatron`` folder by :mod:`.layout`, as is the module ``model_builder``.
 """
 
 import functools
@@ -75,7 +75,7 @@ def main():
     rest = (ModelType.encoder_or_decoder, forward_step)
     own = {"extra_args_provider": add_own_flags, "args_defaults": DEFAULTS}
     if not hasattr(megatron_arguments, "parse_and_validate_args"):
-        # 0.17: the loop parses the arguments itself.
+        # In 0.17 the loop parses the arguments.
         run(datasets, build_model, *rest, **own, store=store)
         return
     from megatron.training import argument_utils
@@ -83,7 +83,7 @@ def main():
     args = megatron_arguments.parse_and_validate_args(**own)
     print(*args.greeting)
     if hasattr(argument_utils, "gpt_config_from_args"):
-        # 0.19: the loop builds the model from its configuration.
+        # In 0.19 the loop builds the model from its configuration.
         model = argument_utils.gpt_config_from_args(args)
         run(argument_utils.pretrain_cfg_container_from_args(args, model), datasets, *rest, store=store)
     else:

@@ -1,6 +1,6 @@
-"""A kernel of pieces by its definition, in fp32 or fp64: what flash kernels have to compute.
+"""A reference piece kernel in fp32 or fp64, which flash kernels are compared with.
 
-Serves as a kernel itself and behind stand-ins of packages that are not installed.
+Used as a kernel itself, and in fakes of packages that are not installed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
-from megatron_ampipe.runtime.merged import MergedAttention, Piece, PieceOutput, all_keys, own_and_earlier
+from megatron_ampipe.runtime.merged import (
+    AttentionPiece,
+    MergedAttention,
+    PieceOutput,
+    all_visible_keys,
+    causal_then_earlier,
+)
 from megatron_ampipe.runtime.rows import repeat_heads
 from megatron_ampipe.schedule import Span
 
@@ -24,7 +30,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]`` and ``[B, H, R]``.
 
-    Causal is aligned to the bottom right.
+    The causal mask is aligned to the bottom right.
     """
     heads, dtype = query.shape[2], sum_dtype(query)
     scores = _scores(query, key, causal=causal, scale=scale)
@@ -45,18 +51,18 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, of the part of the weights that falls on these keys."""
+    """Gradients of query, key and value from the attention weights of these keys."""
     heads, groups, dtype = query.shape[2], key.shape[2], sum_dtype(query)
     weights = (_scores(query, key, causal=causal, scale=scale) - lse.unsqueeze(-1)).exp()
     gradient, output = gradient.to(dtype), output.to(dtype)
-    of_weights = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads).to(dtype))
+    dweights = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads).to(dtype))
     common = (gradient * output).sum(-1).permute(1, 2, 0).unsqueeze(-1)
-    of_scores = weights * (of_weights - common) * scale
-    of_query = torch.einsum("bhrs,sbhc->rbhc", of_scores, repeat_heads(key, heads).to(dtype))
-    of_key = torch.einsum("bhrs,rbhc->sbhc", of_scores, query.to(dtype))
-    of_value = torch.einsum("bhrs,rbhv->sbhv", weights, gradient)
-    of_key, of_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (of_key, of_value))
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+    dscores = weights * (dweights - common) * scale
+    dq = torch.einsum("bhrs,sbhc->rbhc", dscores, repeat_heads(key, heads).to(dtype))
+    dk = torch.einsum("bhrs,rbhc->sbhc", dscores, query.to(dtype))
+    dv = torch.einsum("bhrs,rbhv->sbhv", weights, gradient)
+    dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
 def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
@@ -69,8 +75,8 @@ def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor
     return scores
 
 
-class PlainPieces:
-    """The kernel.
+class ReferencePieces:
+    """The reference kernel as a ``PieceKernel``.
 
     Args:
         bottom_right: Take all keys of a span as one piece.
@@ -79,8 +85,8 @@ class PlainPieces:
     def __init__(self, *, bottom_right: bool) -> None:
         self._bottom_right = bottom_right
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[Piece, ...]:
-        return all_keys(span) if self._bottom_right else own_and_earlier(span)
+    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+        return all_visible_keys(span) if self._bottom_right else causal_then_earlier(span)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
@@ -105,8 +111,8 @@ class PlainPieces:
         return backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
 
 
-PLAIN_KERNELS = {
-    "plain-pieces": MergedAttention(PlainPieces(bottom_right=False)),
-    "plain-bottom-right": MergedAttention(PlainPieces(bottom_right=True)),
+REFERENCE_KERNELS = {
+    "reference-pieces": MergedAttention(ReferencePieces(bottom_right=False)),
+    "reference-bottom-right": MergedAttention(ReferencePieces(bottom_right=True)),
 }
-"""Kernels of attention for tests, by name."""
+"""Attention kernels for tests, by name."""

@@ -1,8 +1,8 @@
-"""How others choose a degree, so that they can be compared with the simulator: named strategies.
+"""How three papers choose a degree, to compare with the simulator.
 
 :func:`ampipe_time` is the closed form of AMPipe's appendix C, :class:`FsmoeLayer` the four cases of FSMoE
 section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1. Each takes times or sizes as its
-paper does. ``docs/planner.md`` shows where they part from the simulator. Not used by ``ampipe plan``.
+paper does. ``docs/planner.md`` shows where they differ from the simulator. Not used by ``ampipe plan``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FsmoeLayer:
     Each is ``(alpha, n * beta)``, so that a chunk of ``r`` takes ``alpha + n * beta / r`` (equation 1).
 
     Attributes:
-        exchange: All-to-all between nodes; dispatch and combine are alike.
+        exchange: All-to-all between nodes; dispatch and combine are equal.
         gather: All-gather of an expert's tokens inside a node.
         scatter: Reduce-scatter inside a node.
         experts: All matrix products of the experts.
@@ -93,7 +93,7 @@ class FsmoeLayer:
         """The best degree up to a largest one; of equals the smallest.
 
         The paper solves the four cases over real numbers by SLSQP. Degrees are whole and few, so all are
-        tried; a test holds the result against SLSQP.
+        tried; a test compares the result with SLSQP.
         """
         return min(range(1, largest + 1), key=self.time)
 

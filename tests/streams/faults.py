@@ -1,6 +1,6 @@
-"""Faults to plant into the executor. For each the checker must report that one.
+"""Faults to insert into the executor, to test that the checker reports each of them.
 
-Each changes what stands in one place of ``runtime``, on the block of :data:`BLOCK`.
+Each fault changes one place in ``runtime``, and runs on the block :data:`BLOCK`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ BLOCK = block(degree=4)
 
 
 @dataclass(frozen=True, slots=True)
-class Plant:
-    """A fault and the race that it makes.
+class Fault:
+    """A fault and the race that it causes.
 
     Attributes:
-        plant: Makes it, while the context lasts.
-        race: What the report says, as a regular expression.
-        issue: In which order the host issues the stages; as always if None.
+        insert: Context manager that inserts the fault.
+        race: Regular expression for the report.
+        issue: Order in which the host issues the stages; None for the usual one.
     """
 
-    plant: Callable[[], contextlib.AbstractContextManager[object]]
+    insert: Callable[[], contextlib.AbstractContextManager[object]]
     race: str
     issue: IssueOrder | None = None
 
 
 class _NeverWaits(StreamOrder):
-    """Takes the stream of the collectives for ordered after all computation."""
+    """Assumes that the communication stream is ordered after all computation."""
 
     def is_after(self, stream: str, mark: Mark) -> bool:
         return (stream == "comm" and mark.stream == "compute") or super().is_after(stream, mark)
@@ -48,7 +48,7 @@ class _ReleasesEarly(StreamOrder):
 
 
 class _DropsComputation(StreamOrder):
-    """Keeps what collectives use, not what computations do."""
+    """Keeps the memory that collectives use, but not what computation uses."""
 
     def keep(self, mark: Mark, memory: object) -> None:
         if mark.stream != "compute":
@@ -60,7 +60,7 @@ def _replaced(order: type[StreamOrder]) -> Callable[[], contextlib.AbstractConte
 
 
 def _wrong_stream() -> contextlib.AbstractContextManager[object]:
-    """``attention.1`` runs where the collectives do."""
+    """Run ``attention.1`` on the communication stream."""
     issue = cuda_executor.CudaExecutor._issue
 
     def issued(self: Any, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
@@ -77,7 +77,7 @@ def _wrong_stream() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def _event_before_work() -> Iterator[None]:
-    """The events of the compute lane stand before the stage that they are to mark the end of."""
+    """Record the events of the compute lane before a stage instead of after it."""
     issue = cuda_executor.CudaExecutor._issue
     record = ModelStream.record_event
 
@@ -99,28 +99,28 @@ def _event_before_work() -> Iterator[None]:
         yield
 
 
-PLANTS = {
-    "a missing event": Plant(
+FAULTS = {
+    "a missing event": Fault(
         _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
     ),
-    "an early free": Plant(
-        _replaced(_ReleasesEarly), r"made by forward route\.\d: .* was released and may be given to"
+    "an early free": Fault(
+        _replaced(_ReleasesEarly), r"allocated by forward route\.\d: .* was released and may be reused by"
     ),
-    "a wrong stream": Plant(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
-    "a dropped hold": Plant(
+    "a wrong stream": Fault(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
+    "a dropped hold": Fault(
         _replaced(_DropsComputation),
-        r"made by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
+        r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         issue=lazy_issue,
     ),
-    "a reordered pair": Plant(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
+    "a reordered pair": Fault(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
 }
 
 
 def races(name: str) -> tuple[list[str], list[str]]:
-    """What is reported with the fault, and what without it, of the same run."""
+    """The races reported with the fault, and without it, in the same run."""
     from tests.streams.run import run_case
 
-    plant = PLANTS[name]
-    with plant.plant():
-        planted = run_case(BLOCK, issue=plant.issue).races
-    return list(planted), list(run_case(BLOCK, issue=plant.issue).races)
+    fault = FAULTS[name]
+    with fault.insert():
+        faulty = run_case(BLOCK, issue=fault.issue).races
+    return list(faulty), list(run_case(BLOCK, issue=fault.issue).races)

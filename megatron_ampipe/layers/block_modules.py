@@ -1,0 +1,139 @@
+"""The Megatron modules of one block: which stage uses which parameters, and what is set on them.
+
+Used by :mod:`.pipelined_block`, which decides how they are run, and by :mod:`.megatron_stages`, which calls
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
+from megatron_ampipe.runtime.block_stages import AddedStage
+from megatron_ampipe.schedule import StageKind, kinds
+
+_RECOMPUTED = {
+    "moe": {kinds.EXPERT, kinds.SHARED},
+    "shared_experts": {kinds.SHARED},
+    "mla_up_proj": {kinds.QKV},
+}
+"""Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
+
+Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`; a block has no dense MLP.
+"""
+
+
+class BlockModules:
+    """An attention layer and an MoE layer of Megatron; in a GPT both are one layer.
+
+    Args:
+        attention_layer: Whose norm, attention and residual come first.
+        moe_layer: Whose norm, MoE layer and residual follow.
+        capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
+        added: Stages beyond those of the table.
+    """
+
+    def __init__(
+        self,
+        attention_layer: TransformerLayer,
+        moe_layer: TransformerLayer,
+        *,
+        capacity_per_chunk: bool,
+        added: Sequence[AddedStage] = (),
+    ) -> None:
+        self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
+        self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
+        self.recomputed_stages = self._take_over_recompute()
+        self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
+            self.moe.num_local_experts,
+            self.moe.local_expert_indices,
+            config=self.config,
+            pg_collection=moe_layer.pg_collection,
+        )
+
+    def add_residual(
+        self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor
+    ) -> Tensor:
+        """Megatron's bias, dropout and residual addition (``self_attn_bda`` or ``mlp_bda``)."""
+        if self.config.fp32_residual_connection:
+            residual = residual.float()
+        apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
+        result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
+        return result
+
+    @cached_property
+    def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
+        """The trainable parameters of each kind of stage that has any."""
+        attention, moe = self.attention_layer.self_attention, self.moe
+        projection = [
+            module
+            for name, module in attention.named_children()
+            if name not in ("core_attention", "linear_proj")
+        ]
+        used: dict[StageKind, list[Module | None]] = {
+            kinds.QKV: [self.attention_layer.input_layernorm, *projection],
+            kinds.ATTENTION: [
+                attention.core_attention,
+                attention.linear_proj,
+                self.moe_layer.pre_mlp_layernorm,
+            ],
+            kinds.ROUTE: [moe.router],
+            kinds.SHARED: [moe.shared_experts],
+            kinds.EXPERT: [moe.experts],
+        }
+        found = {
+            kind: tuple(
+                parameter
+                for module in modules
+                if module is not None
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            )
+            for kind, modules in used.items()
+        }
+        return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All trainable parameters of the block, each once."""
+        used = {p: None for parameters in self.stage_parameters.values() for p in parameters}
+        missing = [
+            name
+            for layer in (self.attention_layer, self.moe_layer)
+            for name, p in layer.named_parameters()
+            if p.requires_grad and p not in used
+        ]
+        assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
+        return tuple(used)
+
+    def add_first_weight_gradients(self) -> None:
+        """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
+
+        Megatron's wrappers let the first forward ever pass for the first micro-batch of an iteration, whose
+        backward writes what all others add. Chunk 0 would be that, and is differentiated last. Adding is
+        right from the start: Megatron zeroes ``main_grad`` before every iteration.
+        """
+        for module in self._linear_layers_of_te:
+            if module.is_first_microbatch:
+                module.is_first_microbatch = False
+
+    @cached_property
+    def _linear_layers_of_te(self) -> tuple[Any, ...]:
+        """What has the flag, whichever stage uses it."""
+        modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
+        return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
+
+    def _take_over_recompute(self) -> frozenset[StageKind]:
+        """Whole stages in place of what Megatron would recompute selectively."""
+        if self.config.recompute_granularity != "selective":
+            return frozenset()
+        modules = self.config.recompute_modules
+        if "mla_up_proj" in modules:
+            self.attention_layer.self_attention.recompute_up_proj = False
+        return frozenset().union(*(_RECOMPUTED.get(name, set()) for name in modules))

@@ -1,0 +1,236 @@
+"""Frozen dataclasses from YAML and back: the one reader of AMPipe's own file formats.
+
+A dataclass states the form of a file, or of a section in it. The type of a field says what its value may be:
+
+==========================  =======================================================
+``str``                     text that is not empty
+``bool``                    true or false
+``int``                     a whole number, at least 1
+``float``                   a number, at least 0
+``Literal["a", "b"]``       one of these words
+a dataclass                 a section with these keys
+``Mapping[Literal, X]``     a section with some of these keys, each an ``X``
+``LinedMapping``            a section that the caller checks
+``tuple[X, ...]``           a list of ``X`` that is not empty
+``X | None``                an ``X``, or null
+==========================  =======================================================
+
+A field without a default must be given. Metadata of a field: ``minimum`` (its least value), ``above`` (what
+it must exceed), ``derived`` (it does not stand in the file), ``last`` (it is written after the others).
+
+Not for files of Megatron's flags, which ``launch/settings`` checks against Megatron's parser. Called by the
+readers of cluster files, plan files and grids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.spelling import nearest
+from megatron_ampipe.yaml_lines import LinedMapping, number_of
+
+Lines = dict[str, int]
+"""The line of each key, by the names of the keys that lead to it, joined by dots."""
+
+
+def read_record[Record](
+    path: Path, kind: type[Record], top: LinedMapping, *, add: str = "Add '{key}: ...'."
+) -> tuple[Record, Lines]:
+    """Check a mapping against a dataclass.
+
+    Args:
+        path: The file, for the errors.
+        kind: The dataclass.
+        top: What :func:`megatron_ampipe.yaml_lines.load` returned.
+        add: What to do about a missing key, as a sentence with ``{key}`` in it.
+
+    Returns:
+        The record, and the line of every key in it.
+
+    Raises:
+        BadInput: naming file and line, the key, and the nearest known one.
+    """
+    reader = _Reader(path, add)
+    return reader.record(kind, top, "", top.line), reader.lines
+
+
+def write_record(path: Path, record: object, *, head: str) -> None:
+    """Write a record so that :func:`read_record` reads the same one.
+
+    The file appears under its name only when it is whole. Fields that are None are left out.
+
+    Args:
+        path: Of the file; its folder is made.
+        record: A dataclass whose form :func:`read_record` knows.
+        head: What the file is, a line of text that becomes a comment.
+
+    Raises:
+        RunFailed: it cannot be written.
+    """
+    text = yaml.dump(_plain(record), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    outputs.write_text(path, f"# {head}\n{text}")
+
+
+def keys_of(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass that a file can hold, by name."""
+    fields = dataclasses.fields(kind)
+    return {field.name: field for field in fields if field.init and not field.metadata.get("derived")}
+
+
+def refuse(path: Path | str, line: int, key: str, rule: str, remedy: str) -> NoReturn:
+    """Raise the error of one place in a file."""
+    raise BadInput(f"{path}:{line}:", key, rule=rule, remedy=remedy)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+class _Reader:
+    """Reads one file; ``where`` is the name of a key with those that lead to it, ``line`` its line."""
+
+    def __init__(self, path: Path, add: str) -> None:
+        self.path = path
+        self.lines: Lines = {}
+        self._add = add
+
+    def record(self, kind: type[Any], found: object, where: str, line: int) -> Any:
+        fields = keys_of(kind)
+        section = self._section(found, where, line, fields)
+        hints = typing.get_type_hints(kind)
+        values = {}
+        for name, field in fields.items():
+            here = _join(where, name)
+            if name in section:
+                limits = field.metadata
+                values[name] = self._value(hints[name], section[name], here, section.lines[name], limits)
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                refuse(self.path, section.line, here, "is missing", self._add.format(key=name))
+        return kind(**values)
+
+    def _section(
+        self, found: object, where: str, line: int, known: Collection[str] | None = None
+    ) -> LinedMapping:
+        """A mapping, whose keys must be known unless ``known`` is None."""
+        if not isinstance(found, LinedMapping):
+            remedy = "Write one 'key: value' on each line."
+            refuse(self.path, line, where, "must hold keys with values", remedy)
+        for key in found:
+            here = _join(where, key)
+            if known is not None and key not in known:
+                self._unknown(found.lines[key], here, key, known)
+            self.lines[here] = found.lines[key]
+        return found
+
+    def _value(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is types.UnionType:
+            (hint,) = (part for part in arguments if part is not type(None))
+            return None if found is None else self._value(hint, found, where, line, limits)
+        if hint is LinedMapping:
+            return self._section(found, where, line)
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            return self.record(hint, found, where, line)
+        if origin is tuple:
+            if not isinstance(found, list) or not found:
+                remedy = "Write for example [1, 2], or '- ' before each entry."
+                refuse(self.path, line, where, "must be a list that is not empty", remedy)
+            entries = enumerate(found)
+            return tuple(
+                self._value(arguments[0], item, f"{where}[{i}]", line, limits) for i, item in entries
+            )
+        if origin not in (Literal, None):
+            names = typing.get_args(arguments[0])
+            section = self._section(found, where, line, names)
+            if not section:
+                refuse(self.path, line, where, f"must hold some of {', '.join(names)}", f"Use {names[0]}.")
+            return {
+                key: self._value(arguments[1], value, _join(where, key), section.lines[key], {})
+                for key, value in section.items()
+            }
+        return self._scalar(hint, found, where, line, limits)
+
+    def _scalar(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+        if typing.get_origin(hint) is Literal:
+            choices = typing.get_args(hint)
+            rule, remedy = f"must be one of {', '.join(choices)}", f"Use {choices[0]}."
+            good = found in choices
+        elif hint is str:
+            rule, remedy = "must be text", "Write some words."
+            good = isinstance(found, str) and bool(found.strip())
+        elif hint is bool:
+            rule, remedy = "must be true or false", "Write true or false."
+            good = isinstance(found, bool)
+        else:
+            return self._number(hint, found, where, line, limits)
+        if not good:
+            refuse(self.path, line, f"{where} {found!r}", rule, remedy)
+        return found
+
+    def _number(self, hint: Any, found: object, where: str, line: int, limits: Mapping[str, Any]) -> Any:
+        least = limits.get("minimum", 1 if hint is int else 0)
+        above = limits.get("above")
+        limit = f"at least {least:g}" if above is None else f"above {above:g}"
+        number = number_of(found)
+        if hint is int:
+            rule, remedy = f"must be a whole number of {limit}", "Write for example 8."
+            good = type(found) is int and found >= least
+        elif number is None or not math.isfinite(number):
+            rule, remedy = f"must be a number, {limit}, without a unit", "Write for example 1.5."
+            good = False
+        elif number > _LARGEST:
+            rule, remedy = f"must be at most {_LARGEST:g}", "Check the unit, which the key names."
+            good = False
+        else:
+            rule, remedy = f"must be {limit}", "Write for example 1.5."
+            good = number >= least if above is None else number > above
+        if not good:
+            refuse(self.path, line, f"{where} {found!r}", rule, remedy)
+        return found if hint is int else number
+
+    def _unknown(self, line: int, where: str, key: str, known: Iterable[str]) -> NoReturn:
+        stem = key.split("_")[0]
+        other = next((name for name in known if "_us" in name and name.split("_")[0] == stem), None)
+        if other and any(unit in key for unit in _UNITS):
+            rule = f"is in another unit than {other}, the key of this file"
+            refuse(self.path, line, where, rule, f"Convert the value and call it {other}.")
+        refuse(self.path, line, where, "is not a known key", nearest(key, known))
+
+
+_LARGEST = 1e15
+"""Of any number with a point. Sums and products of larger ones could be infinite."""
+_UNITS = ("_s", "_ms", "_us", "_ns", "_per_", "_gb")
+
+
+def _plain(value: object) -> object:
+    """What YAML can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # What a base class asks for, such as the source of a figure, reads better after the figure.
+        fields = sorted(keys_of(type(value)).values(), key=lambda field: bool(field.metadata.get("last")))
+        found = {field.name: getattr(value, field.name) for field in fields}
+        return {name: _plain(content) for name, content in found.items() if content is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(content) for key, content in value.items()}
+    return [_plain(content) for content in value] if isinstance(value, tuple) else value
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key

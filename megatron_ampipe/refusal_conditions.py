@@ -1,0 +1,180 @@
+"""The conditions of the table of refusals, as functions of Megatron's parsed arguments.
+
+Each condition returns the refused value, or None if the combination is supported. Imports neither torch nor
+Megatron. Called by :mod:`.refusals`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ampipe.config import AUTO
+
+
+def above_one(name: str) -> Callable[[Any], object]:
+    """Refuses values above 1."""
+    return lambda arguments: value if (value := getattr(arguments, name, 1) or 1) > 1 else None
+
+
+def is_set(name: str) -> Callable[[Any], object]:
+    """Refuses every value except None, False and 0."""
+    return lambda arguments: value if (value := getattr(arguments, name, None)) else None
+
+
+def is_given(name: str) -> Callable[[Any], object]:
+    """Refuses every value except None."""
+    return lambda arguments: getattr(arguments, name, None)
+
+
+def equal(name: str, *values: object) -> Callable[[Any], object]:
+    """Refuses these values."""
+    return lambda arguments: value if (value := getattr(arguments, name, None)) in values else None
+
+
+def not_equal(name: str, expected: object) -> Callable[[Any], object]:
+    """Refuses every value except None and ``expected``."""
+    return lambda arguments: (
+        value if (value := getattr(arguments, name, expected)) not in (expected, None) else None
+    )
+
+
+def load_balancing(*kinds: str) -> Callable[[Any], object]:
+    """Refuses these load balancing types."""
+
+    def applies(arguments: Any) -> object:
+        chosen = getattr(arguments, "moe_router_load_balancing_type", None)
+        chosen = chosen if isinstance(chosen, list) else [chosen]
+        return next((kind for kind in chosen if kind in kinds), None)
+
+    return applies
+
+
+def negative(name: str) -> Callable[[Any], object]:
+    """Refuses negative numbers, also in a list."""
+
+    def applies(arguments: Any) -> object:
+        found = getattr(arguments, name, None)
+        return next((one for one in (found if isinstance(found, list) else [found]) if one and one < 0), None)
+
+    return applies
+
+
+def _has_capacity(arguments: Any) -> bool:
+    """Whether there is a capacity limit; Megatron treats a negative factor as none."""
+    factor = getattr(arguments, "moe_expert_capacity_factor", None)
+    return factor is not None and factor >= 0
+
+
+def drops_by_probability(arguments: Any) -> object:
+    """Refuses dropping by probability over the whole sequence."""
+    if not _has_capacity(arguments):
+        return None
+    if getattr(arguments, "ampipe_capacity_scope", None) == "chunk":
+        return None
+    return equal("moe_token_drop_policy", "probs")(arguments)
+
+
+def capacity_scope_without_capacity(arguments: Any) -> object:
+    """Refuses a capacity per chunk if there is no capacity limit."""
+    if _has_capacity(arguments):
+        return None
+    return equal("ampipe_capacity_scope", "chunk")(arguments)
+
+
+def auto_degree_without_training(arguments: Any) -> object:
+    """Refuses ``--skip-train`` if degrees would have to be measured in training iterations."""
+    if getattr(arguments, "ampipe_degree", None) != AUTO or getattr(arguments, "ampipe_cluster", None):
+        return None
+    saved = getattr(arguments, "ampipe_save_plan", None)
+    if saved is not None and os.path.isfile(saved):
+        return None
+    return is_set("skip_train")(arguments)
+
+
+def trace_without_training(arguments: Any) -> object:
+    """Refuses a trace folder with ``--skip-train``."""
+    if not getattr(arguments, "skip_train", False):
+        return None
+    return is_set("ampipe_trace_dir")(arguments)
+
+
+def pads_with_expert_bias(arguments: Any) -> object:
+    """Refuses padding to capacity together with an expert bias."""
+    if not getattr(arguments, "moe_router_enable_expert_bias", False):
+        return None
+    return is_set("moe_pad_expert_input_to_capacity")(arguments)
+
+
+def tensor_without_sequence_parallel(arguments: Any) -> object:
+    """Refuses tensor parallelism without sequence parallelism."""
+    if getattr(arguments, "sequence_parallel", False):
+        return None
+    return above_one("tensor_model_parallel_size")(arguments)
+
+
+def expert_parallel_above_ranks(arguments: Any) -> object:
+    """Refuses an expert-parallel size above the number of ranks of a pipeline stage."""
+    experts = getattr(arguments, "expert_model_parallel_size", 1) or 1
+    stages = getattr(arguments, "pipeline_model_parallel_size", 1) or 1
+    ranks = getattr(arguments, "world_size", None) or int(os.environ.get("WORLD_SIZE", "1"))
+    return experts if experts * stages > ranks else None
+
+
+def topk_above_experts(arguments: Any) -> object:
+    """Refuses a top-k above the number of experts."""
+    topk = getattr(arguments, "moe_router_topk", 1)
+    return topk if topk > (getattr(arguments, "num_experts", None) or topk) else None
+
+
+def probs_on_input_above_top1(arguments: Any) -> object:
+    """Refuses probabilities on the input with a top-k above 1."""
+    if getattr(arguments, "moe_router_topk", 1) == 1:
+        return None
+    return is_set("moe_apply_probs_on_input")(arguments)
+
+
+def fp32_residual_with_local_layers(arguments: Any) -> object:
+    """Refuses an fp32 residual connection with 16-bit local layers."""
+    sixteen_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
+    if not sixteen_bit or getattr(arguments, "transformer_impl", "local") != "local":
+        return None
+    return is_set("fp32_residual_connection")(arguments)
+
+
+def window_looks_ahead(arguments: Any) -> object:
+    """Refuses attention windows that are not causal."""
+    window = getattr(arguments, "window_size", None)
+    return window if window and window[1] != 0 else None
+
+
+def unsupported_cp_comm_type(arguments: Any) -> object:
+    """Refuses communication types of context parallelism that a gather cannot replace."""
+    if (getattr(arguments, "context_parallel_size", 1) or 1) == 1:
+        return None
+    chosen = getattr(arguments, "cp_comm_type", None)
+    chosen = chosen if isinstance(chosen, list) else [chosen]
+    taken = {"all_gather", "p2p", *(["a2a"] if _ranks_divide_heads(arguments) else [])}
+    return next((mode for mode in chosen if mode not in taken), None)
+
+
+def _ranks_divide_heads(arguments: Any) -> bool:
+    """Whether the heads of a rank are divisible by the context-parallel size, as ``a2a`` requires."""
+    tensor = getattr(arguments, "tensor_model_parallel_size", 1) or 1
+    heads = [getattr(arguments, "num_attention_heads", None) or 1]
+    if getattr(arguments, "group_query_attention", False):
+        heads.append(getattr(arguments, "num_query_groups", None) or 1)
+    return all(number // tensor % arguments.context_parallel_size == 0 for number in heads)
+
+
+def recomputes(*modules: str) -> Callable[[Any], object]:
+    """Refuses selective recompute of these modules."""
+
+    def applies(arguments: Any) -> object:
+        if getattr(arguments, "recompute_granularity", None) != "selective":
+            return None
+        chosen = getattr(arguments, "recompute_modules", None) or []
+        return next((module for module in chosen if module in modules), None)
+
+    return applies

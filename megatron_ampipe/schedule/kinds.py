@@ -1,0 +1,191 @@
+"""What stages a block consists of, as a table: one row for each kind of stage.
+
+A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
+gives. All else follows from the rows: which stage waits for which (:mod:`.graph`), which tensors pass between
+stages and when they are released (``runtime.block_call``). A new kind is one row here, one function in
+``layers/megatron_stages.py`` and one cost in ``plan/cost.py``; ``docs/design.md`` shows how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum, StrEnum
+
+COMPUTE = "compute"
+COMM = "comm"
+
+
+class Direction(StrEnum):
+    """One of the two passes through a block."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where stages run one after another. Lanes run concurrently.
+
+    Attributes:
+        name: As in schedules, traces and pictures.
+        resource: What the lane occupies. Lanes of one resource share it; those of different ones overlap.
+    """
+
+    name: str
+    resource: str
+
+    @property
+    def computes(self) -> bool:
+        """Whether its stages are computed, rather than started and waited for."""
+        return self.name == COMPUTE
+
+
+COMPUTE_LANE = Lane(COMPUTE, "processor")
+COMM_LANE = Lane(COMM, "network")
+
+
+class Scope(Enum):
+    """Of how much of the sequence one stage is."""
+
+    CHUNK = "chunk"
+    WHOLE = "whole"
+    EITHER = "either"
+    """Of a chunk or of the whole sequence, as the schedule says."""
+
+
+class Layout(Enum):
+    """How the part of a value that belongs to a chunk relates to the value of the whole sequence."""
+
+    HIDDEN = "hidden"
+    """The chunk's rows of the residual stream (``Chunk.hidden``)."""
+    QUERIES = "queries"
+    """The chunk's query rows (``Chunk.queries``)."""
+    KEYS = "keys"
+    """A chunk gives its own query rows, and takes all rows up to its last one: attention is causal."""
+    CHUNK = "chunk"
+    """Every chunk has its own; a stage of the whole sequence takes all of them, in order."""
+    SCALAR = "scalar"
+    """One number that no stage takes. Its gradient is zero: its function adds other gradients."""
+    STATE = "state"
+    """No tensor: something that the layer keeps from one stage to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one stage gives and others take.
+
+    Attributes:
+        name: A stage that takes a value and gives one of the same name replaces it for all later rows.
+        layout: How chunks share it.
+    """
+
+    name: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageKind:
+    """What a stage does: one row of the table. There is one object for each row.
+
+    Attributes:
+        name: As in schedules, traces and messages.
+        lane: Where it runs by default. A stage of another lane may also stand in the compute lane; it is then
+            waited for on the spot.
+        scope: Of a chunk, of the whole sequence, or either.
+        takes: The arguments of its function, in order; in the backward pass the gradients it returns.
+        gives: The results of its function, in order; in the backward pass the gradients it receives.
+        directions: In which passes it runs.
+        feature: The field of :class:`~.graph.BlockFeatures` without which a block has no such stage.
+        chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
+            sequence in every schedule.
+        ordered_by: The field of ``BlockFeatures`` that makes each chunk wait for the one before it.
+        host_reads: The host must know its result before it can issue the stages that take it.
+        covers_wait: Long enough to keep a device busy while its host waits for such a result.
+        after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
+    """
+
+    name: str
+    lane: Lane = field(default=COMPUTE_LANE, repr=False)
+    scope: Scope = field(default=Scope.CHUNK, repr=False)
+    takes: tuple[Value, ...] = field(default=(), repr=False)
+    gives: tuple[Value, ...] = field(default=(), repr=False)
+    directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
+    feature: str | None = field(default=None, repr=False)
+    chunked_by: str | None = field(default=None, repr=False)
+    ordered_by: str | None = field(default=None, repr=False)
+    host_reads: bool = field(default=False, repr=False)
+    covers_wait: bool = field(default=False, repr=False)
+    after: StageKind | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self in MOE_BLOCK:
+            # A copy in another process must be the row there.
+            return _row, (self.name,)
+        return StageKind, tuple(getattr(self, one.name) for one in fields(self))
+
+
+def _row(name: str) -> StageKind:
+    return next(kind for kind in MOE_BLOCK if kind.name == name)
+
+
+HIDDEN_STATES = Value("hidden", Layout.HIDDEN)
+"""The residual stream: what a block takes, and in its last version what it returns."""
+_QUERY = Value("query", Layout.QUERIES)
+_KEY, _VALUE = Value("key", Layout.KEYS), Value("value", Layout.KEYS)
+_RESIDUAL, _NORMED = Value("residual", Layout.HIDDEN), Value("normed", Layout.HIDDEN)
+_TOKENS, _PROBS = Value("tokens", Layout.CHUNK), Value("probs", Layout.CHUNK)
+_LOGITS, _LOSS = Value("logits", Layout.CHUNK), Value("loss", Layout.SCALAR)
+_ROUTING, _SPLITS = Value("routing", Layout.STATE), Value("splits", Layout.STATE)
+_SHARED_OUTPUT = Value("shared output", Layout.CHUNK)
+_EXPERT_OUTPUT = Value("expert output", Layout.CHUNK)
+
+QKV = StageKind(
+    "qkv", scope=Scope.EITHER, chunked_by="chunked_qkv", takes=(HIDDEN_STATES,), gives=(_QUERY, _KEY, _VALUE)
+)
+"""Input norm, query/key/value projection, rotary embedding."""
+ATTENTION = StageKind(
+    "attention",
+    scope=Scope.EITHER,
+    takes=(_QUERY, _KEY, _VALUE, HIDDEN_STATES),
+    gives=(_RESIDUAL, _NORMED),
+    covers_wait=True,
+)
+"""Core attention, output projection, residual, pre-MoE norm."""
+ROUTE = StageKind(
+    "route",
+    takes=(_NORMED,),
+    gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING),
+    ordered_by="ordered_routing",
+)
+"""Router and permutation of the tokens by expert."""
+LOSSES = StageKind("losses", scope=Scope.WHOLE, takes=(_LOGITS,), gives=(_LOSS,), feature="losses")
+"""Auxiliary and z losses of the router, once for the whole block."""
+SHARED = StageKind("shared", takes=(_NORMED,), gives=(_SHARED_OUTPUT,), feature="shared", covers_wait=True)
+"""Shared experts."""
+COUNTS = StageKind(
+    "counts",
+    lane=COMM_LANE,
+    takes=(_ROUTING,),
+    gives=(_SPLITS,),
+    directions=(Direction.FORWARD,),
+    host_reads=True,
+)
+"""Exchange of the number of tokens each rank sends to each expert."""
+DISPATCH = StageKind("dispatch", lane=COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
+"""All-to-all that brings the tokens to the ranks of their experts."""
+EXPERT = StageKind("expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT,), covers_wait=True)
+"""The local experts."""
+COMBINE = StageKind("combine", lane=COMM_LANE, takes=(_EXPERT_OUTPUT,), gives=(_EXPERT_OUTPUT,))
+"""All-to-all that brings the expert outputs back."""
+MERGE = StageKind(
+    "merge",
+    takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
+    gives=(HIDDEN_STATES,),
+)
+"""Unpermutation, shared expert output, residual."""
+
+MOE_BLOCK = (QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
+"""The rows of a transformer block with an MoE layer. A row takes what rows above it give."""

@@ -1,0 +1,89 @@
+"""Made-up stages that tests add to a block without touching the package: a row, a function and a cost each.
+
+All of them return what they take, so that a block with them must still equal Megatron's layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.plan.cost import CostFunction, Pair
+from megatron_ampipe.runtime.block_stages import AddedStage
+from megatron_ampipe.runtime.collectives import Transfer
+from megatron_ampipe.schedule import Direction, Lane, Scope, StageKind, kinds
+
+EXPERT_OUTPUT = kinds.EXPERT.gives[0]
+NORMED = kinds.ATTENTION.gives[1]
+DELAY_S = 0.002
+
+DELAY = StageKind("delay", takes=(EXPERT_OUTPUT,), gives=(EXPERT_OUTPUT,), after=kinds.EXPERT)
+"""Computed, between ``expert`` and ``combine``."""
+COPY = StageKind(
+    "copy",
+    lane=Lane("copy", "copier"),
+    takes=(EXPERT_OUTPUT,),
+    gives=(EXPERT_OUTPUT,),
+    after=DELAY,
+)
+"""Started and waited for, in a lane that the package does not know."""
+AUDIT = StageKind("audit", scope=Scope.WHOLE, takes=(NORMED,), gives=(NORMED,), after=kinds.ATTENTION)
+"""Once for the whole sequence, between stages of chunks."""
+ran: Counter[str] = Counter()
+"""How often a function ran, by direction and kind."""
+
+
+class _Delayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        ran["forward delay"] += 1
+        time.sleep(DELAY_S)
+        return tokens.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ran["backward delay"] += 1
+        time.sleep(DELAY_S)
+        return gradient.clone()
+
+
+def delay(chunk: int | None, tokens: Tensor) -> tuple[Tensor, ...]:
+    """``[T, D]`` unchanged, some time later."""
+    result: Tensor = _Delayed.apply(tokens)
+    return (result,)
+
+
+def copy(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
+    """``[T, D]`` of each chunk into memory of its own, filled when it is waited for."""
+    ran[f"{direction} copy"] += 1
+    sources = [tensor for (tensor,) in tensors]
+    outputs = [torch.full_like(tensor, torch.nan) for tensor in sources]
+
+    def fill() -> None:
+        for source, output in zip(sources, outputs, strict=True):
+            output.copy_(source)
+
+    return Transfer(tuple(outputs), unpack=fill)
+
+
+def audit(chunk: int | None, normed: Tensor) -> tuple[Tensor, ...]:
+    """``[S, B, D]`` unchanged."""
+    assert chunk is None
+    ran["forward audit"] += 1
+    return (normed.clone(),)
+
+
+DELAYED = AddedStage(DELAY, compute=delay)
+COPIED = AddedStage(COPY, communicate=copy)
+AUDITED = AddedStage(AUDIT, compute=audit)
+
+COSTS: dict[StageKind, CostFunction] = {
+    DELAY: lambda model, work: Pair(1e6 * DELAY_S, 1e6 * DELAY_S),
+    COPY: lambda model, work: Pair(0.5 * work.rows.hidden, 0.25 * work.rows.hidden),
+    AUDIT: lambda model, work: Pair(5.0, 7.0),
+}
