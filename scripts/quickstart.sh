@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the environment if need be, then trains a small GPT-MoE with degree 1 and with degree 4 and shows
-# that they agree. `scripts/quickstart.sh --help` lists the arguments. Paths are relative to the checkout.
+# Sets up the environment if need be, then trains a small GPT-MoE over a slow link with Megatron's layers and
+# with AMPipe, and compares speed and losses. `scripts/quickstart.sh --help` lists the arguments. Paths are relative to the checkout.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
@@ -12,4 +12,4 @@ done
 # shellcheck source=scripts/lib/environment.sh
 . "$(dirname -- "$script")/lib/environment.sh"
 
-exec "$python" -m megatron_ampipe.launch.quickstart "$@"
+exec "$python" -m megatron_ampipe.tools.quickstart "$@"

@@ -21,17 +21,18 @@ from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
 pytestmark = pytest.mark.timeout(240)
 
 TINY_BY_FLAGS = shlex.split(
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 512 "
-    "--max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 2048 "
+    "--max-position-embeddings 2048 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --tokenizer-type NullTokenizer "
-    "--vocab-size 256 --split 99,1,0 --micro-batch-size 1 --global-batch-size 4 --lr 5e-4 --adam-eps 1e-5 "
+    "--vocab-size 256 --split 99,1,0 --micro-batch-size 1 --global-batch-size 2 --lr 5e-4 --adam-eps 1e-5 "
     "--lr-decay-style constant --clip-grad 1.0 --seed 1234 --log-interval 1 --eval-interval 1000 "
     "--eval-iters 0"
 )
 ONE_RANK = ["--expert-model-parallel-size", "1"]
-SHORT = ["--mock-data", "--train-iters", "3", "--lr-warmup-iters", "1"]
+SHORT_SEQUENCE = ["--seq-length", "512"]
+SHORT = ["--mock-data", "--train-iters", "3", "--lr-warmup-iters", "1", *SHORT_SEQUENCE]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_yaml_trains_like_the_same_flags_and_resolved_yaml_repeats_the_run(tmp_p
         f"mock-data: true\ntrain-iters: 9\nlr-warmup-iters: 1\ntensorboard-dir: {tmp_path}/board\n"
     )
     files = ["--ampipe-config", "tiny", "quickstart", str(mine)]
-    by_files = pretrain(*files, "--train-iters", "3", *ONE_RANK, num_ranks=1)
+    by_files = pretrain(*files, "--train-iters", "3", *SHORT_SEQUENCE, *ONE_RANK, num_ranks=1)
     record = tmp_path / "board" / "resolved.yaml"
     lines = record.read_text().splitlines()
     assert f"train-iters: 3  # command line, not {mine}:2" in lines

@@ -277,7 +277,7 @@ def test_it_runs_through_a_symbolic_link(checkout: Checkout, tmp_path: Path) -> 
     link.symlink_to(os.path.relpath(checkout.root / "scripts/quickstart.sh", link.parent))
     result = checkout.run("--help", script=link)
     assert result.returncode == 0, result.stderr
-    assert checkout.calls.read_text().endswith("-m megatron_ampipe.launch.quickstart --help\n")
+    assert checkout.calls.read_text().endswith("-m megatron_ampipe.tools.quickstart --help\n")
 
 
 def test_variables_of_other_environments_are_removed_and_pip_settings_are_kept(checkout: Checkout) -> None:

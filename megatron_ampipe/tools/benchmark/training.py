@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -106,25 +107,50 @@ def _train(
         timeout_s=job.timeout_s,
         cores=job.cores,
     )
+    return run(
+        training,
+        iterations=job.warmup + job.repeats,
+        title=f"case {case.name}: the training of {variant}",
+        on_iteration=lambda _: on_iteration(f"{case.name}, {variant}"),
+    )
+
+
+def run(
+    training: TrainingJob,
+    *,
+    iterations: int,
+    title: str,
+    on_iteration: Callable[[float], None],
+    log: Path | None = None,
+) -> Curve:
+    """Run one training to its end.
+
+    Args:
+        training: What to run.
+        iterations: How many it is to log.
+        title: What an error calls it.
+        on_iteration: Told the loss of every iteration.
+        log: See :func:`.rank_processes.started`.
+
+    Raises:
+        RunFailed: a rank failed, or an iteration is missing.
+        EnvironmentMissing: the network cannot be made.
+    """
     found = []
-    with rank_processes.started(training, timeout_s=job.timeout_s) as running:
-        for _, answer in running.events(timeout_s=job.timeout_s):
+    with rank_processes.started(training, timeout_s=training.timeout_s, log=log) as running:
+        for _, answer in running.events(timeout_s=training.timeout_s):
             if answer["event"] == "iteration":
                 found.append((answer["number"], answer["ms"], answer["lm_loss"]))
-                on_iteration(f"{case.name}, {variant}")
-    expected = list(range(1, job.warmup + job.repeats + 1))
-    if [number for number, *_ in found] != expected:
-        raise RunFailed(
-            f"case {case.name}: the training of {variant} logged {len(found)} of {len(expected)} iterations; "
-            "nothing was written"
-        )
+                on_iteration(answer["lm_loss"])
+    if [number for number, *_ in found] != list(range(1, iterations + 1)):
+        raise RunFailed(f"{title} logged {len(found)} of {iterations} iterations; nothing was written")
     return Curve(tuple(ms for _, ms, _ in found), tuple(loss for *_, loss in found))
 
 
 def _check_same(case: Case, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]) -> None:
     for variant, found in zip(variants, curves, strict=True):
         for curve in found:
-            difference, iteration = _difference(curves[0][0], curve)
+            difference, iteration = loss_difference(curves[0][0], curve)
             # Written so that NaN is a difference.
             if not difference <= TOLERANCE:
                 raise DifferenceFound(
@@ -135,7 +161,7 @@ def _check_same(case: Case, variants: Sequence[Variant], curves: Sequence[Sequen
                 )
 
 
-def _difference(stock: Curve, other: Curve) -> tuple[float, int]:
+def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
     """The largest relative difference of the losses, and the iteration, from 1, that has it."""
     differences = [abs(b - a) / max(abs(a), 1e-12) for a, b in zip(stock.lm_loss, other.lm_loss, strict=True)]
     # NaN is the largest.
@@ -173,7 +199,7 @@ def case_result(
                 "speedup": round(statistics.median(ratios), 4),
                 "speedup_p10": round(percentile(ratios, 0.1), 4),
                 "speedup_p90": round(percentile(ratios, 0.9), 4),
-                "loss_difference": max(_difference(curves[0][0], curve)[0] for curve in of_rounds),
+                "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in of_rounds),
                 "trainings": [asdict(curve) for curve in of_rounds],
             }
         )

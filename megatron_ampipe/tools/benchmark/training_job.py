@@ -90,7 +90,7 @@ class TrainingJob:
         flags: The command line of ``megatron_ampipe.pretrain_gpt``.
         stock_attends_as: For a stock training, the precision for which its core attention is to be the
             kernel that AMPipe's layers have; None in a training of AMPipe's, which has it.
-        link: As the user wrote it; not an emulated one.
+        link: As the user wrote it. An emulated one slows the all-to-alls alone.
         num_ranks: Processes, each an expert-parallel rank.
         timeout_s: A collective fails after this time.
         rendezvous: File over which the ranks find each other.

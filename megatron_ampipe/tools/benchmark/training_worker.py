@@ -1,4 +1,4 @@
-"""What each rank of ``ampipe bench --end-to-end`` runs.
+"""What each rank of ``ampipe bench --end-to-end`` and of the quick start runs.
 
 Megatron's training through the entry point that users launch, unedited, apart from two things: the local
 layers of a stock run attend with the kernel that AMPipe's use, and gloo's event loops are batch threads there
@@ -37,9 +37,15 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
     """
     import torch
 
+    link = parse_link(job.link)
+    if link.emulated:
+        from megatron_ampipe.tools.measuring.emulation import install
+
+        # Before Megatron is imported, which keeps references to collectives.
+        install(link, on_cuda=False, pretended=False)
     from megatron_ampipe.launch import host, pretrain
 
-    use_interface(parse_link(job.link))
+    use_interface(link)
     host.install()
     if job.stock_attends_as is not None:
         _use_kernel_of_ampipe(job.stock_attends_as)

@@ -25,6 +25,7 @@ INTERFACE = "ampipe0"
 
 _SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
 _INSTEAD = "or use --link emulated:RATE, which needs none of this."
+_PROGRAMS = ("ip", "tc", "nsenter")
 # How much may leave at once after a pause. It has to be small compared with a chunk: with the 256 KB of many
 # examples, whole chunks would pass a 100 Mbit/s link in almost no time.
 _BURST_BYTES, _BURST_S = 32 * 1024, 0.25e-3
@@ -35,25 +36,51 @@ _CONGESTION_CONTROL = "cubic"
 _COMMAND_TIMEOUT_S = 20
 
 
+class NetworkUnavailable(EnvironmentMissing):
+    """No real slow network can be made here.
+
+    Args:
+        reason: Why, as one clause without a full stop.
+        remedy: What to do, as one clause; an emulated link is offered after it.
+    """
+
+    def __init__(self, reason: str, *, remedy: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}. {remedy}, {_INSTEAD}")
+
+
+def missing_programs() -> list[str]:
+    """The programs that a network is made with and that are not on the path."""
+    return [program for program in _PROGRAMS if shutil.which(program) is None]
+
+
 def check_usable() -> None:
     """Refuse early where no network can be made.
 
     Raises:
-        EnvironmentMissing: this is not root, or a program is absent.
+        NetworkUnavailable: this is not root, or a program is absent.
     """
     if not hasattr(os, "unshare"):
-        raise EnvironmentMissing(
-            f"--link RATE needs Linux: it makes network namespaces. Run there, {_INSTEAD}"
+        raise NetworkUnavailable(
+            "--link RATE needs Linux: it makes network namespaces", remedy="Run it there"
         )
-    missing = [program for program in ("ip", "tc", "nsenter") if shutil.which(program) is None]
-    if missing:
-        raise EnvironmentMissing(
-            f"--link RATE needs {' and '.join(missing)}. Install iproute2 and util-linux, {_INSTEAD}"
+    if missing := missing_programs():
+        raise NetworkUnavailable(
+            f"--link RATE needs {' and '.join(missing)}", remedy="Install iproute2 and util-linux"
         )
     if os.geteuid() != 0:
-        raise EnvironmentMissing(
-            f"--link RATE makes network namespaces, which needs root. Use sudo, {_INSTEAD}"
-        )
+        raise NetworkUnavailable("--link RATE makes network namespaces, which needs root", remedy="Use sudo")
+
+
+def try_out(*, rate_bit_per_s: float) -> None:
+    """Make a network between two idle processes and remove it again.
+
+    Raises:
+        NetworkUnavailable: :func:`check_usable` refuses, or the kernel does.
+    """
+    check_usable()
+    with _holder() as first, _holder() as second, joined([first, second], rate_bit_per_s=rate_bit_per_s):
+        pass
 
 
 @contextlib.contextmanager
@@ -65,7 +92,7 @@ def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
         rate_bit_per_s: Of every rank, in each direction.
 
     Raises:
-        EnvironmentMissing: the kernel does not allow it.
+        NetworkUnavailable: the kernel does not allow it.
     """
     with contextlib.ExitStack() as stack:
         if len(pids) == 2:
@@ -109,13 +136,19 @@ def burst_bytes(rate_bit_per_s: float) -> int:
 @contextlib.contextmanager
 def _holder() -> Iterator[int]:
     """A namespace held open by a process that ends when this one does; yields its process id."""
-    process = subprocess.Popen(
-        ["cat"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=_unshare,
-    )
+    try:
+        process = subprocess.Popen(
+            ["cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_unshare,
+        )
+    except subprocess.SubprocessError as error:
+        # What an exception in preexec_fn becomes; its own text is lost.
+        raise NetworkUnavailable(
+            "the kernel does not allow a new network namespace", remedy="Run where that is allowed"
+        ) from error
     assert process.stdin is not None
     try:
         yield process.pid
@@ -146,7 +179,7 @@ def _run(*command: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise RunFailed(f"'{' '.join(command)}' did not end within {_COMMAND_TIMEOUT_S} s") from error
     if done.returncode != 0:
-        raise EnvironmentMissing(
-            f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}. "
-            f"Run where network namespaces, veth and tbf are allowed, {_INSTEAD}"
+        raise NetworkUnavailable(
+            f"'{' '.join(command)}' failed: {done.stderr.strip() or done.returncode}",
+            remedy="Run where network namespaces, veth and tbf are allowed",
         )

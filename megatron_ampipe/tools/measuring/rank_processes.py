@@ -79,12 +79,13 @@ def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None])
 
 
 @contextlib.contextmanager
-def started(job: RankJob, *, timeout_s: float) -> Iterator[Ranks]:
+def started(job: RankJob, *, timeout_s: float, log: Path | None = None) -> Iterator[Ranks]:
     """The ranks of a job, connected and started; their processes have ended when this ends for any reason.
 
     Args:
         job: What they do; its ``rendezvous`` is filled in here.
         timeout_s: The run fails after so long without an answer.
+        log: File that receives what all ranks print; None for temporary files, one for each rank.
 
     Raises:
         RunFailed: a rank was lost or failed, or none answered in time.
@@ -94,7 +95,7 @@ def started(job: RankJob, *, timeout_s: float) -> Iterator[Ranks]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")))
         stack.enter_context(signals_as_interrupts())
-        ranks = stack.enter_context(Ranks(replace(job, rendezvous=str(folder / "rendezvous")), folder))
+        ranks = stack.enter_context(Ranks(replace(job, rendezvous=str(folder / "rendezvous")), folder, log))
         ranks.wait_for("placed", timeout_s=timeout_s)
         link = parse_link(job.link)
         if link.kind is LinkKind.NETWORK:
@@ -107,8 +108,8 @@ def started(job: RankJob, *, timeout_s: float) -> Iterator[Ranks]:
 class Ranks:
     """The processes of a job. Made by :func:`started`."""
 
-    def __init__(self, job: RankJob, folder: Path) -> None:
-        self._job, self._folder = job, folder
+    def __init__(self, job: RankJob, folder: Path, log: Path | None = None) -> None:
+        self._job, self._folder, self._log = job, folder, log
         self._processes: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[int, bytes] = {}
@@ -181,7 +182,8 @@ class Ranks:
         }
         if self._job.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with (self._folder / f"rank{rank}.log").open("wb") as log:
+        # Appended to, so that ranks that share a file do not overwrite each other.
+        with self._log_of(rank).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", "-m", self._job.worker],
                 env=environment,
@@ -246,8 +248,11 @@ class Ranks:
         message = self._failures.get(rank, (0, f"ended with exit code {codes[rank]}"))[1]
         return RunFailed(f"rank {rank} failed: {message}; nothing was written{self._log_tail(rank)}")
 
+    def _log_of(self, rank: int) -> Path:
+        return self._log or self._folder / f"rank{rank}.log"
+
     def _log_tail(self, rank: int) -> str:
-        lines = (self._folder / f"rank{rank}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        lines = self._log_of(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return "".join(f"\n  {line}" for line in ["", f"last lines of rank {rank}:", *lines] if lines)
 
 

@@ -1,0 +1,145 @@
+"""The quick start as a newcomer runs it, over a real slow network where one can be made, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.tools.measuring.link_choice import IN_USER_NAMESPACE
+from tests.dist.launch import REPOSITORY
+from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, networks_of, ranks_of, until
+
+# A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+CHOOSE = """
+from megatron_ampipe.tools.measuring.link_choice import choose_link
+found = choose_link("100mbit", may_emulate=True)
+print(found.link.text, *found.prefix, found.why_emulated, sep="|")
+"""
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all", "--")
+"""Root's files and none of its rights, except that without which it may not be mapped to root."""
+NO_NAMESPACES = (
+    *IN_USER_NAMESPACE,
+    *("sh", "-c", 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"', "sh"),
+)
+"""Root of a user namespace in which the kernel makes no network namespaces."""
+
+
+def quickstart(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_ampipe.tools.quickstart", "--output", str(folder), *words]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    return os.environ | {"TMPDIR": str(temporary)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared, as the data in it is made once."""
+    return tmp_path_factory.mktemp("quickstart")
+
+
+def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
+    done = subprocess.run(
+        quickstart(folder, *words),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=360,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((folder / "temporary").iterdir())
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    assert Path(summary["timeline"]).is_file()
+    assert "iteration" in Path(summary["baseline"]["log"]).read_text()
+    # Seven digits are logged: the last one may be rounded the other way.
+    assert summary["ampipe"]["losses"] == pytest.approx(summary["baseline"]["losses"], rel=1e-6, abs=0)
+    assert summary["max_loss_diff"] <= 1e-6
+    assert 0.2 < summary["hidden_share"] <= 1
+    return summary, done.stdout
+
+
+def test_it_is_faster_over_a_slow_link_with_the_same_losses(folder: Path) -> None:
+    summary, output = run(folder, "--iterations", "6")
+    assert len(summary["ampipe"]["losses"]) == 6
+    assert summary["link"]["kind"] == ("real" if NO_NETWORK is None else "emulated")
+    assert summary["link"]["rate_mbit_per_s"] == 100
+    assert summary["speedup"] >= 1.3
+    assert f"{summary['speedup']:.1f} times faster, same losses" in output
+
+
+def test_it_is_faster_over_an_emulated_link(folder: Path) -> None:
+    summary, output = run(folder, "--iterations", "5", "--link", "emulated:100mbit")
+    assert summary["link"]["kind"] == "emulated"
+    assert summary["speedup"] >= 1.15
+    assert output.startswith("link: an emulated link of 100 Mbit/s\n")
+
+
+def test_an_interrupted_quick_start_leaves_nothing(folder: Path) -> None:
+    process = subprocess.Popen(
+        quickstart(folder, "--iterations", "100"),
+        cwd=REPOSITORY,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        until(lambda: bool(list((folder / "temporary").glob("*/rendezvous"))), "the ranks", timeout_s=120)
+        ranks = ranks_of(process.pid)
+        networks = networks_of(ranks)
+        assert (len(ranks), len(networks)) == (2, 0 if NO_NETWORK else 2)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert error == "quickstart: interrupted; run it again, the data is kept\n"
+    assert not list((folder / "temporary").iterdir())
+    check_nothing_is_left(folder / "temporary", ranks, networks)
+
+
+def chosen(*prefix: str) -> list[str]:
+    """What is chosen by a process that is started with this prefix."""
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", CHOOSE], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().split("|")
+
+
+def possible(*command: str) -> bool:
+    return (
+        shutil.which(command[0]) is not None
+        and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    )
+
+
+@pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
+@pytest.mark.skipif(
+    not possible(*WITHOUT_RIGHTS, *IN_USER_NAMESPACE), reason="no user namespaces without rights"
+)
+def test_without_rights_a_real_network_is_made_in_a_user_namespace() -> None:
+    assert chosen(*WITHOUT_RIGHTS) == ["100mbit", *IN_USER_NAMESPACE, "None"]
+
+
+@pytest.mark.skipif(not possible(*NO_NAMESPACES), reason="no user namespace can be limited here")
+def test_where_the_kernel_makes_no_network_the_link_is_emulated() -> None:
+    link, why = chosen(*NO_NAMESPACES)
+    assert link == "emulated:100mbit"
+    assert "the kernel does not allow a new network namespace" in why

@@ -1,0 +1,159 @@
+"""The quick start without its trainings: which link it takes, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.tools import quickstart, quickstart_report
+from megatron_ampipe.tools.benchmark.training import Curve
+from megatron_ampipe.tools.benchmark.training_job import TrainingJob
+from megatron_ampipe.tools.measuring import link_choice
+from megatron_ampipe.tools.measuring.link_choice import IN_USER_NAMESPACE, choose_link
+
+LOSSES = (5.550333, 5.547309, 5.302466, 5.013695, 4.898816)
+
+
+def curve(*ms: float, losses: tuple[float, ...] = LOSSES) -> Curve:
+    return Curve(ms, losses)
+
+
+STOCK = curve(9000, 9000, 9000, 300, 500)
+FASTER = curve(9000, 9000, 9000, 100, 300)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str, ampipe: Curve, **load: float
+) -> tuple[int, list[TrainingJob]]:
+    """The quick start with these curves in place of trainings; its exit code and what it wanted to train."""
+    jobs: list[TrainingJob] = []
+
+    def train(title: str, job: TrainingJob, **_: Any) -> Curve:
+        jobs.append(job)
+        return STOCK if title == "Megatron" else ampipe
+
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart, "_ampipe", lambda *_: None)
+    timeline = SimpleNamespace(read_chrome=lambda _: SimpleNamespace(hidden_share=0.75))
+    monkeypatch.setattr(quickstart, "Timeline", timeline)
+    return quickstart.main(["--output", str(folder), "--iterations", "5", *words]), jobs
+
+
+def test_the_summary_has_the_speedup_and_the_link(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, (stock, pipelined) = run(
+        monkeypatch, tmp_path, "--link", "emulated:50mbit", "--degree", "2", ampipe=FASTER
+    )
+    assert code == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    # Medians of the last two: the first three iterations do not count.
+    assert summary["speedup"] == 2.0
+    assert summary["link"] == {"kind": "emulated", "rate_mbit_per_s": 50.0, "why_emulated": None}
+    assert summary["max_loss_diff"] == 0.0
+    assert (summary["degree"], summary["hidden_share"]) == (2, 0.75)
+    assert summary["baseline"]["losses"] == list(LOSSES)
+    assert summary["timeline"] == str(tmp_path / "timeline.png")
+    output = capsys.readouterr().out
+    assert "2.0 times faster, same losses\n    over an emulated link of 50 Mbit/s\n" in output
+    assert "equal in every digit that Megatron logs" in output
+    # The two differ in AMPipe's flags, and in the kernel that stock has to be given.
+    common = stock.flags[: stock.flags.index("--ampipe-degree")]
+    assert stock.flags == (*common, "--ampipe-degree", "1")
+    assert pipelined.flags[: len(common)] == common
+    assert pipelined.flags[len(common) :][:3] == ("--ampipe-degree", "2", "--ampipe-trace-dir")
+    assert (stock.stock_attends_as, pipelined.stock_attends_as) == ("fp32", None)
+    assert stock.link == pipelined.link == "emulated:50mbit"
+
+
+@pytest.mark.parametrize("last", [4.898816 * (1 + 2e-5), float("nan")])
+def test_other_losses_end_with_code_4(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], last: float
+) -> None:
+    other = curve(*FASTER.ms, losses=(*LOSSES[:-1], last))
+    assert run(monkeypatch, tmp_path, "--link", "none", ampipe=other)[0] == 4
+    output, error = capsys.readouterr()
+    assert "same losses" not in output
+    assert "at iteration 5, more than 1e-05: this is a defect" in error
+    assert "speedup" in json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_a_slow_run_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        quickstart.machine, "hardware", lambda: {"load_average": [7.0, 7.0, 7.0], "usable_cores": 2}
+    )
+    rounded = (*LOSSES[:-1], 4.898817)
+    code, _ = run(monkeypatch, tmp_path, "--link", "none", ampipe=curve(*[500] * 5, losses=rounded))
+    assert code == 0
+    output = capsys.readouterr().out
+    assert "slower here: 0.80 times Megatron's speed, same losses" in output
+    assert "largest relative difference 2.0e-07, which is rounding" in output
+    assert "The machine was busy before (load average 7.0)" in output
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"), [(1.62, "1.6 times faster"), (1.04, "as fast as Megatron here"), (0.96, "as fast")]
+)
+def test_a_speedup_in_words(speedup: float, words: str) -> None:
+    assert quickstart_report.verdict(speedup).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--iterations", "3"], "--iterations 3: the first 3 iterations are not timed"),
+        (["--link", "fast"], "--link fast: 'fast' is not a rate"),
+    ],
+)
+def test_wrong_arguments(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quickstart.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_real_network_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_choice, "_why_not", lambda prefix, _: None)
+    assert choose_link("50mbit", may_emulate=True).prefix == ()
+    monkeypatch.setattr(link_choice, "_why_not", lambda prefix, _: None if prefix else "this is not root")
+    choice = choose_link("50mbit", may_emulate=True)
+    assert (choice.link.text, choice.prefix, choice.why_emulated) == ("50mbit", IN_USER_NAMESPACE, None)
+
+
+def test_without_a_real_network_the_link_is_emulated_only_where_none_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_choice.network, "missing_programs", lambda: ["tc"])
+    choice = choose_link("50mbit", may_emulate=True)
+    assert (choice.link.text, choice.prefix) == ("emulated:50mbit", ())
+    assert choice.why_emulated == "tc not found (packages iproute2 and util-linux)"
+    with pytest.raises(EnvironmentMissing, match=r"--link 50mbit needs a real .* tc not found"):
+        choose_link("50mbit", may_emulate=False)
+    with pytest.raises(BadInput):
+        choose_link("emulated:fast", may_emulate=True)
+    assert choose_link("none", may_emulate=False).link.text == "none"
+
+
+def test_in_a_user_namespace_it_starts_again_with_the_link_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Replaced(Exception):
+        pass
+
+    def execvp(program: str, command: list[str]) -> None:
+        raise Replaced(program, command)
+
+    monkeypatch.setattr(link_choice, "_why_not", lambda prefix, _: None if prefix else "this is not root")
+    monkeypatch.setattr(quickstart.os, "execvp", execvp)
+    with pytest.raises(Replaced) as found:
+        quickstart.main(["--output", str(tmp_path)])
+    program, command = found.value.args
+    assert program == "unshare"
+    assert command[: len(IN_USER_NAMESPACE)] == list(IN_USER_NAMESPACE)
+    assert command[-4:] == ["--output", str(tmp_path), "--link", "100mbit"]
