@@ -9,21 +9,23 @@ from the threads of a lane.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import put_rows, put_sum, take_rows
-from megatron_ampipe.schedule import Chunk, DataFlow, Layout, Source, Span, StageKind, Value
+from megatron_ampipe.schedule import Chunk, DataFlow, Direction, Layout, Source, Span, StageKind, Value
 from megatron_ampipe.schedule.kinds import HIDDEN_STATES
 
 # S sequence rows, B batch, D hidden size.
 
 Key = tuple[Source, int | None]
 """A value of a chunk, or of the whole sequence."""
+Note = Callable[[Sequence[Tensor | None]], object]
+"""Told of tensors that the current stage copies or adds (:meth:`.crossing.Crossing.use`)."""
 
 
 class BlockLayout:
@@ -56,8 +58,20 @@ class BlockLayout:
 
     def num_takers(self, source: Source) -> int:
         """How many stages take a value, or a chunk of it."""
+        return self._num_stages(source, self.flow.takers[source])
+
+    def num_sums(self, source: Source) -> int:
+        """How many compute stages give a gradient of a value, or of a chunk of it."""
+        return self._num_stages(source, [kind for kind in self.givers(source) if kind.lane.computes])
+
+    def givers(self, source: Source) -> list[StageKind]:
+        """The kinds that give a gradient of a value."""
+        takers = self.flow.takers.get(source, ())
+        return [kind for kind in takers if Direction.BACKWARD in kind.directions]
+
+    def _num_stages(self, source: Source, kinds: Collection[StageKind]) -> int:
         per_stage = len(self.chunks) if self.is_kept_whole(source) else 1
-        return sum(1 if kind in self.whole else per_stage for kind in self.flow.takers[source])
+        return sum(1 if kind in self.whole else per_stage for kind in kinds)
 
     def taken(self, kind: StageKind) -> Iterator[tuple[Value, Source]]:
         """The tensors that a stage takes, each with where it comes from."""
@@ -128,10 +142,11 @@ class Values:
         layout: Of the block.
         hidden: ``[S, B, D]``, what the block is given.
         keys: Where keys and values are put.
+        note: Told of what a stage copies before its function runs.
     """
 
-    def __init__(self, layout: BlockLayout, hidden: Tensor, keys: KeyValueRows) -> None:
-        self._layout, self._hidden, self._keys = layout, hidden, keys
+    def __init__(self, layout: BlockLayout, hidden: Tensor, keys: KeyValueRows, *, note: Note) -> None:
+        self._layout, self._hidden, self._keys, self._note = layout, hidden, keys, note
         self._tensors: dict[Key, Tensor] = {}
         self._reads: Counter[Key] = Counter()
         self._lock = threading.Lock()
@@ -166,11 +181,19 @@ class Values:
             return (self._keys.take(value.name, chunk),)
         if layout.is_kept_whole(source):
             tensor = self._read((source, None))
-            return (tensor if chunk is None else take_rows(tensor, layout.spans(value.layout, chunk)),)
+            if chunk is None:
+                return (tensor,)
+            spans = layout.spans(value.layout, chunk)
+            if len(spans) > 1:
+                self._note((tensor,))
+            return (take_rows(tensor, spans),)
         if chunk is not None:
             return (self._read((source, chunk)),)
         parts = [self._read((source, index)) for index in range(len(layout.chunks))]
-        return parts if value.layout is Layout.CHUNK else (_joined(parts, value, layout),)
+        if value.layout is Layout.CHUNK:
+            return parts
+        self._note(parts)
+        return (_joined(parts, value, layout),)
 
     def _read(self, key: Key) -> Tensor:
         """The tensor, which goes with its last reader."""
@@ -189,25 +212,33 @@ class Gradients:
         layout: Of the block.
         gradient: ``[S, B, D]``, of what the block returned.
         keys: Where the gradients of keys and values are added up.
+        note: Told of what a stage adds up before or after its own backward.
     """
 
-    def __init__(self, layout: BlockLayout, gradient: Tensor, keys: KeyValueRows) -> None:
-        self._layout, self._gradient, self._keys = layout, gradient, keys
+    def __init__(self, layout: BlockLayout, gradient: Tensor, keys: KeyValueRows, *, note: Note) -> None:
+        self._layout, self._gradient, self._keys, self._note = layout, gradient, keys, note
         self._tensors: dict[Key, Tensor | None] = {}
         self._adds: Counter[Key] = Counter()
         # Of values that are kept whole: rows that stages of a chunk have written, and which chunks those are.
         self._rows: dict[Source, Tensor] = {}
         self._written: set[Key] = set()
         self._hidden: Tensor | None = None
+        # What transfers bring: to which rows of the sum it is added (None: to all), and its parts.
+        self._arriving: defaultdict[Key, list[tuple[Sequence[Span] | None, list[Tensor]]]] = defaultdict(list)
+        self._lock = threading.Lock()
 
     @property
     def hidden(self) -> Tensor:
         """``[S, B, D]``, of what the block was given. To be read once."""
+        source = Source(None, HIDDEN_STATES.name)
         if self._hidden is None:
-            source = Source(None, HIDDEN_STATES.name)
             assert self._layout.is_kept_whole(source)
-            self._hidden = self._take_whole(source)
+            self._hidden = self._take_sum(source, None)
         assert self._hidden is not None, "no stage has taken what the block was given"
+        for chunk in range(len(self._layout.chunks)):
+            rows = self._layout.spans(HIDDEN_STATES.layout, chunk)
+            for _, parts in self._arriving.pop((source, chunk), ()):
+                put_sum(self._hidden, rows, _whole(parts), take_rows(self._hidden, rows))
         return self._hidden
 
     def take(self, kind: StageKind, chunk: int | None) -> list[Tensor | None]:
@@ -221,6 +252,8 @@ class Gradients:
         for value, source in self._layout.taken(kind):
             if value.layout is Layout.KEYS:
                 of_keys.append(left.pop(0))
+            elif not kind.lane.computes:
+                self._add_when_taken(value, source, chunk, left)
             elif self._layout.is_kept_whole(source):
                 self._add_to_whole(value, source, chunk, left.pop(0))
             elif chunk is not None:
@@ -244,16 +277,64 @@ class Gradients:
             return self._keys.take_gradient(value.name, chunk)
         if value.layout is Layout.SCALAR:
             return torch.zeros((), device=self._gradient.device)
-        if source not in self._layout.flow.takers:
-            return None
-        return self._take_whole(source) if chunk is None else self._tensors.pop((source, chunk))
+        return self._take_sum(source, chunk) if self._layout.givers(source) else None
+
+    def _add_when_taken(
+        self, value: Value, source: Source, chunk: int | None, left: list[Tensor | None]
+    ) -> None:
+        """Keep what is still on its way: whoever takes the sum comes after its arrival, and adds it."""
+        layout = self._layout
+        kept_whole = layout.is_kept_whole(source)
+        found: list[tuple[int | None, Sequence[Span] | None, list[Tensor]]] = []
+        if chunk is None and value.layout is Layout.CHUNK and not kept_whole:
+            given = [(index, left.pop(0)) for index in range(len(layout.chunks))]
+            found = [(index, None, [gradient]) for index, gradient in given if gradient is not None]
+        elif (gradient := left.pop(0)) is None:
+            pass
+        elif kept_whole:
+            rows = None if chunk is None else layout.spans(value.layout, chunk)
+            found = [(None, rows, [gradient])]
+        elif chunk is not None:
+            found = [(chunk, None, [gradient])]
+        else:
+            for index in range(len(layout.chunks)):
+                # Views: nothing is read yet.
+                rows = layout.spans(value.layout, index)
+                found.append((index, None, [gradient[span.local_start : span.local_end] for span in rows]))
+        with self._lock:
+            for index, rows, parts in found:
+                self._arriving[source, index].append((rows, parts))
+
+    def _take_sum(self, source: Source, chunk: int | None) -> Tensor | None:
+        """All gradients of a value, or of a chunk of it."""
+        arrived = self._arriving.pop((source, chunk), ())
+        if not arrived:
+            return self._take_whole(source) if chunk is None else self._tensors.pop((source, chunk))
+        total = self._take_whole(source) if chunk is None else self._tensors.pop((source, chunk), None)
+        of_chunks: Tensor | None = None
+        for rows, parts in arrived:
+            # What is passed on unchanged is noted by the stage that takes it.
+            self._note((total, *parts))
+            part = _whole(parts)
+            if rows is None:
+                total = part if total is None else total + part
+                continue
+            if of_chunks is None:
+                num_rows = sum(span.length for span in self._layout.joined.hidden)
+                of_chunks = part.new_zeros((num_rows, *part.shape[1:]))
+            put_sum(of_chunks, rows, part, take_rows(of_chunks, rows))
+        if total is None or of_chunks is None:
+            return of_chunks if total is None else total
+        return total + of_chunks
 
     def _add(self, value: Value, source: Source, chunk: int, gradient: Tensor | None) -> None:
         """Add to the gradient of a chunk."""
         key = (source, chunk)
         earlier = self._tensors.get(key)
         self._adds[key] += 1
-        if source.giver is None and self._adds[key] == self._layout.num_takers(source):
+        if earlier is not None:
+            self._note((earlier, gradient))
+        if source.giver is None and self._adds[key] == self._layout.num_sums(source):
             # The last gradient of these rows: the sum is written to where the rows are returned.
             assert gradient is not None
             if self._hidden is None:
@@ -274,6 +355,7 @@ class Gradients:
         assert gradient is not None
         if chunk is None:
             earlier = self._tensors.get((source, None))
+            self._note((earlier, gradient))
             self._tensors[source, None] = gradient if earlier is None else earlier + gradient
             return
         if source not in self._rows:
@@ -292,6 +374,11 @@ class Gradients:
         if whole is None or rows is None:
             return rows if whole is None else whole
         return whole + rows
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Consecutive rows as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _joined(parts: Sequence[Tensor], value: Value, layout: BlockLayout) -> Tensor:
