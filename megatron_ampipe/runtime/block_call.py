@@ -19,9 +19,10 @@ from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.gradients import Gradients
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.segment import GradientSums, Segment
-from megatron_ampipe.runtime.values import BlockLayout, Gradients, KeyValueRows, Note, Values
+from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
 from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
 
 # S sequence rows, B batch, D hidden size.
