@@ -60,13 +60,13 @@ class Gradients:
 
     def take(self, kind: StageKind, chunk: int | None) -> list[Tensor | None]:
         """For each tensor that a stage has given the gradient; None where nothing depends on it."""
-        return [self._take(value, source, chunk) for value, source in self._layout.given(kind)]
+        return [self._take(value, source, chunk) for value, source in self._layout.flow.given[kind]]
 
     def add(self, kind: StageKind, chunk: int | None, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of what a stage has taken, in the order of :meth:`Values.take`."""
         left = list(gradients)
         of_keys: list[Tensor | None] = []
-        for value, source in self._layout.taken(kind):
+        for value, source in self._layout.flow.taken[kind]:
             if value.layout is Layout.KEYS:
                 of_keys.append(left.pop(0))
             elif not kind.lane.computes:
@@ -94,7 +94,7 @@ class Gradients:
             return self._keys.take_gradient(value.name, chunk)
         if value.layout is Layout.SCALAR:
             return torch.zeros((), device=self._gradient.device)
-        return self._take_sum(source, chunk) if self._layout.givers(source) else None
+        return self._take_sum(source, chunk) if self._layout.gradient_givers(source) else None
 
     def _add_when_taken(
         self, value: Value, source: Source, chunk: int | None, left: list[Tensor | None]
@@ -151,7 +151,7 @@ class Gradients:
         self._adds[key] += 1
         if earlier is not None:
             self._note((earlier, gradient))
-        if source.giver is None and self._adds[key] == self._layout.num_sums(source):
+        if source.giver is None and self._adds[key] == self._layout.num_summed(source):
             # The last gradient of these rows: the sum is written to where the rows are returned.
             assert gradient is not None
             if self._hidden is None:

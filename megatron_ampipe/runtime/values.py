@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -58,11 +58,11 @@ class BlockLayout:
         """How many stages take a value, or a chunk of it."""
         return self._num_stages(source, self.flow.takers[source])
 
-    def num_sums(self, source: Source) -> int:
+    def num_summed(self, source: Source) -> int:
         """How many compute stages give a gradient of a value, or of a chunk of it."""
-        return self._num_stages(source, [kind for kind in self.givers(source) if kind.lane.computes])
+        return self._num_stages(source, [kind for kind in self.gradient_givers(source) if kind.lane.computes])
 
-    def givers(self, source: Source) -> list[StageKind]:
+    def gradient_givers(self, source: Source) -> list[StageKind]:
         """The kinds that give a gradient of a value."""
         takers = self.flow.takers.get(source, ())
         return [kind for kind in takers if Direction.BACKWARD in kind.directions]
@@ -70,18 +70,6 @@ class BlockLayout:
     def _num_stages(self, source: Source, kinds: Collection[StageKind]) -> int:
         per_stage = len(self.chunks) if self.is_kept_whole(source) else 1
         return sum(1 if kind in self.whole else per_stage for kind in kinds)
-
-    def taken(self, kind: StageKind) -> Iterator[tuple[Value, Source]]:
-        """The tensors that a stage takes, each with where it comes from."""
-        for value, source in zip(kind.takes, self.flow.sources[kind], strict=True):
-            if source is not None and value.layout is not Layout.STATE:
-                yield value, source
-
-    def given(self, kind: StageKind) -> Iterator[tuple[Value, Source]]:
-        """The tensors that a stage gives."""
-        for value in kind.gives:
-            if value.layout is not Layout.STATE:
-                yield value, Source(kind, value.name)
 
 
 class KeyValueRows:
@@ -153,7 +141,7 @@ class Values:
 
     def give(self, kind: StageKind, chunk: int | None, outputs: Sequence[Tensor]) -> None:
         """Keep what a stage gives for the stages that take it."""
-        for (value, source), tensor in zip(self._layout.given(kind), outputs, strict=True):
+        for (value, source), tensor in zip(self._layout.flow.given[kind], outputs, strict=True):
             if source == self._layout.flow.output:
                 if self.output is None:
                     self.output = tensor.new_empty(self._hidden.shape)
@@ -167,7 +155,7 @@ class Values:
         """What a stage takes: of ``Layout.CHUNK`` a stage of the whole sequence gets each chunk's tensor."""
         return [
             tensor
-            for value, source in self._layout.taken(kind)
+            for value, source in self._layout.flow.taken[kind]
             for tensor in self._take(value, source, chunk)
         ]
 
