@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ampipe.plan.cost import CostFunction, Pair
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.schedule import Direction, Lane, Scope, StageKind, kinds
+from megatron_ampipe.schedule import Direction, Lane, Layout, Scope, StageKind, Value, kinds
 
 EXPERT_OUTPUT = kinds.EXPERT.gives[0]
 NORMED = kinds.ATTENTION.gives[1]
@@ -34,6 +34,19 @@ COPY = StageKind(
 """Started and waited for, in a lane that the package does not know."""
 AUDIT = StageKind("audit", scope=Scope.WHOLE, takes=(NORMED,), gives=(NORMED,), after=kinds.ATTENTION)
 """Once for the whole sequence, between stages of chunks."""
+FORKED = Value("forked", Layout.HIDDEN)
+FORK = StageKind("fork", lane=COPY.lane, takes=(NORMED,), gives=(FORKED,), after=kinds.ATTENTION)
+"""A transfer of a value that a computation takes as well: its gradient is the sum of both."""
+MEET = StageKind("meet", takes=(NORMED, FORKED), gives=(NORMED,), after=FORK)
+"""Computed from what was transferred and what was not."""
+MOVE = StageKind(
+    "move", lane=COPY.lane, scope=Scope.WHOLE, takes=(NORMED,), gives=(NORMED,), after=kinds.ATTENTION
+)
+"""A transfer of the whole sequence, between stages of chunks."""
+WATCH = StageKind(
+    "watch", takes=(kinds.HIDDEN_STATES,), directions=(Direction.FORWARD,), after=kinds.ATTENTION
+)
+"""Takes something, forward only, and so has no gradient for it."""
 ran: Counter[str] = Counter()
 """How often a function ran, by direction and kind."""
 
@@ -61,6 +74,10 @@ def delay(chunk: int | None, tokens: Tensor) -> tuple[Tensor, ...]:
 def copy(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
     """``[T, D]`` of each chunk into memory of its own, filled when it is waited for."""
     ran[f"{direction} copy"] += 1
+    return _copied(tensors)
+
+
+def _copied(tensors: Sequence[Sequence[Tensor]]) -> Transfer:
     sources = [tensor for (tensor,) in tensors]
     outputs = [torch.full_like(tensor, torch.nan) for tensor in sources]
 
@@ -78,9 +95,27 @@ def audit(chunk: int | None, normed: Tensor) -> tuple[Tensor, ...]:
     return (normed.clone(),)
 
 
+def fork(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
+    """``[rows, B, D]`` of each chunk into memory of its own."""
+    return _copied(tensors)
+
+
+def meet(chunk: int | None, normed: Tensor, forked: Tensor) -> tuple[Tensor, ...]:
+    """The mean of two equal tensors."""
+    return (0.25 * normed + 0.75 * forked,)
+
+
+def watch(chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Nothing of ``[rows, B, D]``."""
+    return ()
+
+
 DELAYED = AddedStage(DELAY, compute=delay)
 COPIED = AddedStage(COPY, communicate=copy)
 AUDITED = AddedStage(AUDIT, compute=audit)
+FORKED_AND_MET = (AddedStage(FORK, communicate=fork), AddedStage(MEET, compute=meet))
+MOVED = AddedStage(MOVE, communicate=fork)
+WATCHED = AddedStage(WATCH, compute=watch)
 
 COSTS: dict[StageKind, CostFunction] = {
     DELAY: lambda model, work: Pair(1e6 * DELAY_S, 1e6 * DELAY_S),

@@ -636,7 +636,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
-        "layers/router.py runtime/values.py",
+        "layers/router.py runtime/gradients.py",
         "adds the gradient of a loss whatever gradient comes in",
         "no gradient of the router's losses",
         (behaves(_adds_its_gradient_whatever_comes_in),),

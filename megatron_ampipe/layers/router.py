@@ -19,8 +19,6 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_ampipe.block_features import router_has_losses
-
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
 
 
@@ -107,15 +105,6 @@ class ChunkRouter(TopKRouter):
             return BlockRouting(ChunkCapacity(topk=self.topk, factor=factor, policy=policy))
         capacity = get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor)
         return BlockRouting(CapacityCounter(capacity))
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether a training step adds a loss of the router to the model's loss."""
-        return router_has_losses(
-            self.routing_type,
-            coefficients=self.config.moe_aux_loss_coeff,
-            z_loss_coefficient=self.config.moe_z_loss_coeff,
-        )
 
     def forward(
         self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, **kwargs: Any

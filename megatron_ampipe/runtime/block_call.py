@@ -19,9 +19,10 @@ from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.gradients import Gradients
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.segment import GradientSums, Segment
-from megatron_ampipe.runtime.values import BlockLayout, Gradients, KeyValueRows, Values
+from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
 from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
 
 # S sequence rows, B batch, D hidden size.
@@ -55,12 +56,13 @@ class BlockCall:
         self._keys = KeyValueRows(self._layout, keep_graph=keep_graph)
         self._segments: dict[Stage, Segment] = {}
         self._crossing = Crossing() if executor.crosses_streams else None
+        self._note: Note = _nothing if self._crossing is None else self._crossing.use
         self._crossed_inputs: dict[Stage, tuple[StorageWeakRef, ...]] = {}
         self._sums = GradientSums()
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward program on ``hidden`` ``[S, B, D]``."""
-        self._values = Values(self._layout, hidden.detach(), self._keys)
+        self._values = Values(self._layout, hidden.detach(), self._keys, note=self._note)
         self._execute(Direction.FORWARD)
         output = self._values.output
         assert output is not None
@@ -76,7 +78,7 @@ class BlockCall:
         Returns:
             The gradient of ``hidden`` and the sums of the parameters' gradients.
         """
-        self._gradients = Gradients(self._layout, gradient, self._keys)
+        self._gradients = Gradients(self._layout, gradient, self._keys, note=self._note)
         self._execute(Direction.BACKWARD)
         hidden = self._gradients.hidden
         del self._gradients
@@ -135,15 +137,18 @@ class BlockCall:
 
     def _communicate(self, kind: StageKind, chunks: Sequence[int | None], direction: Direction) -> Transfer:
         """Start the transfer of some chunks: of values forward, of their gradients backward."""
-        indices = [chunk for chunk in chunks if chunk is not None]
         forward = direction is Direction.FORWARD
         take = self._values.take if forward else self._gradients.take
-        tensors: list[list[Tensor]] = [take(kind, index) for index in indices]
-        transfer = self._stages.communicate(kind)(indices, tensors, direction)
+        tensors: list[list[Tensor]] = [take(kind, chunk) for chunk in chunks]
+        transfer = self._stages.communicate(kind)(chunks, tensors, direction)
         give = self._values.give if forward else self._gradients.add
-        count = len(transfer.outputs) // len(indices)
-        for place, index in enumerate(indices):
-            give(kind, index, transfer.outputs[place * count : (place + 1) * count])
+        count = len(transfer.outputs) // len(chunks)
+        for place, chunk in enumerate(chunks):
+            give(kind, chunk, transfer.outputs[place * count : (place + 1) * count])
         if self._crossing is not None:
             self._crossing.travel((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
         return transfer
+
+
+def _nothing(tensors: Sequence[Tensor | None]) -> None:
+    """In place of a crossing where no stream is crossed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
     Chunk,
     DataFlow,
     Direction,
+    Layout,
     Schedule,
     Stage,
     StageKind,
@@ -41,12 +42,12 @@ class CommunicationFunction(Protocol):
     """Of a kind that is started and waited for."""
 
     def __call__(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+        self, chunks: Sequence[Any], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Start the transfer of several chunks at once.
 
         Args:
-            chunks: Indices.
+            chunks: Indices; ``[None]`` for a kind of the whole sequence.
             tensors: For each chunk what the stage takes; in the backward pass the gradients of what it gave.
             direction: Of which pass.
 
@@ -114,6 +115,7 @@ class CompiledSchedule:
         """Derive both directions from a schedule of one block that was checked."""
         assert schedule.num_layers == 1, "a block runs the stages of one layer"
         flow = data_flow(features)
+        _check_transfers(flow)
         needs = {direction: needs_of(schedule, features, direction) for direction in Direction}
         order = {
             direction: issue_order(
@@ -129,3 +131,12 @@ class CompiledSchedule:
             kind for kind in flow.kinds if is_whole(kind, features, whole_attention=schedule.whole_attention)
         )
         return cls(flow, whole, needs, order, parts)
+
+
+def _check_transfers(flow: DataFlow) -> None:
+    """What a transfer brings is kept as it is until it has arrived: it cannot be written into a buffer."""
+    for kind in flow.kinds:
+        if not kind.lane.computes:
+            values = (*kind.takes, *kind.gives)
+            assert all(value.layout is not Layout.KEYS for value in values), f"{kind} transfers keys"
+            assert kind is not flow.output.giver, f"{kind} is a transfer and gives what the block returns"

@@ -1,4 +1,4 @@
-"""The tensors that pass between the stages of one block call: values forward, their gradients backward.
+"""The tensors that pass between the stages of one block call. Their gradients are in :mod:`.gradients`.
 
 Which stage takes what from which is :class:`~megatron_ampipe.schedule.graph.DataFlow`. A tensor is kept from
 the stage that gives it to the last one that takes it. Where one of the two is of a chunk and the other of the
@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.rows import put_rows, put_sum, take_rows
-from megatron_ampipe.schedule import Chunk, DataFlow, Layout, Source, Span, StageKind, Value
-from megatron_ampipe.schedule.kinds import HIDDEN_STATES
+from megatron_ampipe.runtime.rows import put_rows, take_rows
+from megatron_ampipe.schedule import Chunk, DataFlow, Direction, Layout, Source, Span, StageKind, Value
 
 # S sequence rows, B batch, D hidden size.
 
 Key = tuple[Source, int | None]
 """A value of a chunk, or of the whole sequence."""
+Note = Callable[[Sequence[Tensor | None]], object]
+"""Told of tensors that the current stage copies or adds (:meth:`.crossing.Crossing.use`)."""
 
 
 class BlockLayout:
@@ -56,20 +56,20 @@ class BlockLayout:
 
     def num_takers(self, source: Source) -> int:
         """How many stages take a value, or a chunk of it."""
+        return self._num_stages(source, self.flow.takers[source])
+
+    def num_summed(self, source: Source) -> int:
+        """How many compute stages give a gradient of a value, or of a chunk of it."""
+        return self._num_stages(source, [kind for kind in self.gradient_givers(source) if kind.lane.computes])
+
+    def gradient_givers(self, source: Source) -> list[StageKind]:
+        """The kinds that give a gradient of a value."""
+        takers = self.flow.takers.get(source, ())
+        return [kind for kind in takers if Direction.BACKWARD in kind.directions]
+
+    def _num_stages(self, source: Source, kinds: Collection[StageKind]) -> int:
         per_stage = len(self.chunks) if self.is_kept_whole(source) else 1
-        return sum(1 if kind in self.whole else per_stage for kind in self.flow.takers[source])
-
-    def taken(self, kind: StageKind) -> Iterator[tuple[Value, Source]]:
-        """The tensors that a stage takes, each with where it comes from."""
-        for value, source in zip(kind.takes, self.flow.sources[kind], strict=True):
-            if source is not None and value.layout is not Layout.STATE:
-                yield value, source
-
-    def given(self, kind: StageKind) -> Iterator[tuple[Value, Source]]:
-        """The tensors that a stage gives."""
-        for value in kind.gives:
-            if value.layout is not Layout.STATE:
-                yield value, Source(kind, value.name)
+        return sum(1 if kind in self.whole else per_stage for kind in kinds)
 
 
 class KeyValueRows:
@@ -128,10 +128,11 @@ class Values:
         layout: Of the block.
         hidden: ``[S, B, D]``, what the block is given.
         keys: Where keys and values are put.
+        note: Told of what a stage copies before its function runs.
     """
 
-    def __init__(self, layout: BlockLayout, hidden: Tensor, keys: KeyValueRows) -> None:
-        self._layout, self._hidden, self._keys = layout, hidden, keys
+    def __init__(self, layout: BlockLayout, hidden: Tensor, keys: KeyValueRows, *, note: Note) -> None:
+        self._layout, self._hidden, self._keys, self._note = layout, hidden, keys, note
         self._tensors: dict[Key, Tensor] = {}
         self._reads: Counter[Key] = Counter()
         self._lock = threading.Lock()
@@ -140,7 +141,7 @@ class Values:
 
     def give(self, kind: StageKind, chunk: int | None, outputs: Sequence[Tensor]) -> None:
         """Keep what a stage gives for the stages that take it."""
-        for (value, source), tensor in zip(self._layout.given(kind), outputs, strict=True):
+        for (value, source), tensor in zip(self._layout.flow.given[kind], outputs, strict=True):
             if source == self._layout.flow.output:
                 if self.output is None:
                     self.output = tensor.new_empty(self._hidden.shape)
@@ -154,7 +155,7 @@ class Values:
         """What a stage takes: of ``Layout.CHUNK`` a stage of the whole sequence gets each chunk's tensor."""
         return [
             tensor
-            for value, source in self._layout.taken(kind)
+            for value, source in self._layout.flow.taken[kind]
             for tensor in self._take(value, source, chunk)
         ]
 
@@ -166,11 +167,19 @@ class Values:
             return (self._keys.take(value.name, chunk),)
         if layout.is_kept_whole(source):
             tensor = self._read((source, None))
-            return (tensor if chunk is None else take_rows(tensor, layout.spans(value.layout, chunk)),)
+            if chunk is None:
+                return (tensor,)
+            spans = layout.spans(value.layout, chunk)
+            if len(spans) > 1:
+                self._note((tensor,))
+            return (take_rows(tensor, spans),)
         if chunk is not None:
             return (self._read((source, chunk)),)
         parts = [self._read((source, index)) for index in range(len(layout.chunks))]
-        return parts if value.layout is Layout.CHUNK else (_joined(parts, value, layout),)
+        if value.layout is Layout.CHUNK:
+            return parts
+        self._note(parts)
+        return (_joined(parts, value, layout),)
 
     def _read(self, key: Key) -> Tensor:
         """The tensor, which goes with its last reader."""
@@ -180,118 +189,6 @@ class Values:
         with self._lock:
             self._reads[key] += 1
             return self._tensors.pop(key) if self._reads[key] == num_takers else self._tensors[key]
-
-
-class Gradients:
-    """The gradients of what the stages of a forward pass have given and taken.
-
-    Args:
-        layout: Of the block.
-        gradient: ``[S, B, D]``, of what the block returned.
-        keys: Where the gradients of keys and values are added up.
-    """
-
-    def __init__(self, layout: BlockLayout, gradient: Tensor, keys: KeyValueRows) -> None:
-        self._layout, self._gradient, self._keys = layout, gradient, keys
-        self._tensors: dict[Key, Tensor | None] = {}
-        self._adds: Counter[Key] = Counter()
-        # Of values that are kept whole: rows that stages of a chunk have written, and which chunks those are.
-        self._rows: dict[Source, Tensor] = {}
-        self._written: set[Key] = set()
-        self._hidden: Tensor | None = None
-
-    @property
-    def hidden(self) -> Tensor:
-        """``[S, B, D]``, of what the block was given. To be read once."""
-        if self._hidden is None:
-            source = Source(None, HIDDEN_STATES.name)
-            assert self._layout.is_kept_whole(source)
-            self._hidden = self._take_whole(source)
-        assert self._hidden is not None, "no stage has taken what the block was given"
-        return self._hidden
-
-    def take(self, kind: StageKind, chunk: int | None) -> list[Tensor | None]:
-        """For each tensor that a stage has given the gradient; None where nothing depends on it."""
-        return [self._take(value, source, chunk) for value, source in self._layout.given(kind)]
-
-    def add(self, kind: StageKind, chunk: int | None, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of what a stage has taken, in the order of :meth:`Values.take`."""
-        left = list(gradients)
-        of_keys: list[Tensor | None] = []
-        for value, source in self._layout.taken(kind):
-            if value.layout is Layout.KEYS:
-                of_keys.append(left.pop(0))
-            elif self._layout.is_kept_whole(source):
-                self._add_to_whole(value, source, chunk, left.pop(0))
-            elif chunk is not None:
-                self._add(value, source, chunk, left.pop(0))
-            elif value.layout is Layout.CHUNK:
-                for index in range(len(self._layout.chunks)):
-                    self._add(value, source, index, left.pop(0))
-            else:
-                whole = left.pop(0)
-                for index in range(len(self._layout.chunks)):
-                    rows = self._layout.spans(value.layout, index)
-                    self._add(value, source, index, None if whole is None else take_rows(whole, rows))
-        assert not left, f"{kind} returned {len(left)} gradients too many"
-        if of_keys:
-            self._keys.add_gradients(of_keys)
-
-    def _take(self, value: Value, source: Source, chunk: int | None) -> Tensor | None:
-        if source == self._layout.flow.output:
-            return take_rows(self._gradient, self._layout.spans(value.layout, chunk))
-        if value.layout is Layout.KEYS:
-            return self._keys.take_gradient(value.name, chunk)
-        if value.layout is Layout.SCALAR:
-            return torch.zeros((), device=self._gradient.device)
-        if source not in self._layout.flow.takers:
-            return None
-        return self._take_whole(source) if chunk is None else self._tensors.pop((source, chunk))
-
-    def _add(self, value: Value, source: Source, chunk: int, gradient: Tensor | None) -> None:
-        """Add to the gradient of a chunk."""
-        key = (source, chunk)
-        earlier = self._tensors.get(key)
-        self._adds[key] += 1
-        if source.giver is None and self._adds[key] == self._layout.num_takers(source):
-            # The last gradient of these rows: the sum is written to where the rows are returned.
-            assert gradient is not None
-            if self._hidden is None:
-                self._hidden = torch.empty_like(self._gradient, dtype=gradient.dtype)
-            rows = self._layout.spans(value.layout, chunk)
-            if self._tensors.pop(key, None) is None:
-                put_rows(self._hidden, rows, gradient)
-            else:
-                assert earlier is not None
-                put_sum(self._hidden, rows, gradient, earlier)
-        elif earlier is None:
-            self._tensors[key] = gradient
-        elif gradient is not None:
-            self._tensors[key] = earlier + gradient
-
-    def _add_to_whole(self, value: Value, source: Source, chunk: int | None, gradient: Tensor | None) -> None:
-        """Add to the gradient of a value that is one tensor for the whole sequence."""
-        assert gradient is not None
-        if chunk is None:
-            earlier = self._tensors.get((source, None))
-            self._tensors[source, None] = gradient if earlier is None else earlier + gradient
-            return
-        if source not in self._rows:
-            num_rows = sum(span.length for span in self._layout.spans(value.layout, None))
-            self._rows[source] = gradient.new_empty((num_rows, *gradient.shape[1:]))
-        rows, written = self._rows[source], (source, chunk)
-        spans = self._layout.spans(value.layout, chunk)
-        if written in self._written:
-            put_sum(rows, spans, gradient, take_rows(rows, spans))
-        else:
-            put_rows(rows, spans, gradient)
-            self._written.add(written)
-
-    def _take_whole(self, source: Source) -> Tensor | None:
-        whole, rows = self._tensors.pop((source, None), None), self._rows.pop(source, None)
-        if whole is None or rows is None:
-            return rows if whole is None else whole
-        return whole + rows
 
 
 def _joined(parts: Sequence[Tensor], value: Value, layout: BlockLayout) -> Tensor:

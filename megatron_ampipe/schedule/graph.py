@@ -8,8 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from megatron_ampipe.schedule.kinds import HIDDEN_STATES, MOE_BLOCK, Direction, Layout, Scope, StageKind
+from megatron_ampipe.schedule.kinds import (
+    HIDDEN_STATES,
+    MOE_BLOCK,
+    Direction,
+    Layout,
+    Scope,
+    StageKind,
+    Value,
+)
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -38,9 +47,8 @@ class BlockFeatures:
         return field is None or bool(getattr(self, field))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a value that a stage takes comes from.
+class Source(NamedTuple):
+    """Where a value that a stage takes comes from. A tuple, because every stage looks some up.
 
     Attributes:
         giver: The kind that gives it; None for what the block itself is given.
@@ -61,12 +69,16 @@ class DataFlow:
             block gives, and that is left out.
         takers: For each source the rows that take it, in order.
         output: What the block returns.
+        taken: For each row the tensors that it takes, each with where it comes from.
+        given: The same of the tensors that it gives.
     """
 
     kinds: tuple[StageKind, ...]
     sources: Mapping[StageKind, tuple[Source | None, ...]]
     takers: Mapping[Source, tuple[StageKind, ...]]
     output: Source
+    taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
+    given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
 
 
 @functools.lru_cache(maxsize=512)
@@ -86,7 +98,21 @@ def data_flow(features: BlockFeatures) -> DataFlow:
             if source is not None:
                 takers[source] = (*takers.get(source, ()), kind)
         latest |= {value.name: Source(kind, value.name) for value in kind.gives}
-    return DataFlow(kinds, sources, takers, latest[HIDDEN_STATES.name])
+    taken = {
+        kind: tuple(
+            (value, source)
+            for value, source in zip(kind.takes, sources[kind], strict=True)
+            if source is not None and value.layout is not Layout.STATE
+        )
+        for kind in kinds
+    }
+    given = {
+        kind: tuple(
+            (value, Source(kind, value.name)) for value in kind.gives if value.layout is not Layout.STATE
+        )
+        for kind in kinds
+    }
+    return DataFlow(kinds, sources, takers, latest[HIDDEN_STATES.name], taken, given)
 
 
 def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool) -> bool:

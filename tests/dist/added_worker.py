@@ -18,15 +18,22 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "in-order": {"schedule": "sequential"},
     "shared-and-losses": {"model": AUX | {"moe_shared_expert_intermediate_size": 48}},
 }
-ADDED = ("delay", "delay-copy", "audit", "delay-copy-audit")
+ADDED = ("delay", "delay-copy", "audit", "delay-copy-audit", "fork", "move", "watch")
 
 
 def added_stages(name: str) -> Any:
     """The stages that a name in :data:`ADDED` says."""
     from tests import added_stages as made_up
 
-    by_name = {"delay": made_up.DELAYED, "copy": made_up.COPIED, "audit": made_up.AUDITED}
-    return tuple(by_name[part] for part in name.split("-"))
+    by_name = {
+        "delay": (made_up.DELAYED,),
+        "copy": (made_up.COPIED,),
+        "audit": (made_up.AUDITED,),
+        "fork": made_up.FORKED_AND_MET,
+        "move": (made_up.MOVED,),
+        "watch": (made_up.WATCHED,),
+    }
+    return tuple(stage for part in name.split("-") for stage in by_name[part])
 
 
 def main() -> None:

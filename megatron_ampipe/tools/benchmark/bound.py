@@ -1,23 +1,24 @@
 """The time that no order of a block's stages can beat, from how long each stage takes alone. Pure arithmetic.
 
-There are two lanes: computation, and communication. Whatever the order,
+Computation has one lane; every other lane occupies a resource (``schedule.Lane``), such as the network.
+Whatever the order,
 
-* the compute lane needs the sum of all compute stages. Those among them that depend on a collective (the
-  *fed* ones) cannot start before some collective has arrived, and those that a collective depends on (the
-  *feeding* ones) have ended before some last collective travels: while too little else is left to compute,
+* the compute lane needs the sum of all compute stages. Those among them that depend on a transfer (the
+  *fed* ones) cannot start before some transfer has arrived, and those that a transfer depends on (the
+  *feeding* ones) have ended before some last transfer travels: while too little else is left to compute,
   the lane stands still;
-* the communication lane cannot start before some first collective has what it needs: all compute stages
-  that this collective depends on run before it, one after another (the *head*). After some last collective
-  every compute stage that depends on it still has to run (the *tail*). Between the two, the lane needs the
-  sum of all collectives.
+* a resource is not used before some first transfer over it has what it needs: all compute stages that this
+  transfer depends on run before it, one after another, and so does every chain of stages and transfers over
+  other resources that leads to it (the *head*). After some last transfer all that depends on it still has
+  to run (the *tail*). Between the two, the resource needs the sum of its transfers.
 
-So a direction takes at least ``max(compute with its waits, head + communication + tail)``, and a block the
-sum of both directions, because the backward pass begins with the gradient of the whole output. Head, tail
-and waits are taken as the smallest possible: the bound holds for every order, not only for the one that was
-run.
+So a direction takes at least the maximum of compute with its waits, and of head + communication + tail of
+every resource; and a block the sum of both directions, because the backward pass begins with the gradient of
+the whole output. Head, tail and waits are taken as the smallest possible: the bound holds for every order,
+not only for the one that was run.
 
 The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
-for a peer that comes later, and neither lane slowed by the other. Times from an overlapped run would count
+for a peer that comes later, and no lane slowed by another. Times from an overlapped run would count
 its losses as unavoidable; nor may they include what a GPU waits for its host, which other work can cover. A
 shaped link that idles saves up, and lets that pass at once: collectives are timed without it, but for the
 first of a direction, because an order saves up only while the link idles, which takes as long as is saved.
@@ -42,11 +43,11 @@ class DirectionBound:
 
     Attributes:
         compute: Sum of the compute stages.
-        compute_with_waits: What the compute lane needs when it has to wait for a first collective, and
+        compute_with_waits: What the compute lane needs when it has to wait for a first transfer, and
             something follows after a last one.
-        communication: Sum of the collectives.
-        head: The least computation before a collective can start.
-        tail: The least computation after a collective.
+        communication: Sum of the transfers over the resource for which the three together are largest.
+        head: The least time before a transfer over it can start.
+        tail: The least time after a transfer over it.
     """
 
     compute: float
@@ -74,16 +75,30 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     for stage, earlier in needs.items():
         for needed in earlier:
             after[needed].append(stage)
-    collectives = [stage for stage in times if stage.is_communication]
+    transfers: dict[str, list[Stage]] = {}
+    for stage in times:
+        if stage.is_communication:
+            transfers.setdefault(stage.kind.lane.resource, []).append(stage)
 
     def computing(stages: Iterable[Stage]) -> float:
         return sum(times[stage] for stage in stages if not stage.is_communication)
 
-    fed = {s for s in times if not s.is_communication and _has_collective(_reachable(s, needs))}
-    feeding = {s for s in times if not s.is_communication and _has_collective(_reachable(s, after))}
+    def least(stages: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]]) -> float:
+        """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
+        return min(
+            max(computing(_reachable(stage, edges)), _longest_path(stage, edges, times)) for stage in stages
+        )
+
+    fed = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, needs))}
+    feeding = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, after))}
     first = min((_longest_path(stage, needs, times) for stage in fed), default=0.0)
     last = min((_longest_path(stage, after, times) for stage in feeding), default=0.0)
     both = fed & feeding
+    parts = [
+        (sum(times[stage] for stage in stages), least(stages, needs), least(stages, after))
+        for stages in transfers.values()
+    ]
+    communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
     return DirectionBound(
         compute=computing(times),
         compute_with_waits=max(
@@ -92,13 +107,13 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
             computing(feeding) + last,
             first + computing(both) + last if both else 0.0,
         ),
-        communication=sum(times[stage] for stage in collectives),
-        head=min((computing(_reachable(stage, needs)) for stage in collectives), default=0.0),
-        tail=min((computing(_reachable(stage, after)) for stage in collectives), default=0.0),
+        communication=communication,
+        head=head,
+        tail=tail,
     )
 
 
-def _has_collective(stages: Iterable[Stage]) -> bool:
+def _has_transfer(stages: Iterable[Stage]) -> bool:
     return any(stage.is_communication for stage in stages)
 
 
