@@ -208,7 +208,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--num-attention-heads",
         _heads_do_not_divide,
-        "does not divide it, and no --kv-channels says how wide a head is",
+        "does not divide it, and --kv-channels is not given",
         "Use a divisor of --hidden-size, or add --kv-channels 64.",
     ),
     Conflict(
