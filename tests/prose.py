@@ -78,7 +78,7 @@ WORDINGS = (
     Wording(r"\btells? of\b", "reports", "tells of the arrival"),
     Wording(r"\bfor ever\b", "forever", "waits for ever"),
     Wording(r"\b(curves?|runs?|losses|simulator) part\b(?! of)", "diverge, differ", "the curves part"),
-    Wording(r"\bdocs/log\.md\b", "docs/log", "see docs/log"),
+    Wording(r"\bdocs/log\.md\b", "docs/log", "see docs/log.md"),
     Wording(r"\btravel_together\b", "exchange_chunks", "`travel_together`"),
     Wording(r"\bcalm_event_loops\b", "demote_gloo_threads", "`calm_event_loops`"),
     Wording(r"\bof_backward\b", "backward_degree", "`of_backward`"),

@@ -7,7 +7,6 @@ parser, at launch or by ``ampipe config``. Called by ``ampipe plan``.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ampipe.block_features import router_has_losses
-from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.config import SETTING_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.workload import Workload
@@ -36,10 +35,6 @@ SIZE_FLAGS = (
     "fp8-format", "no-gradient-accumulation-fusion",
 )  # fmt: skip
 """The flags that determine the sizes of a block, and so its plan."""
-
-
-_AMPIPE_KEYS = frozenset(field.name.replace("_", "-") for field in dataclasses.fields(AMPipeConfig))
-"""Keys of the section ``ampipe:`` of a model file, spelled like the flags."""
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
 
@@ -88,9 +83,9 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
         )
     for key in section:
-        if key not in _AMPIPE_KEYS:
+        if key not in SETTING_NAMES:
             rule = "is not a setting of AMPipe"
-            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, _AMPIPE_KEYS))
+            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, SETTING_NAMES))
     for key, value in values.items():
         if isinstance(value, LinedMapping):
             remedy = "Give a model file: 'hidden-size: 1024' and the like."

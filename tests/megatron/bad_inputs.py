@@ -441,7 +441,7 @@ _FLAGS = (
     Row(
         "trace-dir-file",
         "train --ampipe-degree 2 --ampipe-trace-dir {here}/empty",
-        "cannot be written to (Not a directory).",
+        "cannot be written to (File exists).",
     ),
     Row(
         "board-file",

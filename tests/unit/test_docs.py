@@ -182,3 +182,7 @@ def test_usage_lists_every_environment_variable_of_ours() -> None:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=[*PAGE_IDS, "CHANGELOG.md"])
 def test_no_path_of_one_machine(page: Path) -> None:
     assert not re.findall(r"/(?:home|root|work|tmp)/\S*", page.read_text())
+
+
+def test_the_design_page_stays_short() -> None:
+    assert len((ROOT / "docs/design.md").read_text().splitlines()) <= 250

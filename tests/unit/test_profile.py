@@ -141,7 +141,7 @@ def report_of_truth() -> dict[str, Any]:
     model = CostModel(workload_of_case(CASE, num_ranks=2, fused_gradients=True), bare)
     for stage, pair in model.stages(even_chunks(CASE.sequence_length, 2)).items():
         for position, way in enumerate(Direction):
-            beyond = OVERHEADS.get(stage.kind, (0.0, 0.0))[position]
+            beyond = OVERHEADS.get(stage.kind.name, (0.0, 0.0))[position]
             report["block"]["stages"]["2"][way.value][str(stage)] = pair.of(way) + beyond
     report["block"]["stock"] = {way.value: model.stock().of(way) + 77.0 for way in Direction}
     return report

@@ -219,8 +219,9 @@ def _stage_overheads(
         for stage, pair in model.stages(even_chunks(model.workload.rows, int(degree))).items():
             for direction in Direction:
                 if not stage.is_communication:
-                    expected.setdefault((stage.kind, direction), []).append(pair.of(direction))
-                    took.setdefault((stage.kind, direction), []).append(by_direction[direction][str(stage)])
+                    key = (stage.kind.name, direction)
+                    expected.setdefault(key, []).append(pair.of(direction))
+                    took.setdefault(key, []).append(by_direction[direction][str(stage)])
     found = {}
     for kind in KINDS:
         if (kind, Direction.FORWARD) in took:
