@@ -411,7 +411,7 @@ _FLAGS = (
     Row(
         "chunks-sum",
         "train --ampipe-chunks 0.5,0.5,0.5",
-        "must have a sum of 1, and have 1.5. Use for example",
+        "must have a sum of 1; the sum is 1.5. Use for example",
     ),
     Row(
         "chunks-one",

@@ -122,7 +122,7 @@ def test_shares_hold_of_the_rows_of_every_rank() -> None:
 
 
 def test_a_share_without_a_row_is_refused_with_one_that_has() -> None:
-    with pytest.raises(BadInput, match=r"chunk 1 would have no row of the 10 .* at least 0\.1") as refused:
+    with pytest.raises(BadInput, match=r"chunk 1 would have none of the 10 rows .* at least 0\.1") as refused:
         chunk_sequence(10, degree=3, shares=(0.5, 0.01, 0.49))
     assert refused.value.name == "--ampipe-chunks"
     assert len(chunk_sequence(10, degree=3, shares=(0.5, 0.1, 0.4))) == 3
@@ -158,7 +158,7 @@ def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any],
     [
         ("0.5,half", "is not a list of numbers"),
         ("", "is not a list of numbers"),
-        ("0.5,0.6", "must have a sum of 1, and have 1.1"),
+        ("0.5,0.6", "must have a sum of 1; the sum is 1.1"),
         ("1.2,-0.2", "every share must be above 0"),
         ("nan,1", "every share must be above 0"),
     ],
