@@ -36,7 +36,7 @@ class Range:
         """The rule, as a clause."""
         if self.most is None:
             return f"must be at least {self.least:g}"
-        return f"must lie between {self.least:g} and {self.most:g}"
+        return f"must be between {self.least:g} and {self.most:g}"
 
 
 RANGES: tuple[Range, ...] = (

@@ -201,7 +201,7 @@ class Cluster:
     """The contents of a cluster file.
 
     Attributes:
-        description: Of the cluster, as text.
+        description: A description of the cluster.
         ranks_per_node: Ranks on one node; ``intra`` applies between them.
         device_memory_gib: Memory of one rank; if given, it is compared with what a plan needs.
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
@@ -286,7 +286,7 @@ def read_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
     Raises:
-        BadInput: naming the file, the line, the key and the nearest known one.
+        BadInput: the file is wrong; the message names file, line, key, and the nearest known key.
     """
     top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the format.")
     cluster, lines = read_record(path, Cluster, top)
@@ -310,7 +310,7 @@ def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
 
     Args:
         cluster: The cluster; :func:`read_cluster` reads an equal one.
-        path: Of the file.
+        path: Path of the file.
         head: A comment for the first line, such as the command that made it.
     """
     write_record(path, cluster, head=head)

@@ -243,7 +243,7 @@ class CostModel:
         total += self._products(received, inner, work.hidden, calls, chunked=chunked)
         total += self._pass_over(received * (up + inner))
         if work.local_experts > 1 and work.dispatcher == "alltoall":
-            # Rows are sorted by expert before, and restored after.
+            # Rows are sorted by expert first, and their order is restored afterwards.
             total += self._move(received) + self._move(received)
         if work.expert_tensor > 1 and work.dispatcher == "alltoall":
             gathered = self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)

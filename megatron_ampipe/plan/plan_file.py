@@ -38,7 +38,7 @@ class Plan:
             degree.
         stock_ms: Predicted time of Megatron's own block, forward and backward.
         predicted_ms: Predicted time with this plan.
-        stages_forward_ms: Predicted time of a forward pass from the begin of its first stage to the end of
+        stages_forward_ms: Predicted time of a forward pass from the start of its first stage to the end of
             its last one, which is what a run's recorder measures.
         stages_backward_ms: The same of a backward pass, without the forward pass of a recompute.
         hidden_share: Share of the communication that is hidden under computation, 0 to 1.

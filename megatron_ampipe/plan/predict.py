@@ -130,7 +130,7 @@ class Predictor:
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
     ) -> Timeline:
-        """The begin and end of every stage, forward and then backward.
+        """The start and end of every stage, forward and then backward.
 
         Args:
             schedule: A checked schedule.

@@ -183,7 +183,7 @@ class OrderProblem:
         return max(end)
 
     def tails(self) -> list[float]:
-        """For each stage the length of the critical path from its begin to the end of the pass."""
+        """For each stage the length of the critical path from its start to the end of the pass."""
         found = [0.0] * len(self.stages)
         for stage in reversed(range(len(self.stages))):
             found[stage] = self.durations[stage] + max(

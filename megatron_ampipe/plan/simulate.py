@@ -1,4 +1,4 @@
-"""Simulates a schedule: computes the begin and end of every stage from the time of each stage alone.
+"""Simulates a schedule: computes the start and end of every stage from the time of each stage alone.
 
 The input is the schedule that an executor runs, and the result corresponds to the timeline that a run
 records. A lane runs its stages in order, and a stage begins when its dependencies have ended. Concurrent
@@ -137,7 +137,7 @@ def run(
     communication_slowdown: float = 1.0,
     busy_latency_us: float = 0.0,
 ) -> tuple[list[float], list[float]]:
-    """Compute the begin and end of each stage.
+    """Compute the start and end of each stage.
 
     One loop with few calls: it runs several hundred times in every search.
 
@@ -154,7 +154,7 @@ def run(
             computation.
 
     Returns:
-        Begin and end of every stage, in the unit of the durations; infinite for stages that never run
+        Start and end of every stage, in the unit of the durations; infinite for stages that never run
         because lanes deadlock.
     """
     waiting = list(compiled.num_needs)

@@ -1,7 +1,7 @@
 """The states of a search over all orders of the stages, and a beam search.
 
 Whenever a stage ends, every free lane begins one of its ready stages, or stays idle until the next stage
-ends. One sequence of such decisions gives the optimal order, also if lanes slow each other down, because in
+ends. One sequence of such decisions gives the optimal order, even if lanes slow each other down, because in
 any order a stage begins when some stage ends. The times to issue stages (``issue_us``) are ignored. Used by
 :mod:`.order` and :mod:`.exact`.
 """

@@ -15,7 +15,7 @@ from megatron_ampipe.schedule.kinds import COMPUTE
 
 
 class CudaExecutor:
-    """Runs computation on the current stream, each communication lane on separate ones: one is for counts.
+    """Runs computation on the current stream, each communication lane on two more: one is for its counts.
 
     An event is recorded for each stage that another stream waits for; waits that earlier ones imply are left
     out. Communication streams have a high priority, so that a collective that is ready does not wait for the

@@ -53,7 +53,7 @@ class Executor(Protocol):
             order: ``(lane, stage)`` in issue order, the same on every rank.
             needs: The dependencies of each stage.
             run_stage: Runs a stage on the calling thread and its current stream; see :data:`RunStage`.
-            recorder: Receives the begin and end of each stage.
+            recorder: Receives the start and end of each stage.
             crossing: Gives the tensors of a stage that are used on several streams; None if there are none.
         """
         ...
@@ -253,7 +253,7 @@ class _Lane:
             except BaseException as error:
                 call.future.set_exception(error)
             else:
-                # The recorded stage begins when the previous one of the lane has ended.
+                # The recorded stage starts at the earliest when the previous one of the lane has ended.
                 begin, self._last_end = max(call.begin, self._last_end), time.perf_counter()
                 call.recorder.add(self._name, call.stage, begin, self._last_end)
                 # Release the buffers, and all that the stage references, before the result is set: the

@@ -1,4 +1,4 @@
-"""Records the begin and end of stages, as a :class:`~megatron_ampipe.timeline.Timeline`.
+"""Records the start and end of stages, as a :class:`~megatron_ampipe.timeline.Timeline`.
 
 Executors report every stage; nothing is recorded unless a number of iterations is given. On CUDA, times come
 from events that are read only when a timeline is requested, so recording does not synchronize the device.
@@ -117,7 +117,7 @@ class Recorder:
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
 
     def pass_times_us(self, iteration: int) -> dict[Direction, list[float]]:
-        """Time from the first stage's begin to the last one's end, for every pass of an iteration.
+        """Time from the first stage's start to the last one's end, for every pass of an iteration.
 
         In microseconds. A pass is one direction of one layer for one micro-batch. On CUDA this waits for the
         device.

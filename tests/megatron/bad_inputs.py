@@ -421,7 +421,7 @@ _FLAGS = (
     Row(
         "backward-zero",
         "train --ampipe-degree 4 --ampipe-backward-degree 0",
-        "must divide the degree of the forward",
+        "must be a divisor or a multiple of the degree of the forward",
     ),
     Row(
         "backward-auto",

@@ -142,9 +142,9 @@ def test_a_backward_degree_cuts_every_share_further() -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"degree": 4, "backward_degree": 3}, "--ampipe-backward-degree 3: must divide"),
-        ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must divide"),
-        ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of chunks .*\(2\)"),
+        ({"degree": 4, "backward_degree": 3}, "--ampipe-backward-degree 3: must be a divisor or a multiple"),
+        ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must be a divisor or a multiple"),
+        ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of shares .*\(2\)"),
         ({"degree": 0}, "--ampipe-degree 0: must be a whole number"),
     ],
 )

@@ -40,7 +40,7 @@ TIMES = {
 def ends(
     name: str, times: Mapping[StageKind, float], *, degree: int = 2, **settings: float
 ) -> dict[str, tuple[float, float]]:
-    """Begin and end of every forward stage."""
+    """Start and end of every forward stage."""
     schedule = build(name, degree=degree, features=PLAIN)
     compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
     issue = settings.pop("issue", None)
