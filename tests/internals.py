@@ -254,7 +254,7 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/pipelined_block.py layers/hybrid.py layers/spec.py layers/megatron_stages.py",
+        "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py layers/megatron_stages.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"
@@ -303,7 +303,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/chunk_attention.py layers/pipelined_block.py layers/hybrid.py layers/spec.py",
+        "layers/chunk_attention.py layers/hybrid.py layers/spec.py",
         "`get_query_key_value_tensors` is the `qkv` stage; only this class is pipelined",
         "queries, keys or values are something else",
         (
@@ -313,7 +313,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MultiLatentAttention",
-        "layers/chunk_attention.py layers/pipelined_block.py",
+        "layers/chunk_attention.py layers/block_modules.py",
         "recognised; its scale is read, its recompute of the up-projection taken over",
         "wrong scale, or a checkpoint that refuses `autograd.grad`",
         (sets("softmax_scale", "recompute_up_proj", "linear_proj", "core_attention"),),
@@ -394,7 +394,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/megatron_stages.py layers/router.py layers/pipelined_block.py",
+        "layers/megatron_stages.py layers/router.py layers/block_modules.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration"
@@ -427,7 +427,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.module.MegatronModule",
-        "layers/pipelined_block.py refusals.py",
+        "layers/block_modules.py refusals.py",
         ("marks the first micro-batch of every iteration for quantized layers alone, which are refused"),
         "weights of quantized layers are not updated",
         (
@@ -442,7 +442,7 @@ INTERNALS = [
     ),
     Internal(
         "core.extensions.transformer_engine",
-        "layers/pipelined_block.py",
+        "layers/block_modules.py",
         "its linear layers mark their first forward ever as the first micro-batch",
         (
             "with gradient accumulation fusion, the first iteration loses the gradients of all "
@@ -462,7 +462,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/pipelined_block.py layers/megatron_stages.py",
+        "layers/spec.py layers/block_modules.py layers/megatron_stages.py",
         "router, experts and shared experts are taken from it; `forward` is mirrored",
         "stages miss a step of the MoE layer",
         (
@@ -548,7 +548,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/pipelined_block.py",
+        "layers/router.py layers/spec.py",
         "subclassed; `forward` and `routing` are mirrored with losses and dropping taken out",
         "routing, losses or expert bias differ from stock",
         (
@@ -636,7 +636,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
-        "layers/router.py runtime/block_call.py",
+        "layers/router.py runtime/values.py",
         "adds the gradient of a loss whatever gradient comes in",
         "no gradient of the router's losses",
         (behaves(_adds_its_gradient_whatever_comes_in),),
