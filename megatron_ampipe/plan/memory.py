@@ -1,6 +1,6 @@
 """Estimates the peak memory of one block's activations, in bytes, by degree.
 
-Counted are tensors saved for the backward pass, which do not depend on the degree, and temporary tensors of
+Counts tensors saved for the backward pass, which do not depend on the degree, and temporary tensors of
 the backward pass, which do: in the experts' backward pass the gradients of two chunks, and later the sums of
 the gradients of keys and values. Not counted: weights and gradients that Megatron's own layer has too, the
 optimizer, other layers, rounding by the allocator.
@@ -51,7 +51,7 @@ def _kept(workload: Workload) -> float:
 
 
 def _in_flight(workload: Workload) -> float:
-    """Number of elements of gradients that are sent or queued, without chunks."""
+    """Number of elements of gradients that are sent or wait to be sent, without chunks."""
     inner = workload.ffn / workload.expert_tensor
     return _received(workload) * (2 * workload.hidden + (2 if workload.gated else 1) * inner)
 

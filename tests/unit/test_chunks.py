@@ -93,7 +93,7 @@ def test_a_chunk_sees_all_earlier_keys_and_its_own() -> None:
 
 @pytest.mark.parametrize("degree", [0, -1, 11])
 def test_a_degree_that_leaves_a_chunk_empty_is_refused(degree: int) -> None:
-    with pytest.raises(BadInput, match="between 1 and the rows of the sequence that one rank holds"):
+    with pytest.raises(BadInput, match="between 1 and the number of rows of the sequence on one rank"):
         chunk_sequence(10, degree=degree)
 
 

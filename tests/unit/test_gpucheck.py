@@ -92,7 +92,7 @@ def test_a_pack_that_is_too_large_is_refused(
         (["--pack", "{folder}/mine/notes.txt"], "is not a folder"),
         (["--pack", "{folder}/new", "--wheels", "x"], "--wheels x: has no effect with --pack"),
         (["--pack", "{folder}/new", "--budget", "60"], "--budget 60: has no effect with --pack"),
-        (["--budget", "0"], "--budget 0: is no time at all"),
+        (["--budget", "0"], "--budget 0: must be at least 1 second"),
         (["--wheels", "{folder}/mine"], "holds no wheel"),
         (["--budget", "soon"], "invalid int value"),
     ],
