@@ -36,7 +36,7 @@ class Range:
         """The rule, as a clause."""
         if self.most is None:
             return f"must be at least {self.least:g}"
-        return f"must lie between {self.least:g} and {self.most:g}"
+        return f"must be between {self.least:g} and {self.most:g}"
 
 
 RANGES: tuple[Range, ...] = (
@@ -208,7 +208,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "--num-attention-heads",
         _heads_do_not_divide,
-        "does not divide it, and no --kv-channels says how wide a head is",
+        "does not divide it, and --kv-channels is not given",
         "Use a divisor of --hidden-size, or add --kv-channels 64.",
     ),
     Conflict(

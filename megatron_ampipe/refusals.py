@@ -140,7 +140,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--window-size",
         when.window_looks_ahead,
-        "a window that looks ahead is not causal",
+        "a window that includes later keys is not causal",
         "Use a second number of 0, for example --window-size 128,0.",
     ),
     Refusal(

@@ -72,7 +72,7 @@ def delay(chunk: int | None, tokens: Tensor) -> tuple[Tensor, ...]:
 
 
 def copy(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
-    """``[T, D]`` of each chunk into memory of its own, filled when it is waited for."""
+    """``[T, D]`` of each chunk into new memory, filled when it is waited for."""
     ran[f"{direction} copy"] += 1
     return _copied(tensors)
 

@@ -254,7 +254,8 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py layers/megatron_stages.py",
+        "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
+        "layers/megatron_stages.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"

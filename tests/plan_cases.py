@@ -1,4 +1,4 @@
-"""Workloads and clusters that the planner's tests share."""
+"""Workloads and clusters for tests of the planner."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def cluster(name: str = "a800x8-20gbps") -> Cluster:
     return read_cluster(find_cluster(name))
 
 
-def hosted(source: Cluster) -> Cluster:
-    """The cluster without a device (the host computes), and without slowdown of concurrent lanes."""
+def without_device(source: Cluster) -> Cluster:
+    """The cluster for training on the CPU, without slowdown of concurrent lanes."""
     host = dataclasses.replace(source.host, issue=Overhead(forward_us=0, backward_us=0, **NONE))
     overlap = Overlap(compute_slowdown=1, communication_slowdown=1, **NONE)
     return dataclasses.replace(source, host=host, overlap=overlap)

@@ -19,19 +19,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-COVERED: tuple[str, ...] = ("README.md", "CHANGELOG.md", "docs", "patches", "configs")
-"""Files and folders that are checked. Folders of code are added here once they are swept: "megatron_ampipe",
-"scripts", "tests"."""
-
-LEFT_OUT = (
-    "docs/log/2*.md",
-    "docs/supported.md",
-    "docs/internals.md",
-    "tests/prose.py",
-    "tests/unit/test_prose.py",
+COVERED: tuple[str, ...] = (
+    "README.md",
+    "CHANGELOG.md",
+    "docs",
+    "patches",
+    "configs",
+    "megatron_ampipe",
+    "scripts",
+    "tests",
 )
-"""Entries of the log keep their words. The two pages are generated from code: they leave this list when
-the code is covered."""
+"""Files and folders that are checked."""
+
+LEFT_OUT = ("docs/log/2*.md", "tests/prose.py", "tests/unit/test_prose.py")
+"""Not checked: entries of the log, which keep their words, and the two files that contain the phrases."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
-from megatron_ampipe.launch.metrics import tokens_travel
+from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
@@ -129,7 +129,7 @@ def _choose(
 
 
 def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if tokens_travel(args):
+    if has_expert_communication(args):
         return []
     note = (
         f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so no "

@@ -1,8 +1,8 @@
-"""``--ampipe-degree auto``: which pipeline the blocks run with, decided between iterations.
+"""``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations.
 
-With a cluster file the decision is a plan; without one, :mod:`.trials` decides during the first iterations.
-What a rank measures is reduced over all ranks before it is used, and a plan is compared over the ranks before
-it is used: every rank must issue the same collectives. Called by :mod:`.attach`.
+With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations.
+Measured times are reduced over all ranks before they are used, and plans are compared between the ranks,
+because every rank must issue the same collectives. Called by :mod:`.attach`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Shape = tuple[int, int]
 """Rows of the residual stream that a rank holds, and batch."""
 
 Planner = Callable[[Shape], Choice]
-"""Chooses without measuring, from a cluster file; the same on every rank."""
+"""Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
 
 TrainStep = Callable[..., Any]
 
 
 class AutoDegree:
-    """Chooses a pipeline once for each shape of input that training has.
+    """Chooses a pipeline once for each shape of input that occurs in training.
 
     Args:
-        context: Whose pipeline is set.
-        planner: Chooses without measuring; without one, the first iterations are measured.
+        context: The pipeline is set in this context.
+        planner: Chooses without measuring; if None, degrees are tried in the first iterations.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
-        iterations_left: How many iterations the run has left, including the current one; None if it is not
-            known. The log warns where a run ends before its trials do.
+        iterations_left: Returns how many iterations the run has left, including the current one, or None if
+            that is unknown. A warning is logged if the run ends before the trials.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class AutoDegree:
         self._shape: Shape | None = None
         self._trials: Trials | None = None
         self._agreed = False
-        self._next = Choice(context.pipeline, "what the flags say")
+        self._next = Choice(context.pipeline, "from the flags")
 
     def start(self, shape: Shape) -> Choice | None:
-        """Plan for the shape that the flags give, before process groups exist; None without a planner."""
+        """Plan for the input shape of the flags, before process groups exist; None without a planner."""
         if self._planner is None:
             return None
         choice = self._planner(shape)
@@ -70,14 +70,14 @@ class AutoDegree:
         return choice
 
     def around(self, train_step: TrainStep) -> TrainStep:
-        """Megatron's training step, followed by a decision. All ranks run it equally often."""
+        """Wrap Megatron's training step: choose a pipeline after it. All ranks call it equally often."""
 
         @functools.wraps(train_step)
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self._agreed:
                 require_agreement(self._context.pipeline)
                 self._agreed = True
-            # Not as soon as it is decided: the log of an iteration names the pipeline that ran it.
+            # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
             self._use_next()
             passes = self._context.recorder.passes
             passes.restart()
@@ -101,23 +101,23 @@ class AutoDegree:
         *times_us, rows, batch = _largest_over_ranks([*times_us, *passes.shape])
         shape = (int(rows), int(batch))
         if 0 in shape:
-            # No rank ran a block, as when Megatron skips an iteration.
+            # No rank ran a block, for example if Megatron skips the iteration.
             return
         if shape != self._shape:
             self._begin_shape(shape)
         elif self._trials is not None:
             self._trials.add_times(*times_us)
         if self._trials is not None:
-            self._next = Choice(self._trials.pipeline, "on trial")
+            self._next = Choice(self._trials.pipeline, "a trial")
             if self._trials.choice is not None:
                 self._settle(self._trials.choice)
             elif self._iterations_left() == 1:
-                self._say("the run ends before a degree was chosen; a restart tries again")
+                self._say("the run ends before a degree was chosen; a restart repeats the trials")
 
     def _begin_shape(self, shape: Shape) -> None:
-        """Handle another shape than in the last iteration, whose times do not apply to this one."""
+        """Handle a new input shape. The times of this iteration are not used."""
         self._shape, self._trials = shape, None
-        # The prediction was for another shape than that of this iteration, which is about to be logged.
+        # The prediction does not apply to the shape of this iteration, which will be logged.
         self._context.predicted_ms = None
         if shape in self._choices:
             self._settle(self._choices[shape])
@@ -129,12 +129,12 @@ class AutoDegree:
             degrees = candidates(shape[0])
             self._trials = Trials(degrees, schedule=self._context.config.pipeline.schedule)
             tried = ", ".join(map(str, degrees))
-            self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, an iteration each")
+            self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
             left, needed = self._iterations_left(), most_iterations(len(degrees))
             if left is not None and left < needed:
                 self._say(
-                    f"the run has {left} iterations left, and trying takes up to {needed}: it may end before "
-                    "a degree is chosen. For a short run, name the degree: --ampipe-degree 4"
+                    f"the run has {left} iterations left, and the trials take up to {needed}: it may end "
+                    "before a degree is chosen. For a short run, set the degree: --ampipe-degree 4"
                 )
 
     def _settle(self, choice: Choice) -> None:
@@ -149,7 +149,7 @@ class AutoDegree:
 
 
 def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
-    """Megatron's training step; before the first one, the pipeline that every rank read is compared."""
+    """Wrap Megatron's training step: before the first one, the pipelines of all ranks are compared."""
     agreed = False
 
     @functools.wraps(train_step)
@@ -164,10 +164,10 @@ def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:
 
 
 def require_agreement(pipeline: Pipeline) -> None:
-    """Compare the pipeline that every rank chose by itself with the first rank's.
+    """Compare the pipeline that each rank chose with that of rank 0.
 
     Raises:
-        RunFailed: on every rank, if some rank chose otherwise.
+        RunFailed: on every rank, if the pipelines of some ranks differ.
     """
     order = "" if pipeline.order is None else to_text(pipeline.order)
     decisions: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
@@ -175,13 +175,13 @@ def require_agreement(pipeline: Pipeline) -> None:
     for rank, found in enumerate(decisions):
         if found != decisions[0]:
             raise RunFailed(
-                f"rank {rank} runs '{found[0]}' and rank 0 '{decisions[0][0]}': they read different files. "
-                "Put one file where every rank sees it, and name it by its full path."
+                f"rank {rank} runs '{found[0]}' and rank 0 '{decisions[0][0]}': they read different "
+                "files. Put the file where every rank can read it, and give its full path."
             )
 
 
 def print_on_first_rank(line: str) -> None:
-    """A line of the log."""
+    """Print a line to the log."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"AMPipe: {line}", flush=True)
 

@@ -1,9 +1,9 @@
-"""What AMPipe adds to Megatron's log, TensorBoard and Weights & Biases at every ``--log-interval``.
+"""AMPipe's metrics in Megatron's log, TensorBoard and Weights & Biases at every ``--log-interval``.
 
-Figures of the rank that writes, which is the last one, as for Megatron's own; no collective is issued for
-them. They come from the recorder, which runs on that rank in the logged iterations alone (:mod:`.trace`). On
-CUDA it holds events, and by the time they are read Megatron has read the losses of the same iteration, so
-nothing is waited for. Called by :mod:`.pretrain`.
+They are measured on the rank that writes, the last one, as for Megatron's metrics; no collective is issued
+for them. They come from the recorder, which is enabled on that rank in logged iterations only
+(:mod:`.trace`). On CUDA it has recorded events; when they are read, Megatron has already read the losses of
+the same iteration, so the host does not wait for the device. Called by :mod:`.pretrain`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TrainingLog = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One figure.
+    """One metric.
 
     Attributes:
-        tag: In TensorBoard and Weights & Biases.
-        value: As a number there.
-        text: In the log.
+        tag: Name in TensorBoard and Weights & Biases.
+        value: Value in TensorBoard and Weights & Biases.
+        text: Text in the log.
     """
 
     tag: str
@@ -45,17 +45,17 @@ class Metric:
 
 @contextlib.contextmanager
 def logged(context: AMPipeContext | None, args: argparse.Namespace) -> Iterator[None]:
-    """Within this context, Megatron's ``training_log`` is followed by ours.
+    """Within this context, Megatron's ``training_log`` also writes AMPipe's metrics.
 
     Args:
-        context: What the layers share; None at degree 1, where there is nothing to add.
+        context: The context of the layers; None at degree 1, where there are no metrics.
         args: Megatron's arguments.
     """
     if context is None:
         yield
         return
     stock = training.training_log
-    training.training_log = _followed(stock, context, args)
+    training.training_log = _with_metrics(stock, context, args)
     try:
         yield
     finally:
@@ -63,11 +63,11 @@ def logged(context: AMPipeContext | None, args: argparse.Namespace) -> Iterator[
 
 
 def is_measured(args: argparse.Namespace, iteration: int) -> bool:
-    """Whether this rank writes figures of this iteration, counted from 1."""
+    """Whether this rank writes metrics of this iteration, counted from 1."""
     return bool(args.rank == args.world_size - 1 and iteration % args.log_interval == 0)
 
 
-def _followed(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespace) -> TrainingLog:
+def _with_metrics(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespace) -> TrainingLog:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -75,35 +75,35 @@ def _followed(stock: TrainingLog, context: AMPipeContext, args: argparse.Namespa
         result = stock(*positional, **named)
         iteration = signature.bind(*positional, **named).arguments["iteration"]
         if is_measured(args, iteration):
-            _write(iteration, metrics(context, iteration, travels=tokens_travel(args)))
+            _write(iteration, metrics(context, iteration, communicates=has_expert_communication(args)))
         return result
 
     return training_log
 
 
-def tokens_travel(args: argparse.Namespace) -> bool:
-    """Whether more than one rank shares the experts of a layer, so that there is something to hide."""
+def has_expert_communication(args: argparse.Namespace) -> bool:
+    """Whether the experts of a layer are on more than one rank, so that there is communication to hide."""
     ranks: int = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
     return ranks > 1
 
 
-def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> list[Metric]:
-    """What the recorder has of an iteration, and what the plan predicted, if there is one.
+def metrics(context: AMPipeContext, iteration: int, *, communicates: bool = True) -> list[Metric]:
+    """The metrics of a recorded iteration, with the predictions of the plan if there is one.
 
-    Empty where this rank has no pipelined layer.
+    Empty if this rank has no pipelined layer.
 
     Args:
-        context: What the layers share.
+        context: The context of the layers.
         iteration: Counted from 1.
-        travels: Whether tokens go to other ranks. What a rank copies to itself is no communication, and
-            it is then not reported.
+        communicates: Whether tokens are sent to other ranks. If not, no communication is reported: copies
+            within a rank do not count.
     """
     timeline = context.recorder.timeline(rank=torch.distributed.get_rank(), labels={}, iteration=iteration)
     if not timeline.spans:
         return []
     exposed_ms = timeline.exposed_us / 1e3
     found = [Metric("ampipe/degree", context.pipeline.degree, f"degree: {context.pipeline.degree}")]
-    if travels:
+    if communicates:
         share = timeline.hidden_share
         found += [
             Metric("ampipe/hidden-share", share, f"hidden share: {share:.3f}"),
@@ -115,12 +115,12 @@ def metrics(context: AMPipeContext, iteration: int, *, travels: bool = True) -> 
     for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
         if times_us[direction]:
             measured_ms = statistics.fmean(times_us[direction]) / 1e3
-            found += _of_block(f"block {direction.value}", measured_ms, predicted_ms)
+            found += _block_metrics(f"block {direction.value}", measured_ms, predicted_ms)
     return found
 
 
-def _of_block(name: str, measured_ms: float, predicted_ms: float | None) -> list[Metric]:
-    """One direction: what a pass took, and what the plan predicted."""
+def _block_metrics(name: str, measured_ms: float, predicted_ms: float | None) -> list[Metric]:
+    """Measured and predicted time of a pass in one direction."""
     tag = f"ampipe/{name.replace(' ', '-')}"
     found = [Metric(f"{tag}-ms", measured_ms, f"{name} (ms): {measured_ms:.2f}")]
     if predicted_ms:

@@ -57,7 +57,7 @@ def accept(args: Any) -> None:
     with _ended_with_message():
         compat.require_peers()
         _own_session().accept(args)
-    # The training loop has no spot of ours to write the trace in; a run that fails leaves one as well.
+    # The training loop does not call AMPipe at its end, so the trace is written here; also after a failure.
     atexit.register(_own_session().end)
 
 
@@ -86,7 +86,7 @@ def _own_session() -> Any:
 
 @contextlib.contextmanager
 def _ended_with_message() -> Iterator[None]:
-    """End the process with the message and exit code of an error of ours."""
+    """End the process with the message and exit code of AMPipe's error."""
     try:
         yield
     except AMPipeError as error:

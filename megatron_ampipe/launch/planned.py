@@ -1,6 +1,6 @@
-"""From Megatron's arguments and a cluster file, or from a plan file, to a pipeline. Called by :mod:`.attach`.
+"""Makes a pipeline from arguments and a cluster file, or from a plan file. Called by :mod:`.attach`.
 
-The only module that uses ``plan`` in a run: layers and runtime get a ``schedule.Pipeline``.
+In a run, only this module uses ``plan``: layers and runtime receive a ``schedule.Pipeline``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 
 def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
-    """Plans for a shape of input; deterministic, so that ranks that read the same file make the same plan.
+    """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
     Args:
         args: Megatron's validated arguments.
         cluster_file: The value of ``--ampipe-cluster``.
 
     Raises:
-        BadInput: the file is wrong, or lacks a figure that this model needs.
+        BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
     try:
         path = find_cluster(cluster_file)
@@ -53,15 +53,15 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:
-    """The pipeline of a plan, with notes on how this run differs from what the plan was made for.
+    """The pipeline of a plan, with notes on differences between this run and what the plan was made for.
 
     Args:
         args: Megatron's validated arguments.
-        plan: What was read.
-        plan_file: From where, as the user named it.
+        plan: The plan.
+        plan_file: Its file, as the user gave it.
 
     Raises:
-        BadInput: the plan was made for other blocks, or its order or cut is not one of this model's blocks.
+        BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
     """
     notes = _compare(args, plan, plan_file)
     layout = layout_of_args(args)
@@ -84,7 +84,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
             "--ampipe-plan",
             plan_file,
             rule=f"with its shares {error.value}, {error.rule}",
-            remedy=f"Give every chunk a row or more, for example equal shares. {_REMEDY}",
+            remedy=f"Give every chunk at least one row, for example equal shares. {_REMEDY}",
         ) from error
     return Choice(pipeline, f"read from {plan_file}: {plan.reason}", plan.stages_ms, notes)
 
@@ -93,19 +93,19 @@ _REMEDY = "Make one with ampipe plan from a model file with this run's flags."
 
 
 def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str, ...]:
-    """Notes on a plan that can be used, a sentence each.
+    """Notes on the differences from a plan that can be used, one sentence each.
 
     Raises:
         BadInput: the plan was made for other blocks, or for other parallel sizes.
     """
     if plan.made_for is None:
-        return (f"{plan_file} does not say for what it was made, so this was not checked",)
+        return (f"{plan_file} has no section made_for, so it was not compared with this run",)
     found = differences(plan.made_for, made_for_of_args(args))
     essential = [str(one) for one in found if one.essential]
     if essential:
-        remedy = f"{_REMEDY} To run this one unchanged, remove its section made_for."
+        remedy = f"{_REMEDY} To use this one unchanged, remove its section made_for."
         if args.ampipe_save_plan is not None:
-            remedy = "Remove the file, or name another one, to choose again."
+            remedy = "Remove the file, or give another name, to choose again."
         raise BadInput(
             "--ampipe-plan" if args.ampipe_plan is not None else "--ampipe-save-plan",
             plan_file,
@@ -119,16 +119,16 @@ def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str,
 
 
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
-    """The record of this run's block and machines, as a plan for it would have."""
+    """The record of this run's block and machines, to compare with that of a plan."""
     return MadeFor.of(
         workload_of_args(args, None),
-        cluster=f"the machines of a run on {args.world_size} ranks",
+        cluster=f"the machines of a run with {args.world_size} ranks",
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
     )
 
 
 def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
-    """How the rows of a sequence are distributed over the ranks."""
+    """How the rows of a sequence are distributed over ranks."""
     return SequenceLayout(
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
@@ -136,7 +136,7 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
 
 
 def features_of_args(args: argparse.Namespace) -> BlockFeatures:
-    """What the blocks contain in training."""
+    """The features of the blocks in training."""
     return features_of_settings(args, capacity_scope=_capacity_scope(args))
 
 
@@ -145,19 +145,19 @@ def _capacity_scope(args: argparse.Namespace) -> str:
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
-    """The block that Megatron's arguments describe; what it is does not depend on the cluster."""
+    """The workload of Megatron's arguments; the cluster does not change it."""
     values: dict[str, Any] = {
         flag: value
         for flag in SIZE_FLAGS
         if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }
     if values.get("moe-expert-capacity-factor", 0.0) < 0:
-        # To Megatron a negative factor means none; at degree 1 it is not refused.
+        # Megatron treats a negative factor as none; AMPipe does not refuse it at degree 1.
         del values["moe-expert-capacity-factor"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     model = ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
     workload, _ = workload_of(model, cluster, ranks=args.world_size)
     if not args.bf16 and not args.fp16:
-        # A model file cannot express this: without a precision, it means the cluster's.
+        # A model file has no key for fp32: without a precision, it means that of the cluster.
         workload = dataclasses.replace(workload, dtype="fp32")
     return workload

@@ -1,7 +1,7 @@
 """How many documents of a dataset go to training, validation and test, before Megatron divides them.
 
 Megatron gives each of the three a run of whole documents. A part with a share and without a document makes it
-count epochs of no token for ever; one that is evaluated and has no share ends the run at its first
+count epochs of no token forever; one that is evaluated and has no share ends the run at its first
 evaluation. Called by :mod:`.data_paths`.
 """
 

@@ -1,4 +1,4 @@
-"""Which iterations of a run are recorded, and the trace that each rank writes.
+"""Selects the iterations that are recorded, and writes the trace of each rank.
 
 Called by :mod:`.session`.
 """
@@ -25,7 +25,7 @@ def prepare_trace_dir(folder: Path) -> None:
     """Make the folder and remove the traces of an earlier run from it.
 
     Raises:
-        BadInput: nothing can be written there, which is reported before the run starts.
+        BadInput: the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,10 +45,10 @@ def prepare_trace_dir(folder: Path) -> None:
 def recorded(
     forward_step: ForwardStep, context: AMPipeContext | None, args: argparse.Namespace
 ) -> ForwardStep:
-    """Megatron's forward step, which first sets the recorder's training iteration.
+    """Wrap Megatron's forward step: it first sets the recorder's iteration, or pauses the recorder.
 
-    All iterations are recorded for a trace, which keeps the last; without one only those whose figures are
-    logged (:mod:`.metrics`), so that the others cost nothing.
+    For a trace all iterations are recorded, and the last ones are kept; otherwise only those with logged
+    metrics (:mod:`.metrics`), so that the others have no overhead.
     """
     if context is None:
         return forward_step
@@ -56,8 +56,8 @@ def recorded(
 
     @functools.wraps(forward_step)
     def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-        # Only of training: an evaluation alone (--skip-train) has no count of iterations.
-        # Megatron counts from 0 here and from 1 in its log.
+        # Only in training: with --skip-train, args has no count of iterations.
+        # Megatron counts iterations from 0 here, and from 1 in its log.
         if unwrap_model(model).training and (every or is_measured(args, args.curr_iteration + 1)):
             recorder.start_iteration(args.curr_iteration + 1)
         else:
@@ -68,10 +68,10 @@ def recorded(
 
 
 def write_trace(context: AMPipeContext | None) -> None:
-    """Write this rank's trace, if one was asked for and anything was recorded."""
+    """Write this rank's trace, if --ampipe-trace-dir is given and stages were recorded."""
     if context is None or context.config.trace_dir is None:
         return
-    # Not from the process group, which may have been destroyed by now.
+    # The process group may have been destroyed already.
     rank = int(os.environ.get("RANK", "0"))
     timeline = context.recorder.timeline(rank=rank, labels=context.pipeline.labels)
     if timeline.spans:

@@ -1,9 +1,9 @@
-"""Finding the fastest degrees by trying them, an iteration each: the decisions alone.
+"""Finds the fastest degrees by trials of one iteration each: the decisions only.
 
-Pure: takes how long an iteration spent in the blocks, forward and backward, and gives the pipeline of the
-next iteration. Ranks that pass in the same numbers decide identically, so the numbers have to be reduced over
-the ranks first; :mod:`.auto` does that. Every pipeline computes the same function, so trying changes no
-result.
+Pure: the input is the time that an iteration spent in the blocks, forward and backward; the output is the
+pipeline of the next iteration. Ranks with the same input make the same decisions, so the times have to be
+reduced over the ranks first; :mod:`.auto` does that. All pipelines compute the same function, so trials do
+not change results.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass
 from megatron_ampipe.schedule import Pipeline
 
 CANDIDATES = (1, 2, 4, 8, 16)
-"""Degrees that are tried; powers of two, so that any two of them can be forward and backward degree."""
+"""Degrees that are tried: powers of two, so that any two can be combined as forward and backward degree."""
 
 MINIMUM_ROWS = 8
-"""Rows of a chunk below which a degree is not tried."""
+"""A degree is not tried if its chunks would have fewer rows."""
 
 ROUNDS = 3
-"""How often every candidate is timed. One more round before these warms caches and is not counted."""
+"""How often every candidate is timed, after one round of warmup that is not counted."""
 
 DROPPED_FACTOR = 1.5
-"""A degree that takes this many times the best time in both directions is not tried again."""
+"""A degree is dropped if it takes more than this times the best time in both directions."""
 
 MINIMUM_GAIN = 0.01
-"""Another backward degree, or a higher degree, has to save this share of the time."""
+"""A different backward degree, or a higher degree, has to save this share of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was decided.
+    """The pipeline that was chosen.
 
     Attributes:
-        pipeline: What to run from now on.
-        reason: Why, as a clause.
-        predicted_ms: Of a pass through a block, forward and backward, from its first stage to its last;
-            None where nothing was predicted.
-        notes: What else the user should know, one sentence each.
+        pipeline: The pipeline of the following iterations.
+        reason: Why it was chosen, as a clause.
+        predicted_ms: Predicted time of a pass of a block, forward and backward, from its first stage to its
+            last; None without a prediction.
+        notes: Further information for the user, one sentence each.
     """
 
     pipeline: Pipeline
@@ -49,22 +49,22 @@ class Choice:
 
 
 def candidates(rows: int) -> tuple[int, ...]:
-    """The degrees worth a trial for so many rows of a rank."""
+    """The degrees to try for this number of rows of a rank."""
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
 
 
 def most_iterations(count: int) -> int:
-    """How many iterations trials of so many degrees take at most, with the first one of this shape."""
-    # One round to warm up and the timed rounds; then the same for the pair of the two best.
+    """The largest number of iterations for trials of this number of degrees, including the first one."""
+    # One round of warmup and the timed rounds; then the same for the best degree and the best pair.
     return 1 + (1 + ROUNDS) * count + (1 + ROUNDS) * 2
 
 
 class Trials:
-    """Tries every degree in both directions, then the best pair of degrees, and makes the choice.
+    """Tries every degree in both directions, then the best pair of degrees, and chooses one.
 
     Args:
-        degrees: To be tried.
-        schedule: Name of the order of stages, for all of them.
+        degrees: The degrees to try.
+        schedule: Name of the order of stages, for all degrees.
     """
 
     def __init__(self, degrees: Sequence[int], *, schedule: str) -> None:
@@ -73,24 +73,25 @@ class Trials:
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
         self.pipeline = next(self._steps)
-        """What the next iteration runs."""
+        """The pipeline of the next iteration."""
 
     def add_times(self, forward_us: float, backward_us: float) -> None:
-        """Take how long the iteration with :attr:`pipeline` spent in blocks, in each direction."""
+        """Add the time that the iteration with :attr:`pipeline` spent in blocks, in each direction."""
         self._last_us = (forward_us, backward_us)
         self.pipeline = next(self._steps)
 
     def _all_steps(self, pipelines: list[Pipeline]) -> Iterator[Pipeline]:
         yield from self._rounds(pipelines)
         best = self._fastest(pipelines)
-        forward, backward = (self._best_degree(pipelines, way) for way in (0, 1))
+        forward, backward = (self._best_degree(pipelines, direction) for direction in (0, 1))
         pair = self._pipeline(forward, backward)
-        saved = 1 - (self._of(forward, 0) + self._of(backward, 1)) / self._total_us(best)
+        saved = 1 - (self._time_us(forward, 0) + self._time_us(backward, 1)) / self._total_us(best)
         if pair not in pipelines and saved > MINIMUM_GAIN:
-            # Only a trial shows what the pair costs beyond its halves (smaller products, merged copies).
-            contenders = [best, pair]
+            # Different degrees have a cost of their combination (smaller GEMMs, copies), so the pair is
+            # tried.
+            finalists = [best, pair]
             self._times_us = {}
-            yield from self._rounds(contenders)
+            yield from self._rounds(finalists)
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
         self.choice = Choice(best, self._reason(best))
@@ -102,7 +103,7 @@ class Trials:
             yield pipeline
         left = list(pipelines)
         for round_index in range(ROUNDS):
-            # Another order each time, so that a machine that becomes slower affects all of them equally.
+            # The order changes each round, so that a machine that becomes slower affects all equally.
             start = round_index % len(left)
             for pipeline in left[start:] + left[:start]:
                 yield pipeline
@@ -111,30 +112,30 @@ class Trials:
 
     def _is_clearly_slower(self, pipeline: Pipeline, others: Sequence[Pipeline]) -> bool:
         return all(
-            self._median_us(pipeline, way)
-            > DROPPED_FACTOR * min(self._median_us(other, way) for other in others)
-            for way in (0, 1)
+            self._median_us(pipeline, direction)
+            > DROPPED_FACTOR * min(self._median_us(other, direction) for other in others)
+            for direction in (0, 1)
         )
 
-    def _best_degree(self, pipelines: Sequence[Pipeline], way: int) -> int:
-        """The lowest degree that is as good as the best in one direction."""
-        least = min(self._median_us(pipeline, way) for pipeline in pipelines)
-        return min(p.degree for p in pipelines if self._median_us(p, way) <= (1 + MINIMUM_GAIN) * least)
+    def _best_degree(self, pipelines: Sequence[Pipeline], direction: int) -> int:
+        """The lowest degree that is about as fast as the best one in one direction."""
+        limit = (1 + MINIMUM_GAIN) * min(self._median_us(pipeline, direction) for pipeline in pipelines)
+        return min(p.degree for p in pipelines if self._median_us(p, direction) <= limit)
 
     def _fastest(self, pipelines: Sequence[Pipeline]) -> Pipeline:
-        """The lowest degree that is as good as the best in both directions together."""
+        """The lowest degree that is about as fast as the best one in both directions together."""
         least = min(map(self._total_us, pipelines))
         good = [p for p in pipelines if self._total_us(p) <= (1 + MINIMUM_GAIN) * least]
         return min(good, key=lambda pipeline: pipeline.degree)
 
-    def _of(self, degree: int, way: int) -> float:
-        return self._median_us(self._pipeline(degree), way)
+    def _time_us(self, degree: int, direction: int) -> float:
+        return self._median_us(self._pipeline(degree), direction)
 
-    def _median_us(self, pipeline: Pipeline, way: int) -> float:
-        return statistics.median(times[way] for times in self._times_us[pipeline])
+    def _median_us(self, pipeline: Pipeline, direction: int) -> float:
+        return statistics.median(times[direction] for times in self._times_us[pipeline])
 
     def _total_us(self, pipeline: Pipeline) -> float:
-        return sum(self._median_us(pipeline, way) for way in (0, 1))
+        return sum(self._median_us(pipeline, direction) for direction in (0, 1))
 
     def _reason(self, best: Pipeline) -> str:
         total_us = self._total_us(best)

@@ -58,7 +58,7 @@ class MegatronStages:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._whole = Chunk.joined(chunks)
         self._routing = modules.moe.router.begin_block(num_tokens, per_chunk=modules.capacity_per_chunk)
-        # The state of a chunk is bound to attributes of its own copy; the constants are shared.
+        # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
         self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in chunks]
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters

@@ -1,1 +1,1 @@
-"""Predicts how long a block takes in chunks; chooses the chunks and their order. No torch, no Megatron."""
+"""Predicts the time of a block; chooses its chunks and the order of stages. No torch, no Megatron."""

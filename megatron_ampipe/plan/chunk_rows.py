@@ -1,4 +1,4 @@
-"""The rows of a chunk, and how many pairs of a query and a key its attention computes. Pure arithmetic."""
+"""The rows of each chunk, and the number of query-key pairs that its attention computes. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class Rows:
 
     Attributes:
         hidden: Rows of the residual stream of one rank.
-        pairs: Pairs of a query and a key that it sees, over the query rows of the chunk, on the rank that has
-            most of them.
-        keys: Keys that any of them sees.
-        merged: Query rows that stand behind other chunks' keys.
+        pairs: Unmasked query-key pairs of the chunk's query rows, on the rank with the most pairs.
+        keys: Number of keys that at least one of these queries attends to.
+        merged: Query rows that also attend to keys of earlier chunks.
     """
 
     hidden: int
@@ -28,7 +27,7 @@ class Rows:
 
 
 def chunk_rows(workload: Workload, lengths: Sequence[int]) -> tuple[Rows, ...]:
-    """What the attention of each chunk sees.
+    """The rows, and the sizes of the attention, of each chunk.
 
     Args:
         workload: The block.
@@ -44,7 +43,7 @@ def chunk_rows(workload: Workload, lengths: Sequence[int]) -> tuple[Rows, ...]:
 
 
 def _rows(workload: Workload, start: int, length: int) -> Rows:
-    # Of zigzag slices the front of a chunk weighs most on the last rank and its back on the first.
+    # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
     last = workload.context - 1
     by_rank = []
     for rank in {0, last}:
@@ -70,7 +69,7 @@ def _rows(workload: Workload, start: int, length: int) -> Rows:
 
 
 def _pairs(span: Span, window: int | None) -> int:
-    """Keys seen by the rows of a span: row ``i`` sees itself and, within a window, the keys before it."""
+    """Query-key pairs of a span: row ``i`` attends to itself and to the earlier keys within the window."""
 
     def up_to(end: int) -> int:
         """Over the rows ``[0, end)``."""

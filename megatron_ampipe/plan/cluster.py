@@ -1,9 +1,9 @@
-"""What a cluster's operations cost: the form of the files in ``configs/clusters``, read and written.
+"""The times of a cluster's operations: the format of the files in ``configs/clusters``, read and written.
 
-Each figure is a line, fitted, derived or taken from a data sheet, for one operation: ``alpha_us`` is its
-fixed time, and a slope is its time per size. All times are in microseconds; MB is 10**6 bytes, GFLOP is 10**9
-operations, where a multiplication and an addition are two. Each figure names its source. Written by
-``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` computes times of stages from it.
+Each figure is a linear function of the size of one operation (fitted, derived or taken from a data sheet):
+``alpha_us`` is the fixed time, and a slope is the time per size. All times are in microseconds; MB is 10**6
+bytes, GFLOP is 10**9 operations, where a multiplication and an addition are two. Each figure names its
+source. Written by ``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` computes times of stages from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
 Basis = Literal["measured", "derived", "datasheet"]
-"""``measured``: timed, by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
+"""``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
 source text says. ``datasheet``: a vendor's figure."""
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 Operation = Literal["all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
@@ -30,12 +30,12 @@ OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What every figure has.
+    """The fields that every figure has.
 
     Attributes:
-        basis: How it was obtained.
-        source: Where it comes from, in words: a paper's section, a data sheet, a command and a machine.
-        r_squared: Coefficient of determination of the line; for fitted figures.
+        basis: How the figure was obtained.
+        source: Where it comes from, as text: a paper's section, a data sheet, or a command and a machine.
+        r_squared: Coefficient of determination of the line; only of fitted figures.
     """
 
     basis: Basis = field(metadata={"last": True})
@@ -60,9 +60,9 @@ class TransferCost(Figure):
     memory it is bytes read plus bytes written.
 
     Attributes:
-        table: Sizes in rising order with their times, for an operation that no line describes. Times are
-            interpolated between two sizes, and between size 0 with ``alpha_us`` and the first one; above the
-            last one they rise by ``beta_us_per_mb``.
+        table: Sizes in ascending order with their times, for an operation whose time is not linear in the
+            size. Times are interpolated between two sizes, and between size 0 (``alpha_us``) and the first
+            one; above the last size they grow by ``beta_us_per_mb``.
     """
 
     alpha_us: float
@@ -70,7 +70,7 @@ class TransferCost(Figure):
     table: tuple[Point, ...] | None = None
 
     def time_us(self, size_bytes: float) -> float:
-        """Time for that many bytes."""
+        """Time for this number of bytes."""
         mb = size_bytes * 1e-6
         below = Point(mb=0.0, us=self.alpha_us)
         for point in self.table or ():
@@ -93,19 +93,19 @@ class Gemm(Figure):
     weights_us_per_million: float
 
     def time_us(self, rows: float, k: float, n: float, *, calls: int = 1) -> float:
-        """Time of ``calls`` products that have ``rows`` rows together."""
+        """Time of ``calls`` products with ``rows`` rows in total."""
         flops, weights = 2e-9 * rows * k * n, 1e-6 * k * n * calls
         return calls * self.alpha_us + flops * self.beta_us_per_gflop + weights * self.weights_us_per_million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLine(Figure):
-    """Core attention of some query rows in one direction.
+    """Core attention of the query rows of a chunk in one direction.
 
-    ``alpha_us + flops * beta_us_per_gflop + merged * merge_us_per_mb``. ``flops`` counts pairs of a query and
-    a key that the mask lets it see: ``4 * pairs * heads * head size`` forward, ``10 * ...`` backward.
-    ``merged`` is the size of the output rows of a chunk that does not begin the sequence: a kernel that
-    attends in two parts has to merge their outputs. ``merge_us_per_mb`` is zero for kernels with a
+    ``alpha_us + flops * beta_us_per_gflop + merged * merge_us_per_mb``. ``flops`` counts unmasked
+    query-key pairs: ``4 * pairs * heads * head size`` forward, ``10 * ...`` backward. ``merged`` is the size
+    of the output rows of a chunk that is not the first: a kernel that computes its attention in two parts has
+    to merge their outputs. ``merge_us_per_mb`` is zero for kernels with a
     bottom-right causal mask (flash-attn, Transformer Engine).
     """
 
@@ -124,13 +124,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What runs on one rank.
+    """The computation on one rank.
 
     Attributes:
         gemm: Matrix products, by the dtype of their inputs.
-        attention: Core attention, by dtype. ``fp8`` models attend in bf16.
+        attention: Core attention, by dtype. ``fp8`` models compute attention in bf16.
         memory: Passes over memory: norms, residuals, activation functions, sums of gradients.
-        permute: Permutation of rows by expert, and back.
+        permute: Permutation of rows into the order of the experts, and the inverse.
     """
 
     gemm: Mapping[Dtype, Gemm]
@@ -141,7 +141,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead(Figure):
-    """A fixed time, in each direction."""
+    """A fixed time for each direction."""
 
     forward_us: float
     backward_us: float
@@ -149,12 +149,12 @@ class Overhead(Figure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOverhead(Overhead):
-    """What a stage of a block takes in addition to its operations, which were timed in isolation.
+    """The time of a stage in addition to its operations, which were timed in isolation.
 
     Attributes:
-        forward_factor: Time of its forward operations in a block over their time in isolation: in a block,
-            the caches hold other data.
-        backward_factor: The same for backward.
+        forward_factor: Time of its forward operations in a block divided by their time in isolation: in a
+            block, the caches hold other data.
+        backward_factor: The same for the backward pass.
     """
 
     forward_factor: float = field(default=1.0, metadata={"minimum": 1.0})
@@ -166,11 +166,11 @@ class Host:
     """Overheads of the host.
 
     Attributes:
-        issue: Time the host needs to issue one stage; it runs ahead of the device. Zero where the host itself
-            computes.
-        stage: Added to every compute stage, on the device or on a host that computes; ``any`` for kinds
-            without an entry. It is the cost of one more chunk.
-        block: Added once to a pipelined pass: entering the block, and autograd around it.
+        issue: Time that the host needs to issue one stage to the device, asynchronously. Zero for training on
+            the CPU.
+        stage: Added to every compute stage, on a GPU or a CPU; ``any`` applies to kinds without an entry. It
+            is the cost of one more chunk.
+        block: Added once to a pipelined pass: entering the block, and its autograd function.
         stock: Added once to a pass of Megatron's layer.
     """
 
@@ -182,13 +182,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap(Figure):
-    """How much computation and communication slow each other down while both run.
+    """How much concurrent computation and communication slow each other down.
 
     Attributes:
-        compute_slowdown: Factor on the time of a computation while a collective transfers; 1 for no effect.
+        compute_slowdown: Factor on the time of a computation while a collective transfers data; 1: no effect.
         communication_slowdown: Factor on the time of a transfer while a computation runs.
-        latency_us: Added to a collective that begins during a computation: where the host computes, the
-            threads that start a collective and see its end wait for a core.
+        latency_us: Added to a collective that begins during a computation: in training on the CPU, the
+            threads that start a collective and wait for its end have to wait for a core.
     """
 
     compute_slowdown: float = field(metadata={"minimum": 1.0})
@@ -198,19 +198,19 @@ class Overlap(Figure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A cluster file.
+    """The contents of a cluster file.
 
     Attributes:
-        description: What it is, in words.
-        ranks_per_node: Ranks of one node, among which ``intra`` applies.
-        device_memory_gib: Memory of one rank, if it is to be compared with what a plan needs.
-        intra: Collectives among ranks of one node. ``stock_all_to_all`` is the operation of Megatron's layer,
-            if it differs from AMPipe's (gloo).
-        inter: Collectives among ranks on different nodes.
-        compute: Work of one rank.
+        description: A description of the cluster.
+        ranks_per_node: Ranks on one node; ``intra`` applies between them.
+        device_memory_gib: Memory of one rank; if given, it is compared with what a plan needs.
+        intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
+            layer where it differs from AMPipe's (gloo).
+        inter: Collectives between ranks on different nodes.
+        compute: Computation on one rank.
         host: Overheads of the host.
-        overlap: Mutual slow-down of computation and communication.
-        flags: Flags for launches on the cluster; a launch, or ``ampipe config``, checks them.
+        overlap: Slowdown of concurrent computation and communication.
+        flags: Flags for runs on this cluster; checked at launch or by ``ampipe config``.
         path: The file that it was read from.
         lines: The line of each key in that file.
     """
@@ -231,7 +231,7 @@ class Cluster:
         """The figure of a collective.
 
         Raises:
-            BadInput: the file has none; names file and line.
+            BadInput: the file has none; the message names file and line.
         """
         group = "inter" if across_nodes else "intra"
         figures = (self.inter if across_nodes else self.intra) or {}
@@ -260,10 +260,10 @@ class Cluster:
         return self.compute.attention[dtype]
 
     def stage_overhead(self, kind: str) -> StageOverhead:
-        """What a compute stage of this kind costs beside its work.
+        """The overhead of a compute stage of this kind.
 
         Raises:
-            BadInput: the file has a figure neither for this kind nor for any.
+            BadInput: the file has a figure neither for this kind nor for ``any``.
         """
         figures = {str(name): figure for name, figure in self.host.stage.items()}
         found = figures.get(kind, figures.get("any"))
@@ -272,7 +272,7 @@ class Cluster:
         return found
 
     def missing(self, section: str, key: str) -> BadInput:
-        """The error for a figure that this workload needs and the file lacks."""
+        """The error for a figure that this workload needs and that the file does not contain."""
         line = self.lines.get(section, 1)
         return BadInput(
             f"{self.path}:{line}:",
@@ -286,9 +286,9 @@ def read_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
     Raises:
-        BadInput: naming the file, the line, the key and the nearest known one.
+        BadInput: the file is wrong; the message names file, line, key, and the nearest known key.
     """
-    top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the form.")
+    top = load(path, what="cluster", remedy="Look at configs/clusters/a800x8-20gbps.yaml for the format.")
     cluster, lines = read_record(path, Cluster, top)
     for group, figures in (("intra", cluster.intra), ("inter", cluster.inter)):
         for operation, figure in (figures or {}).items():
@@ -301,25 +301,25 @@ def _check_table(path: Path, lines: Lines, where: str, figure: TransferCost) -> 
     for smaller, larger in itertools.pairwise(sizes):
         if larger <= smaller:
             key = f"{where}.table"
-            rule = f"has {larger:g} MB after {smaller:g} MB, and its sizes must rise from above 0"
-            refuse(path, lines[key], key, rule, "Put its points in order.")
+            rule = f"has {larger:g} MB after {smaller:g} MB, and sizes must be above 0 and ascending"
+            refuse(path, lines[key], key, rule, "Sort its points by size.")
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
-    """Write a cluster file; it appears under its name only when it is whole.
+    """Write a cluster file atomically: under a temporary name that is then renamed.
 
     Args:
         cluster: The cluster; :func:`read_cluster` reads an equal one.
-        path: Of the file.
+        path: Path of the file.
         head: A comment for the first line, such as the command that made it.
     """
     write_record(path, cluster, head=head)
 
 
 def find_cluster(text: str) -> Path:
-    """The file that ``--cluster`` means: one that exists, or the name of one in ``configs/clusters``.
+    """The file that ``--cluster`` means: a path, or the name of a file in ``configs/clusters``.
 
     Raises:
-        BadInput: neither.
+        BadInput: it is neither.
     """
     return find_config(text, folders=("clusters",), flag="--cluster", what="cluster")

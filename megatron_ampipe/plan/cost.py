@@ -1,8 +1,8 @@
-"""How long each stage of each chunk takes alone: workload times cluster times chunks. Pure arithmetic.
+"""How long each stage of each chunk takes alone, from workload, cluster and chunks. Pure arithmetic.
 
-One function per kind of stage says what it computes and moves, forward and backward, as
-``layers/megatron_stages.py`` does it. Times are those of the busiest rank, in microseconds. Not modelled:
-caches, clocks that fall under load, and the time a rank waits for a slower one.
+One function for each kind of stage adds up what ``layers/megatron_stages.py`` computes and copies in it,
+forward and backward. Times are those of the rank with the most tokens, in microseconds. Not modelled: caches,
+clock throttling, and the time that a rank waits for a slower one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROBABILITY_BYTES = 4
 
 
 class Pair(NamedTuple):
-    """Microseconds of one stage in each direction. A tuple, because a search makes thousands."""
+    """Microseconds of one stage in each direction. A tuple, because a search creates thousands."""
 
     forward: float
     backward: float
@@ -35,16 +35,16 @@ class Pair(NamedTuple):
         return self.forward if direction is Direction.FORWARD else self.backward
 
 
-NOTHING = Pair(0.0, 0.0)
+ZERO = Pair(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one stage works on.
+    """The input of one stage.
 
     Attributes:
-        rows: Of the chunk, or of the whole sequence.
-        chunked: The sequence is cut into several chunks.
+        rows: Rows of the chunk, or of the whole sequence.
+        chunked: Whether the sequence is split into several chunks.
     """
 
     rows: Rows
@@ -56,8 +56,8 @@ class CostModel:
 
     Args:
         workload: The block.
-        cluster: What its operations cost.
-        added: Costs of kinds of stages beyond the table's.
+        cluster: The times of its operations.
+        added: Cost functions of kinds of stages that are not in :data:`COSTS`.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -76,19 +76,19 @@ class CostModel:
         self._kinds = data_flow(self.features).kinds
         (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._gemm = cluster.gemm(workload.dtype)
-        # Attention of 8-bit models computes in 16 bit.
+        # Models in fp8 compute attention in bf16.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
 
     def stages(
         self, lengths: Sequence[int], *, parts: int = 1, whole_attention: bool = False
     ) -> dict[Stage, Pair]:
-        """Every stage of the block cut into chunks of these lengths, with its overhead.
+        """The time of every stage of the block with chunks of these lengths, including its overhead.
 
         Args:
             lengths: Rows of the residual stream of one rank in each chunk.
-            parts: So many adjacent chunks form one stage, as in the direction with the smaller degree: they
-                are computed one after the other and share a collective.
+            parts: Number of adjacent chunks that form one stage, as in the direction with the smaller degree:
+                they are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
         """
         chunks = chunk_rows(self.workload, lengths)
@@ -98,22 +98,22 @@ class CostModel:
             if is_whole(kind, self.features, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
                 continue
-            same: dict[object, Pair] = {}
-            for place in range(len(chunks) // parts):
-                group = chunks[place * parts : (place + 1) * parts]
-                # Chunks are computed one by one; one transfer takes the rows of all of them.
+            known: dict[object, Pair] = {}
+            for index in range(len(chunks) // parts):
+                group = chunks[index * parts : (index + 1) * parts]
+                # Chunks are computed one by one; a single collective sends the rows of all of them.
                 works = group if kind.lane.computes else (_joined(group),)
-                total = NOTHING
+                total = ZERO
                 for rows in works:
-                    key = rows if kind in _DEPENDS_ON_PLACE else rows.hidden
-                    if key not in same:
-                        same[key] = self._stage(kind, Work(rows, chunked=chunked))
-                    total += same[key]
-                found[Stage(kind, place)] = total
+                    key = rows if kind in _DEPENDS_ON_POSITION else rows.hidden
+                    if key not in known:
+                        known[key] = self._stage(kind, Work(rows, chunked=chunked))
+                    total += known[key]
+                found[Stage(kind, index)] = total
         return found
 
     def _stage(self, kind: StageKind, work: Work) -> Pair:
-        """One stage of one chunk, with its overhead."""
+        """The time of one stage of one chunk, including its overhead."""
         pair = self._costs[kind](self, work)
         if not kind.lane.computes:
             return pair
@@ -124,33 +124,33 @@ class CostModel:
         )
 
     def stock(self) -> Pair:
-        """One pass of Megatron's own layer: the same work in one piece, one thing after another."""
+        """The time of Megatron's own layer: the same work without chunks and without overlap."""
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
         load = self.load(padded=self.workload.padded)
-        travel = self.exchange(rows.hidden, stock=True)
+        exchange = self.exchange(rows.hidden, stock=True)
         parts = [
             self.qkv(rows.hidden, chunked=False),
             self.attention(rows, chunked=False),
             self.route(rows.hidden, load=load),
             self.counts(),
-            travel,
+            exchange,
             self.expert(rows.hidden, load=load, chunked=False),
-            travel,
+            exchange,
             self.merge(rows.hidden, load=load),
         ]
         if self.workload.losses:
             parts.append(self.losses())
         if self.workload.shared_ffn is not None:
             parts.append(self.shared(rows.hidden, chunked=False))
-        total = functools.reduce(Pair.__add__, parts, NOTHING)
+        total = functools.reduce(Pair.__add__, parts, ZERO)
         overhead = self.cluster.host.stock
         return total + Pair(overhead.forward_us, overhead.backward_us)
 
     def stock_exchanges(self) -> Pair:
-        """The part of :meth:`stock` in which its two all-to-alls travel."""
+        """The part of :meth:`stock` that its two all-to-alls take."""
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
-        travel = self.exchange(rows.hidden, stock=True)
-        return travel + travel
+        exchange = self.exchange(rows.hidden, stock=True)
+        return exchange + exchange
 
     def latency(self, kind: StageKind) -> float:
         """The part of a collective of this kind that does not depend on its size."""
@@ -163,7 +163,7 @@ class CostModel:
             return self._counts_figure().alpha_us
         return max(figure.alpha_us for figure, _ in self._links(stock=False))
 
-    # What each stage does
+    # Stages
 
     def qkv(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
@@ -174,7 +174,7 @@ class CostModel:
         for k, n in work.projections:
             total += self._product(gathered, k, n / work.tensor, chunked=chunked)
         if chunked:
-            # Queries, keys and values are put beside those of other chunks.
+            # Queries, keys and values are copied into the buffers of the whole sequence.
             total += self._pass_over(2 * gathered * width)
         if work.context > 1:
             total += self._gather(tokens * work.key_value_width / work.tensor, work.context, wide=True)
@@ -189,7 +189,7 @@ class CostModel:
         flops = 2e-9 * pairs * (work.head_size + work.value_size)
         total = Pair(
             self._attend(self._attention.forward, flops, merged),
-            # Five products instead of two.
+            # Five matrix products instead of two.
             self._attend(self._attention.backward, 2.5 * flops, merged),
         )
         total += self._product(
@@ -198,7 +198,7 @@ class CostModel:
         # Residual and norm.
         total += self._pass_over(5 * tokens * work.hidden)
         if chunked:
-            # The gradients of the keys and values that the chunk saw are added to sums in fp32.
+            # The gradients of the keys and values that the chunk attended to are added to sums in fp32.
             seen = rows.keys * work.batch * work.key_value_width / work.tensor
             total += Pair(0.0, self._memory.time_us(seen * (8 + work.element_bytes)))
         return total + self._gather(tokens * work.hidden, work.tensor)
@@ -215,21 +215,21 @@ class CostModel:
         work = self.workload
         ranks = work.expert * work.expert_tensor
         if ranks == 1:
-            return NOTHING
+            return ZERO
         return Pair(self._counts_figure().time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
 
     def exchange(self, rows: int, *, stock: bool = False) -> Pair:
-        """A dispatch or a combine: in both directions the same bytes."""
+        """A dispatch or a combine; the forward and the backward pass send the same number of bytes."""
         work = self.workload
         if work.expert == 1:
-            return NOTHING
+            return ZERO
         tokens = rows * work.batch
         row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES
         if work.dispatcher == "allgather":
             time = self._gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
             return Pair(time, time)
         sent = self._copies(tokens) * self.load(padded=stock and work.padded) * row_bytes
-        # The two kinds of links carry their shares at the same time.
+        # Links within a node and between nodes transfer at the same time.
         time = max(figure.time_us(sent * share) for figure, share in self._links(stock=stock))
         return Pair(time, time)
 
@@ -243,7 +243,7 @@ class CostModel:
         total += self._products(received, inner, work.hidden, calls, chunked=chunked)
         total += self._pass_over(received * (up + inner))
         if work.local_experts > 1 and work.dispatcher == "alltoall":
-            # Into the order of the experts, and back.
+            # Rows are sorted by expert first, and their order is restored afterwards.
             total += self._move(received) + self._move(received)
         if work.expert_tensor > 1 and work.dispatcher == "alltoall":
             gathered = self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)
@@ -269,17 +269,17 @@ class CostModel:
         tokens = self.workload.rows * self.workload.batch
         return self._pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
 
-    # What the operations cost
+    # Operations
 
     def _product(self, rows: float, k: float, n: float, *, chunked: bool) -> Pair:
         return self._products(rows, k, n, 1, chunked=chunked)
 
     def _products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
-        """``calls`` products that share the rows; backward, one for the input and one for the weight."""
+        """``calls`` products with ``rows`` rows in total; two each in the backward pass (input, weight)."""
         time = self._gemm.time_us(rows, k, n, calls=calls)
         sums = 0.0
         if chunked and not self.workload.fused_gradients:
-            # The weight gradients of the chunks are added up in fp32.
+            # The weight gradients of the chunks are summed in fp32.
             sums = self._memory.time_us(calls * k * n * (8 + self.workload.element_bytes))
         return Pair(time, 2 * time + sums)
 
@@ -288,31 +288,31 @@ class CostModel:
         return line.alpha_us + gflops * line.beta_us_per_gflop + merge_mb * line.merge_us_per_mb
 
     def _pass_over(self, elements: float) -> Pair:
-        """Elements read and written; backward reads the gradient beside the input."""
+        """Elements are read and written; the backward pass reads the gradient in addition to the input."""
         time = self._memory.time_us(elements * self.workload.element_bytes)
         return Pair(time, 1.5 * time)
 
     def _move(self, rows: float) -> Pair:
-        """Rows into another order."""
+        """Rows are permuted."""
         time = self._permute.time_us(2 * rows * self.workload.hidden * self.workload.element_bytes)
         return Pair(time, time)
 
     def _gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
-        """An all-gather forward and a reduce-scatter backward, or the other way round, of one rank's part."""
+        """An all-gather forward and a reduce-scatter backward, or the reverse, of one rank's part."""
         if ranks == 1:
-            return NOTHING
+            return ZERO
         size = elements * self.workload.element_bytes * (ranks - 1)
         across = self._crosses(ranks * (self.workload.tensor if wide else 1))
-        there = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
-        back = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
-        return Pair(there, back)
+        gather_us = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+        scatter_us = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
+        return Pair(gather_us, scatter_us)
 
     def _counts_figure(self) -> TransferCost:
         ranks = self.workload.expert * self.workload.expert_tensor
         return self.cluster.collective("all_gather", across_nodes=self._crosses(ranks))
 
     def _links(self, *, stock: bool) -> list[tuple[TransferCost, float]]:
-        """The links that an all-to-all uses, each with the share of the rows that take it."""
+        """The links that an all-to-all uses, each with its share of the rows."""
         work = self.workload
         near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
         return [
@@ -332,11 +332,11 @@ class CostModel:
         return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
 
     def _copies(self, tokens: float) -> float:
-        """Rows that travel for that many tokens, were they spread evenly."""
+        """Rows that are sent for this number of tokens, if experts are balanced."""
         return tokens * self.workload.topk
 
     def load(self, *, padded: bool = False) -> float:
-        """Rows of the busiest rank over the mean; padding fills every expert's capacity."""
+        """Rows of the rank with the most, divided by the mean; padding fills every expert's capacity."""
         capacity = self.workload.capacity
         if capacity is None:
             return self.workload.imbalance
@@ -370,7 +370,7 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.COMBINE: lambda model, work: model.exchange(work.rows.hidden),
     kinds.MERGE: lambda model, work: model.merge(work.rows.hidden, load=model.load()),
 }
-"""The cost of every kind of the table."""
-_DEPENDS_ON_PLACE = frozenset({kinds.ATTENTION})
-"""Kinds that take longer in later chunks of the same length."""
+"""The cost function of every kind of stage of the MoE block."""
+_DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})
+"""Kinds whose time depends on the position of the chunk, not only on its length."""
 assert set(COSTS) == set(MOE_BLOCK)

@@ -1,7 +1,7 @@
-"""The best order of all, by branch and bound. Fast enough for two chunks, and for most blocks in three.
+"""Finds the optimal order of the stages by branch and bound. Fast enough for 2 chunks, and often for 3.
 
-Cut off are states that cannot become better than the best order known, and those that are no better than a
-state in which the same stages have begun. Used by :mod:`.order` for small graphs.
+A state is pruned if no order that continues it can be faster than the best one known, or if it is no better
+than an earlier state in which the same stages have begun. Used by :mod:`.order` for small graphs.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from megatron_ampipe.plan.walk import EPSILON, State, Walk
 
 
 def best_order(problem: OrderProblem, start: Lanes, *, max_nodes: int) -> tuple[Lanes, bool]:
-    """The best order, a host that runs ahead left out of account.
+    """Find the optimal order. The times to issue stages (``issue_us``) are ignored.
 
     Args:
-        problem: What is ordered.
-        start: A good order; what is found is not worse.
-        max_nodes: Where to give up.
+        problem: The stages to order.
+        start: A good order; the result is not slower.
+        max_nodes: The search stops after this number of states.
 
     Returns:
-        The best order found, and whether it is proven to be the best of all.
+        The best order found, and whether it is proven to be optimal.
     """
     search = _Search(problem, start, max_nodes)
     search.explore(search.walk.start())
@@ -35,22 +35,22 @@ class _Search:
         self.nodes = 0
 
     def explore(self, state: State) -> None:
-        """Depth first."""
+        """Search depth first from this state."""
         self.nodes += 1
         if self.nodes > self._max_nodes or self._known(state):
             return
         if self.walk.is_last(state):
-            # What runs runs to its end; the simulation says when that is.
+            # All stages have begun; the simulation gives the time at which the last one ends.
             if (time := self._problem.time(state.orders)) < self._time - EPSILON:
                 self.best, self._time = state.orders, time
             return
-        for following in self.walk.following(state):
-            if self.walk.bound(following) < self._time - EPSILON:
-                self.explore(following)
+        for successor in self.walk.successors(state):
+            if self.walk.bound(successor) < self._time - EPSILON:
+                self.explore(successor)
 
     def _known(self, state: State) -> bool:
-        """Whether a state with the same stages begun and running was no later with anything."""
-        # Which stages wait follows from which have begun and which of them still run.
+        """Whether an earlier state with the same stages begun and running is at least as good."""
+        # These two determine which stages still wait.
         figures = (state.now, *state.left)
         earlier = self._seen.setdefault((state.begun, state.running), [])
         if any(all(a <= b + EPSILON for a, b in zip(other, figures, strict=True)) for other in earlier):

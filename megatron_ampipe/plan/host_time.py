@@ -1,13 +1,13 @@
-"""How many calls of the device a host makes to issue a stage. Pure figures, from a census.
+"""How many calls the host makes to issue a stage to the device. A table of counts.
 
-A host that runs ahead of its device needs its own time for every call, whatever the size of the tensors, so
-more chunks mean more of it: at some degree the device waits for the host. A cluster file says how long a host
-takes to issue one stage on average (``host.issue``); this module says how that spreads over the stages.
+The host needs some time for every call, independent of the size of the tensors, so more chunks need more of
+it: above some degree the device waits for the host. A cluster file gives the time to issue one stage on
+    average
+(``host.issue``); this module distributes it over the kinds of stages.
 
-The figures are counted on real blocks (``tests/streams/census.py``, whose test compares them with this
-table): operations of torch, collectives, and waits and records of events, with Megatron's local layers. Fused
-kernels make fewer calls; that they do so in the same proportion in all stages is an assumption. Used by
-:mod:`.predict`.
+The calls were counted on real blocks (``tests/streams/census.py``; its test compares them with this table):
+torch operations, collectives, and waits and records of events, with Megatron's local layers. Fused kernels
+need fewer calls; it is assumed that they reduce all stages in the same proportion. Used by :mod:`.predict`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ CALLS: dict[StageKind, tuple[float, float]] = {
     kinds.COMBINE: (3, 3),
     kinds.MERGE: (4, 1),
 }
-"""Calls of a stage of one chunk, forward and backward; of ``expert``, for one product of experts."""
+"""Calls of a stage of one chunk, forward and backward; of ``expert``, for one expert (or a grouped GEMM)."""
 SORTING = 4
-"""Calls in which the tokens of several local experts are put in order, in each direction."""
+"""Calls that sort the tokens by local expert, in each direction."""
 MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.0}
-"""Calls of a stage on average, in a block with one local expert and nothing optional."""
+"""Calls of a stage on average, in a block with one local expert and without optional stages."""
 
 
 def calls(kind: StageKind, direction: Direction, workload: Workload) -> float:
-    """Calls of the device that issue one stage of one chunk."""
-    # A kind that was added to a block is taken for an average one.
+    """Number of calls that issue one stage of one chunk."""
+    # An added kind counts as an average one.
     forward, backward = CALLS.get(kind, (MEAN[Direction.FORWARD], MEAN[Direction.BACKWARD]))
     once = forward if direction is Direction.FORWARD else backward
     if kind is not kinds.EXPERT or workload.local_experts == 1:
@@ -44,6 +44,6 @@ def calls(kind: StageKind, direction: Direction, workload: Workload) -> float:
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 
 
-def share(kind: StageKind, direction: Direction, workload: Workload) -> float:
-    """The time to issue one stage of one chunk, over that of a stage on average."""
+def issue_factor(kind: StageKind, direction: Direction, workload: Workload) -> float:
+    """The time to issue one stage of one chunk, divided by the average over the stages."""
     return calls(kind, direction, workload) / MEAN[direction]

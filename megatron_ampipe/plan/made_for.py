@@ -1,6 +1,6 @@
-"""What a plan was made for, as it stands in its file: sizes of the block, parallel sizes, machines.
+"""What a plan was made for, as stored in its file: sizes of the block, parallel sizes, machines.
 
-A run makes the same record from its own flags, and compares the two. Pure. Called by :mod:`.plan_file` and
+A run makes the same record from its flags and compares the two. Pure. Called by :mod:`.plan_file` and
 ``launch``.
 """
 
@@ -15,12 +15,12 @@ from megatron_ampipe.plan.workload import Workload
 
 
 def _size(flag: str, **default: Any) -> Any:
-    """A field without which the plan is one of another block, or of other parallel sizes."""
+    """A size of the block or of its parallelism: a plan with another value cannot be used."""
     return field(metadata={"flag": flag, "essential": True}, **default)
 
 
 def _figure(flag: str, **default: Any) -> Any:
-    """A field that changes how long stages take, but not which stages there are or what they work on."""
+    """A setting that changes the time of stages, but not which stages there are or their inputs."""
     return field(metadata={"flag": flag, "essential": False}, **default)
 
 
@@ -55,7 +55,7 @@ class MadeFor:
     full_recompute: bool = _figure("--recompute-granularity full")
     ranks_per_node: int = _figure("ranks of a node")
     cluster: str = field(metadata={"flag": None})
-    """A description; a run has none to compare it with."""
+    """A description; not compared, because a run has none."""
 
     @classmethod
     def of(cls, workload: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
@@ -99,10 +99,10 @@ class Difference:
     """One setting in which a run differs from what a plan was made for.
 
     Attributes:
-        flag: Of Megatron, or what it is in words.
-        planned: What the plan was made for.
-        running: What the run has.
-        essential: Whether the plan is one of another block, so that it cannot be used in this run.
+        flag: Megatron's flag, or a description.
+        planned: The value that the plan was made for.
+        running: The value of the run.
+        essential: Whether the plan cannot be used because of it.
     """
 
     flag: str
@@ -115,7 +115,7 @@ class Difference:
 
 
 def differences(planned: MadeFor, running: MadeFor) -> tuple[Difference, ...]:
-    """Every field in which the two differ, in the order of the file."""
+    """Every field in which the two records differ, in the order of the file."""
     return tuple(
         Difference(one.metadata["flag"], before, now, one.metadata["essential"])
         for one in dataclasses.fields(MadeFor)

@@ -1,9 +1,9 @@
-"""How much memory the activations of one block take at their peak, by degree. An estimate, in bytes.
+"""Estimates the peak memory of one block's activations, in bytes, by degree.
 
-Counts what is kept for the backward pass, which does not depend on the degree, and what is in flight while
-it runs, which does: while experts are differentiated, the gradients of two chunks; later the sums of the
-gradients of keys and values. Not counted: weights and their gradients as Megatron's own layer has them, the
-optimizer, other layers, the allocator's rounding.
+Counts tensors saved for the backward pass, which do not depend on the degree, and temporary tensors of
+the backward pass, which do: in the experts' backward pass the gradients of two chunks, and later the sums of
+the gradients of keys and values. Not counted: weights and gradients that Megatron's own layer has too, the
+optimizer, other layers, rounding by the allocator.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def peak_bytes(workload: Workload, *, forward_degree: int, backward_degree: int)
 
     Args:
         workload: The block.
-        forward_degree: Chunks of the forward pass; 1 is Megatron's own layer.
-        backward_degree: Chunks of the backward pass.
+        forward_degree: Number of chunks of the forward pass; 1 is Megatron's own layer.
+        backward_degree: Number of chunks of the backward pass.
     """
     element = workload.element_bytes
     kept, in_flight = _kept(workload) * element, _in_flight(workload) * element
@@ -28,13 +28,13 @@ def peak_bytes(workload: Workload, *, forward_degree: int, backward_degree: int)
         return kept + max(in_flight, keys * element)
     peak = kept + max(in_flight * min(2, backward_degree) / backward_degree, keys * (SUM_BYTES + element))
     if not workload.fused_gradients:
-        # Megatron's own layer holds one gradient of each weight; sums over chunks are fp32.
+        # Megatron's own layer has one gradient for each weight; sums over chunks are in fp32.
         peak += (SUM_BYTES - element) * _weights(workload)
     return peak
 
 
 def _kept(workload: Workload) -> float:
-    """Numbers that the backward pass reads."""
+    """Number of elements that are saved for the backward pass."""
     tokens = workload.rows * workload.batch
     gathered = tokens * workload.tensor
     width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
@@ -45,13 +45,13 @@ def _kept(workload: Workload) -> float:
     shared = 0.0
     if workload.shared_ffn is not None:
         shared = gathered * (3 if workload.gated else 2) * workload.shared_ffn / workload.tensor
-    # Input, residual, both norms' outputs; queries and attention's output; scores; combined rows.
+    # Input, residual and outputs of both norms; queries and attention output; scores; combined rows.
     rows = tokens * (4 * workload.hidden + workload.experts) + gathered * width
     return rows + keys + experts + shared + tokens * workload.topk * workload.hidden
 
 
 def _in_flight(workload: Workload) -> float:
-    """Numbers of gradients that travel or wait to, were the whole block in one piece."""
+    """Number of elements of gradients that are sent or wait to be sent, without chunks."""
     inner = workload.ffn / workload.expert_tensor
     return _received(workload) * (2 * workload.hidden + (2 if workload.gated else 1) * inner)
 

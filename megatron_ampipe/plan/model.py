@@ -1,8 +1,8 @@
-"""Reads a model file without Megatron, and makes a workload of it.
+"""Reads a model file without Megatron and converts it into a workload.
 
-A model file holds Megatron's flags without their dashes (``num-layers: 12``) and, in a section ``ampipe:``,
-those of AMPipe. Keys that the planner reads are checked here; the others are checked by Megatron's parser,
-when a run is launched or by ``ampipe config``. Called by ``ampipe plan``.
+A model file contains Megatron's flags without leading dashes (``num-layers: 12``) and AMPipe's flags in a
+section ``ampipe:``. Keys that the planner reads are checked here; the others are checked by Megatron's
+parser, at launch or by ``ampipe config``. Called by ``ampipe plan``.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SIZE_FLAGS = (
     "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
     "fp8-format", "no-gradient-accumulation-fusion",
 )  # fmt: skip
-"""What a block's sizes depend on, and a plan with them."""
+"""The flags that determine the sizes of a block, and so its plan."""
 _LARGEST = 10**7
-"""Of any size of a block. Planning takes time and memory with the number of experts."""
+"""The largest value of any size. Time and memory of planning grow with the number of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model file, checked for its names and not yet for its values.
+    """A model file whose keys are checked; its values are not yet.
 
     Attributes:
         path: The file.
-        values: Megatron's flags, and what was set on the command line over them.
-        lines: The line of each; 0 for what was set on the command line.
-        capacity_scope: Over which tokens an expert's capacity counts, by the section ``ampipe:``.
+        values: Megatron's flags; values from the command line replace those of the file.
+        lines: The line of each flag; 0 for a value from the command line.
+        capacity_scope: The tokens over which an expert's capacity is computed, from the section ``ampipe:``.
     """
 
     path: Path
@@ -57,10 +57,10 @@ class ModelFile:
 
 
 def find_model(text: str) -> Path:
-    """The file that ``--model`` means: one that exists, or the name of one in ``configs/models``.
+    """The file that ``--model`` means: a path, or the name of a file in ``configs/models``.
 
     Raises:
-        BadInput: neither.
+        BadInput: it is neither.
     """
     return find_config(text, folders=("models",), flag="--model", what="model")
 
@@ -70,10 +70,10 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
 
     Args:
         path: The file.
-        overrides: Flags from the command line, which win.
+        overrides: Flags from the command line, which replace those of the file.
 
     Raises:
-        BadInput: a key is misspelt; names file, line and the right one.
+        BadInput: a key is misspelled; the message names file, line and the right key.
     """
     top = load(path, what="model", remedy="Write Megatron's flags without dashes: 'num-layers: 12'.")
     values: dict[str, Any] = dict(top)
@@ -92,11 +92,17 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             refuse(path, top.lines[key], key, "is a section, and no flag of Megatron has one", remedy)
         plain = key.strip("-").replace("_", "-")
         if key != plain and plain in SIZE_FLAGS:
-            refuse(path, top.lines[key], key, "keys have hyphens inside and none in front", f"Write {plain}.")
+            refuse(
+                path,
+                top.lines[key],
+                key,
+                "keys are written with hyphens, and without leading dashes",
+                f"Write {plain}.",
+            )
     lines = dict(top.lines)
     for key, value in (overrides or {}).items():
         if key not in SIZE_FLAGS:
-            rule = "changes nothing: no size of a block depends on it"
+            rule = "has no effect: no size of a block depends on it"
             remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
             raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
@@ -106,20 +112,20 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
 def workload_of(
     model: ModelFile, cluster: Cluster | None, *, ranks: int | None = None, imbalance: float = 1.0
 ) -> tuple[Workload, tuple[str, ...]]:
-    """The block of a model on a cluster.
+    """The workload of a model on a cluster.
 
     Args:
         model: What :func:`read_model` read.
-        cluster: Gives the dtype and the parallel sizes that the model does not name; None for a model that
-            names them, or trains in fp32.
-        ranks: How many there are in the whole run; those of one node of the cluster if None.
+        cluster: Gives the dtype and the number of ranks where these are not given; None for a model file that
+            names its dtype, or trains in fp32.
+        ranks: Number of ranks of the run; those of one node of the cluster if None.
         imbalance: See :class:`Workload`.
 
     Returns:
-        The workload, and a sentence for each thing that was assumed because the model does not say it.
+        The workload, and a sentence for each assumption about what the model file does not specify.
 
     Raises:
-        BadInput: a value is missing or cannot be; names file and line.
+        BadInput: a value is missing or invalid; the message names file and line.
     """
     if ranks is None:
         assert cluster is not None
@@ -136,7 +142,7 @@ class _Builder:
         hidden, heads = self._whole("hidden-size"), self._whole("num-attention-heads")
         head_size = self._whole("kv-channels", default=max(1, hidden // heads))
         if "kv-channels" not in self._model.values and hidden % heads:
-            rule = f"does not divide hidden-size {hidden}, and no kv-channels says how wide a head is"
+            rule = f"does not divide hidden-size {hidden}, and kv-channels is not given"
             self._refuse("num-attention-heads", rule, "Choose a divisor, or set kv-channels.")
         ffn = self._whole("ffn-hidden-size", default=4 * hidden)
         experts = self._whole("num-experts")
@@ -177,11 +183,11 @@ class _Builder:
         self._check(workload)
         for key, near in self._misspelt().items():
             place = f"{self._model.path}:{self._model.lines[key]}"
-            self._assumed.append(f"{key} ({place}) is not read here; did you mean {near}?")
+            self._assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
         return workload, tuple(self._assumed)
 
     def _misspelt(self) -> dict[str, str]:
-        """The keys of the file that are probably meant to be others, which are read."""
+        """Keys of the file that are probably misspelled, with the key that was probably meant."""
         found = {key: meant(key, SIZE_FLAGS) for key in self._model.values}
         return {key: near for key, near in found.items() if near is not None}
 
@@ -224,8 +230,8 @@ class _Builder:
             room = max(1, stage // expert_tensor)
             expert = max(size for size in range(1, min(room, experts) + 1) if experts % size == 0)
             self._assumed.append(
-                f"expert-model-parallel-size {expert}: the model names none; its experts are spread over "
-                f"{self._ranks} ranks as far as they divide"
+                f"expert-model-parallel-size {expert}: the model names none; this is the largest divisor of "
+                f"{experts} that fits on {self._ranks} ranks"
             )
         return {"tensor": tensor, "context": context, "expert": expert, "expert_tensor": expert_tensor}
 
@@ -237,7 +243,7 @@ class _Builder:
                 return name
         known = {} if self._cluster is None else self._cluster.compute.gemm
         found: Dtype = next((name for name in ("bf16", "fp16") if name in known), "fp32")
-        self._assumed.append(f"{found}: the model names no precision")
+        self._assumed.append(f"{found}: the model file does not set a precision")
         return found
 
     def _dispatcher(self) -> str:
@@ -268,7 +274,9 @@ class _Builder:
         except ValueError:
             self._refuse("window-size", "is not two whole numbers", "Write for example '128,0'.")
         if right != 0:
-            self._refuse("window-size", "looks ahead, which is not causal", "Write for example '128,0'.")
+            self._refuse(
+                "window-size", "attends to later keys, which is not causal", "Write for example '128,0'."
+            )
         return left if left >= 0 else None
 
     def _check(self, workload: Workload) -> None:
@@ -288,8 +296,8 @@ class _Builder:
             raise BadInput(
                 "--imbalance",
                 f"{workload.imbalance:g}",
-                rule=f"no rank of the {workload.expert} that share the experts can have more than "
-                f"{busiest:g} times the mean: a token goes to its experts once",
+                rule=f"none of the {workload.expert} expert-parallel ranks can have more than "
+                f"{busiest:g} times the mean: a token is sent to each of its experts once",
                 remedy=f"Use {busiest:g} or less.",
             )
         needed = workload.expert * workload.expert_tensor

@@ -1,8 +1,8 @@
-"""Searches the order of a direction's stages in their lanes.
+"""Searches the order of the stages of one direction in their lanes.
 
-List scheduling and a beam give orders that are good; the best is improved by moving single stages; small
-graphs are searched exactly (:mod:`.exact`). Deterministic: every rank that starts from the same figures finds
-the same order. Called by :mod:`.search`.
+List scheduling and a beam search give good orders; the best one is improved by moving single stages; small
+graphs are searched exactly (:mod:`.exact`). Deterministic: ranks with the same figures find the same order.
+Called by :mod:`.search`.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from megatron_ampipe.plan.walk import beam
 from megatron_ampipe.schedule import Direction, Program, Schedule
 
 BEAM_STAGES = 360
-"""Width of the beam times the stages of the graph: a bound on the time of a search."""
+"""Width of the beam times the number of stages: a bound on the time of a search."""
 BEAM_LIMIT = 80
-"""Larger graphs, of more than about eight chunks, are left to the other rules."""
+"""The beam search is skipped for graphs with more stages, which is about 8 chunks."""
 BRANCHES = 3
-"""How many ready stages of a lane the beam looks at."""
+"""How many ready stages of a lane the beam search considers."""
 MOVED_STAGES = 6000
-"""Moves of single stages on the best order, times the stages of the graph."""
+"""Number of moves of single stages, times the number of stages."""
 REACH = 8
-"""How far a stage is moved at most."""
-TIDIED_STAGES = 4000
-"""Swaps that are tried to tidy an order, times the stages of the graph."""
-UNTIDY = 1e-4
-"""What a tidy order may cost, as a share of the time."""
+"""The largest distance by which a stage is moved."""
+RESTORING_SWAPS = 4000
+"""Swaps of :func:`_restored` that are tried, times the number of stages."""
+RESTORED_TOLERANCE = 1e-4
+"""Slowdown that is accepted for the restored order of neighbors, as a share of the time."""
 EXACT_NODES = {19: 20_000, 27: 3_000}
-"""Where an exact search gives up, by the largest number of stages: two chunks are searched to the end, three
-often are. Larger graphs are not searched exactly."""
+"""The largest number of states of an exact search, by the largest number of stages: enough for two chunks and
+often for three. Larger graphs are not searched exactly."""
 
 
 def improve_order(
     predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...], direction: Direction
 ) -> Program:
-    """A program that is at least as fast as the schedule's own.
+    """Find a program that is at least as fast as that of the schedule.
 
     Args:
         predictor: Of the workload on the cluster.
-        schedule: Where to begin.
+        schedule: The order to start from.
         lengths: Rows of one rank in each chunk.
-        direction: Which of its programs.
+        direction: Which program of it to improve.
 
     Returns:
-        The schedule's own program where nothing faster was found.
+        The program; that of the schedule if no faster one was found.
     """
-    own = schedule.program(direction)
+    named = schedule.program(direction)
     problem = OrderProblem.of(predictor, schedule, lengths, direction)
-    start = problem.lanes_of(own)
+    start = problem.lanes_of(named)
     best = search(problem, start)
-    return own if best == start else problem.program(best)
+    return named if best == start else problem.program(best)
 
 
 def search(problem: OrderProblem, start: Lanes) -> Lanes:
-    """The best order that is found; ``start`` itself where none is faster."""
+    """Find a fast order; returns ``start`` if none is faster."""
     found = [start, list_schedule(problem, problem.tails())]
     if len(problem.stages) <= BEAM_LIMIT:
         width = max(3, BEAM_STAGES // len(problem.stages))
@@ -68,25 +68,26 @@ def search(problem: OrderProblem, start: Lanes) -> Lanes:
     if limit is not None:
         device = replace(problem, issue_us=None)
         best = min(best, best_order(device, best, max_nodes=limit)[0], key=problem.time)
-    # Written so that a tie leaves the start.
+    # A tie keeps the start.
     if problem.time(best) >= problem.time(start) * (1 - 1e-9):
         return start
-    # What an exact search has proven stays exact.
-    return _tidied(problem, best, start, cost=UNTIDY if limit is None else 1e-12)
+    # The result of an exact search must not become slower.
+    return _restored(problem, best, start, tolerance=RESTORED_TOLERANCE if limit is None else 1e-12)
 
 
 def _moved(problem: OrderProblem, start: Lanes) -> Lanes:
-    """Move single stages within their lane while that does no harm."""
-    # Not from the clock: every rank has to find the same order.
-    noise = random.Random(0)
+    """Move single stages within their lane as long as the time does not increase."""
+    # A fixed seed: every rank has to find the same order.
+    generator = random.Random(0)
     best, time = start, problem.time(start)
     for _ in range(MOVED_STAGES // len(problem.stages)):
-        lane = noise.randrange(len(best))
+        lane = generator.randrange(len(best))
         order = list(best[lane])
         if len(order) < 2:
             continue
-        source = noise.randrange(len(order))
-        target = min(len(order) - 1, max(0, source + noise.choice((-1, 1)) * noise.randint(1, REACH)))
+        source = generator.randrange(len(order))
+        step = generator.choice((-1, 1)) * generator.randint(1, REACH)
+        target = min(len(order) - 1, max(0, source + step))
         stage = order.pop(source)
         order.insert(target, stage)
         if target == source or not problem.keeps_order(order, source, target):
@@ -97,23 +98,23 @@ def _moved(problem: OrderProblem, start: Lanes) -> Lanes:
     return best
 
 
-def _tidied(problem: OrderProblem, found: Lanes, start: Lanes, *, cost: float) -> Lanes:
-    """As fast up to ``cost``, a share, with fewer stages out of the order in which they stand in ``start``.
+def _restored(problem: OrderProblem, found: Lanes, start: Lanes, *, tolerance: float) -> Lanes:
+    """Swap neighbors back into the order of ``start`` where the time grows by at most ``tolerance``, a share.
 
-    Many orders take the same time in a prediction. The one that runs chunks in their order is the one that a
-    reader can follow, and that suffers least where times are not as predicted.
+    Many orders have the same predicted time. One that runs the chunks in sequence is easier to read, and
+    loses less where times differ from the prediction.
     """
-    limit = min(problem.time(found) * (1 + cost), problem.time(start))
-    place = {stage: index for lane in start for index, stage in enumerate(lane)}
+    limit = min(problem.time(found) * (1 + tolerance), problem.time(start))
+    position = {stage: index for lane in start for index, stage in enumerate(lane)}
     best = found
-    left = TIDIED_STAGES // len(problem.stages)
+    left = RESTORING_SWAPS // len(problem.stages)
     swapped = True
     while swapped and left > 0:
         swapped = False
         for lane in range(len(best)):
             for index in range(len(best[lane]) - 1):
                 order = list(best[lane])
-                if place[order[index]] < place[order[index + 1]] or left <= 0:
+                if position[order[index]] < position[order[index + 1]] or left <= 0:
                     continue
                 order[index], order[index + 1] = order[index + 1], order[index]
                 if not problem.keeps_order(order, index, index + 1):

@@ -1,6 +1,6 @@
-"""A plan: how to run the blocks of a model, and why. The value, and the file ``--ampipe-plan`` names.
+"""A plan: how to run the blocks of a model, and why; and its file, for ``--ampipe-plan``.
 
-Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. Reading checks the form;
+Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. Reading checks the format;
 ``schedule.check`` checks whether the plan fits a block.
 """
 
@@ -20,32 +20,32 @@ from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
-HELPS = 1.01
-"""A predicted speedup below this is no reason to cut anything: predictions are not that exact."""
+MINIMUM_SPEEDUP = 1.01
+"""Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
 SHARE_TOLERANCE = 1e-3
-"""How far the sum of a file's shares may be from 1."""
+"""Allowed deviation of the sum of a file's shares from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to run every block of a model.
 
-    What is predicted is None in a plan that a run found by trying (``--ampipe-save-plan``).
+    Predictions are None in a plan that a run found by measuring (``--ampipe-save-plan``).
 
     Attributes:
         schedule: Degrees of both directions and the order of the stages.
-        shares: Share of the sequence of each chunk, with a sum of 1; there are as many chunks as the larger
+        shares: Share of the sequence in each chunk, with a sum of 1; the number of chunks is the larger
             degree.
         stock_ms: Predicted time of Megatron's own block, forward and backward.
-        predicted_ms: Predicted time by this plan.
-        stages_forward_ms: The part of a forward pass from its first stage's begin to its last one's end,
-            which is what a run's recorder measures: without what is around the stages.
-        stages_backward_ms: Likewise of a backward pass, without the forward pass that a recompute repeats.
-        hidden_share: Share of the communication that computation covers, 0 to 1.
+        predicted_ms: Predicted time with this plan.
+        stages_forward_ms: Predicted time of a forward pass from the start of its first stage to the end of
+            its last one, which is what a run's recorder measures.
+        stages_backward_ms: The same of a backward pass, without the forward pass of a recompute.
+        hidden_share: Share of the communication that is hidden under computation, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         reason: Why this plan, in one sentence.
-        made_for: The block and the machines; None in a file of an earlier version, or where it was
-            removed in order to run the plan elsewhere.
+        made_for: The block and the machines; None in a file of an earlier version, or if it was removed in
+            order to run the plan for another block.
     """
 
     schedule: Schedule
@@ -61,40 +61,39 @@ class Plan:
 
     @property
     def forward_degree(self) -> int:
-        """Of the forward pass; 1 is Megatron's own layer."""
+        """Degree of the forward pass; 1 is Megatron's own layer."""
         return self.schedule.degree
 
     @property
     def backward_degree(self) -> int:
-        """Of the backward pass."""
+        """Degree of the backward pass."""
         return self.schedule.backward_degree
 
     @property
     def predicted_speedup(self) -> float:
-        """Over Megatron's own layer; only of a plan that was predicted."""
+        """Speedup over Megatron's own layer; only for a plan with predictions."""
         assert self.stock_ms is not None and self.predicted_ms is not None
         return self.stock_ms / self.predicted_ms
 
     @property
     def helps(self) -> bool:
-        """Whether it cuts anything at all."""
+        """Whether the blocks are split into chunks."""
         return max(self.forward_degree, self.backward_degree) > 1
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:
-        """From the first stage to the last, forward and backward; None where it was not predicted."""
+        """Predicted time from first to last stage, forward and backward; None without a prediction."""
         if self.stages_forward_ms is None or self.stages_backward_ms is None:
             return None
         return self.stages_forward_ms, self.stages_backward_ms
 
     def pipeline(self, *, rows: int | None = None) -> Pipeline:
-        """What the blocks run.
+        """The pipeline of the blocks.
 
-        The order is taken unchanged, whatever its name: it may have been written by hand.
+        The order of the file is used even if its name is that of a named schedule: it may have been edited.
 
         Args:
-            rows: Of the residual stream of one rank, by which equal chunks are recognized; None while they
-                are not known.
+            rows: Rows of the residual stream of one rank, to recognize equal chunks; None if not known.
         """
         equal = rows is not None and self._are_equal(rows)
         return Pipeline(
@@ -105,17 +104,17 @@ class Plan:
         )
 
     def _are_equal(self, rows: int) -> bool:
-        """Whether the shares of so many rows are the lengths of equal chunks."""
+        """Whether the shares of this number of rows are the lengths of equal chunks."""
         even = even_chunks(rows, len(self.shares))
         return (max(self.shares) - min(self.shares)) * rows < 1 + 1e-6 or all(
             abs(share * rows - length) < 0.5 for share, length in zip(self.shares, even, strict=True)
         )
 
     def write(self, path: Path, *, head: str) -> None:
-        """Write the file; it appears under its name only when it is whole.
+        """Write the file atomically: under a temporary name that is then renamed.
 
         Args:
-            path: Of the file.
+            path: Path of the file.
             head: A comment for the first line, such as the command that made it.
         """
         record = _PlanFile(
@@ -137,10 +136,10 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read what :meth:`write` wrote, or what was written by hand.
+        """Read a file of :meth:`write`, or one that was written by hand.
 
         Raises:
-            BadInput: naming file, line and key of what is wrong.
+            BadInput: the file is wrong; the message names file, line and key.
         """
         top = load(path, what="plan", remedy="Give a file that ampipe plan --output wrote.")
         found, lines = read_record(path, _PlanFile, top)
@@ -162,7 +161,7 @@ class Plan:
             refuse(path, lines["hidden_share"], shown, "is a share, from 0 to 1", "Write for example 0.9.")
         total = sum(found.shares)
         if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
-            rule = f"must be above 0 with a sum of 1, and have a sum of {total:g}"
+            rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
             refuse(path, lines["shares"], "shares", rule, "Write for example [0.5, 0.5].")
         return cls(
             schedule=schedule,
@@ -183,7 +182,7 @@ FORMAT: Literal["ampipe-plan-1"] = "ampipe-plan-1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanFile:
-    """The form of the file; see :class:`Plan`."""
+    """The format of the file; see :class:`Plan`."""
 
     format: Literal["ampipe-plan-1"]
     forward_degree: int
@@ -201,19 +200,19 @@ class _PlanFile:
 
 
 def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True) -> Plan:
-    """Plan the blocks of a workload on a cluster.
+    """Make a plan for the blocks of a workload on a cluster.
 
     Args:
         predictor: Of the workload on the cluster.
-        degrees: What is tried.
-        full: Whether chunks of unequal length and other orders are searched too; without, a few
+        degrees: The degrees that are tried.
+        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
             milliseconds.
 
     Returns:
-        The plan; one of degree 1 where nothing is predicted to help.
+        The plan; of degree 1 if no speedup is predicted.
 
     Raises:
-        BadInput: by the figures of the cluster, a block takes no time.
+        BadInput: the predicted time of a block is 0.
     """
     stock = predictor.stock()
     workload = predictor.workload
@@ -221,13 +220,13 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
         raise BadInput(
             "cluster",
             predictor.cluster.path,
-            rule="has figures by which a block takes no time",
+            rule="has figures with which the time of a block is 0",
             remedy="Write the times of its operations, or measure the cluster with ampipe profile.",
         )
     best: Candidate | None = None
     if workload.rows > 1 and workload.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)
-    if best is None or _speedup(stock, best) < HELPS:
+    if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
         schedule = build("sequential", degree=1, features=workload.features)
         timeline = predictor.timeline(schedule, (workload.rows,))
         whole = Plan(
@@ -242,17 +241,17 @@ def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full:
             reason="",
             made_for=MadeFor.on(workload, predictor.cluster),
         )
-        return replace(whole, reason=_why_not(predictor, best))
+        return replace(whole, reason=_reason_against(predictor, best))
     return plan_of(predictor, best, degrees=degrees)
 
 
 def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
-    """A candidate with what it is predicted to save, and why it was chosen.
+    """The plan of a candidate, with its predictions and the reason for the choice.
 
     Args:
         predictor: Of the workload on the cluster.
-        found: What was chosen.
-        degrees: What it is compared with in the reason: the next smaller and the next larger one.
+        found: The chosen candidate.
+        degrees: Degrees that were tried; the reason compares the next smaller and the next larger one.
     """
     forward, backward = found.schedule.degree, found.schedule.backward_degree
     timeline = predictor.timeline(found.schedule, found.lengths)
@@ -268,10 +267,10 @@ def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] 
         reason="",
         made_for=MadeFor.on(predictor.workload, predictor.cluster),
     )
-    return replace(plan, reason=_why(predictor, plan, timeline.communication_us / 1e3, degrees))
+    return replace(plan, reason=_reason(predictor, plan, timeline.communication_us / 1e3, degrees))
 
 
-def _why(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
+def _reason(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
     chosen = f"{plan.forward_degree} chunks"
     if plan.backward_degree != plan.forward_degree:
         chosen = f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
@@ -282,27 +281,25 @@ def _why(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tup
     for degree in (*fewer, *more):
         best = min(candidates(predictor, [degree]), key=lambda one: one.total_us)
         others.append(f"{_speedup(predictor.stock(), best):.2f} with {degree}")
-    against = f", against {' and '.join(others)} equal chunks" if others else ""
+    compared = f", compared with {' and '.join(others)} equal chunks" if others else ""
     return (
-        f"With {chosen}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication lie under "
-        f"computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast as "
-        f"Megatron's{against}."
+        f"With {chosen}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication are hidden "
+        f"under computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast as "
+        f"Megatron's{compared}."
     )
 
 
-def _why_not(predictor: Predictor, best: Candidate | None) -> str:
+def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
     if predictor.workload.expert == 1:
-        return (
-            "AMPipe will not help: one rank holds all experts, so no tokens travel and nothing can be hidden."
-        )
+        return "AMPipe will not help: each rank holds all experts, so nothing is sent that could be hidden."
     if best is None:
-        return "AMPipe will not help: a sequence of one row cannot be cut."
+        return "AMPipe will not help: a sequence of one row cannot be split."
     stock = predictor.stock()
     share = predictor.communication_us() / (stock.forward + stock.backward)
     return (
-        f"AMPipe will not help: communication is {share:.0%} of the block, and cutting the block up costs "
-        f"about as much as that hides, or more (the best found, degree {best.schedule.num_chunks}, is "
-        f"predicted to be {_speedup(stock, best):.2f} times as fast)."
+        f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
+        f"about as large as the time that they hide, or larger (the best degree that was found, "
+        f"{best.schedule.num_chunks}, is predicted to be {_speedup(stock, best):.2f} times as fast)."
     )
 
 

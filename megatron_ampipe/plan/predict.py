@@ -1,7 +1,7 @@
-"""Predicts one block on one cluster: how long a schedule takes, what it hides, and its timeline.
+"""Predicts one block on one cluster: the time of a schedule, and its timeline.
 
-Puts :mod:`.cost` and :mod:`.simulate` together. Times are microseconds of one forward or backward pass of one
-block of one micro-batch, on the busiest rank.
+Combines :mod:`.cost` and :mod:`.simulate`. Times are microseconds of one forward or backward pass of one
+block and one micro-batch, on the rank with the most tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostFunction, CostModel, Pair
-from megatron_ampipe.plan.host_time import share
+from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind, data_flow
@@ -23,8 +23,8 @@ class Predictor:
 
     Args:
         workload: The block.
-        cluster: What its operations cost.
-        added: Costs of kinds of stages beyond the table's.
+        cluster: The times of its operations.
+        added: Cost functions of kinds of stages that are not in :data:`.cost.COSTS`.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -42,8 +42,8 @@ class Predictor:
         self.features = self._model.features
         kinds_of_block = data_flow(self.features).kinds
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
-        self._shares = {
-            direction: {kind: share(kind, direction, workload) for kind in kinds_of_block}
+        self._issue_factors = {
+            direction: {kind: issue_factor(kind, direction, workload) for kind in kinds_of_block}
             for direction in Direction
         }
         self._latency = {kind: self._model.latency(kind) for kind in kinds_of_block}
@@ -57,26 +57,26 @@ class Predictor:
         return self._model.stages(lengths, parts=parts, whole_attention=whole_attention)
 
     def stock(self) -> Pair:
-        """Megatron's own layer."""
+        """Time of Megatron's own layer."""
         return self._recomputed(self._model.stock())
 
     def communication_us(self) -> float:
-        """All collectives of a forward and a backward pass in one piece, one behind the other."""
+        """Total time of all collectives of a forward and a backward pass without chunks."""
         whole = self.costs((self.workload.rows,), 1, False)
         return sum(cost.forward + cost.backward for stage, cost in whole.items() if stage.is_communication)
 
     def pass_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
-        """A forward and a backward pass by a schedule.
+        """Time of a forward and a backward pass with a schedule.
 
         Args:
-            schedule: What runs; checked.
+            schedule: A checked schedule.
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
         return self._recomputed(Pair(forward, backward))
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
-        """One direction alone, without what a recompute adds."""
+        """Time of one direction, without a recompute."""
         compiled, durations, issue = self.inputs(schedule, lengths, direction)
         latency = self.latency(compiled)
         _, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
@@ -85,7 +85,7 @@ class Predictor:
     def inputs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
-        """What :func:`~.simulate.run` takes: the program, its durations, and the host's times."""
+        """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
         compiled = compile_named(schedule, self.features, direction)
         parts = len(lengths) // schedule.degree_of(direction)
         costs = self.costs(tuple(lengths), parts, schedule.whole_attention)
@@ -96,23 +96,23 @@ class Predictor:
         )
 
     def issue(self, compiled: Compiled, direction: Direction, parts: int) -> list[float] | None:
-        """The host's time to issue each stage; None where the host computes itself."""
+        """The host's time to issue each stage; None for training on the CPU."""
         figure = self.cluster.host.issue
-        once = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
-        if not once:
+        mean = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+        if not mean:
             return None
-        shares = self._shares[direction]
-        # A stage of several chunks is issued chunk by chunk, a collective at once.
+        factors = self._issue_factors[direction]
+        # A compute stage of several chunks is issued chunk by chunk, a collective once.
         return [
-            once * shares[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
+            mean * factors[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
             for stage in compiled.stages
         ]
 
     def latency(self, compiled: Compiled) -> list[float] | None:
-        """What of each collective passes while the one ahead of it travels; None on a device.
+        """The part of each collective that can overlap with the previous one; None for GPUs.
 
-        A host that computes itself starts a collective before the one ahead of it has arrived
-        (``runtime.executors.ThreadExecutor``); in a device's stream they run one after another.
+        On the CPU, a collective starts before the previous one has ended
+        (``runtime.executors.ThreadExecutor``); on a stream of a GPU they run one after another.
         """
         if self.cluster.host.issue.forward_us:
             return None
@@ -124,18 +124,18 @@ class Predictor:
 
     @property
     def slowdowns(self) -> Mapping[str, float]:
-        """How lanes slow each other, as keyword arguments of :func:`~.simulate.run`."""
+        """How much lanes slow each other down, as keyword arguments of :func:`~.simulate.run`."""
         return self._slowdowns
 
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
     ) -> Timeline:
-        """When every stage runs, forward and then backward.
+        """The start and end of every stage, forward and then backward.
 
         Args:
-            schedule: What runs; checked.
+            schedule: A checked schedule.
             lengths: Rows of one rank in each of the schedule's chunks.
-            labels: What a drawing shall say.
+            labels: Text for a drawing.
         """
         spans: list[StageSpan] = []
         offset = 0.0
@@ -171,6 +171,6 @@ class Predictor:
 
 
 def durations_of(stages: Sequence[Stage], costs: Mapping[Stage, Pair], direction: Direction) -> list[float]:
-    """How long each stage takes alone in one direction. Costs are those of one layer."""
+    """The time of each stage alone in one direction. ``costs`` are those of one layer."""
     index = 0 if direction is Direction.FORWARD else 1
     return [costs[Stage(stage.kind, stage.chunk) if stage.layer else stage][index] for stage in stages]

@@ -1,7 +1,7 @@
-"""One direction's stages, their durations and dependencies, as the problem of ordering them in their lanes.
+"""The problem of ordering the stages of one direction in their lanes: durations and dependencies.
 
-Stages are numbers here. Says how long an order takes (:meth:`OrderProblem.time`, by the same simulation as
-everywhere) and what a greedy rule makes of a priority (:func:`list_schedule`). Used by :mod:`.order` and
+Stages are numbers here. Computes the time of an order (:meth:`OrderProblem.time`, with :mod:`.simulate`) and
+the order of a greedy list scheduler (:func:`list_schedule`). Used by :mod:`.order` and
 :mod:`.exact`.
 """
 
@@ -22,24 +22,24 @@ Lanes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class OrderProblem:
-    """What is to be ordered.
+    """The stages of one direction, to be ordered.
 
     Attributes:
-        stages: All stages; numbers are positions in here. Each stands behind what it needs.
+        stages: All stages, in topological order; the numbers below are positions in this tuple.
         durations: How long each takes alone.
-        needs: For each stage those that must be done before.
-        followers: For each stage those that wait for it.
-        lanes: Names of the lanes; the first computes.
-        lane_of: For each stage the position of its lane in there.
-        ancestors: For each stage all that must be done before, directly or not, as bits.
-        host_needs: For each stage the one that a host waits for before issuing it, or -1.
-        communicates: Whether a stage is a transfer rather than a computation.
+        needs: For each stage its direct dependencies.
+        followers: For each stage those that depend on it directly.
+        lanes: Names of the lanes; the first is the compute lane.
+        lane_of: For each stage the position of its lane in ``lanes``.
+        ancestors: For each stage its direct and indirect dependencies, as a bit mask.
+        host_needs: For each stage the one that the host waits for before issuing it, or -1.
+        communicates: For each stage whether it is a transfer, not a computation.
         contended: See :class:`~.simulate.Compiled`.
-        issue_us: The host's time to issue each stage; None where the host computes itself.
+        issue_us: The host's time to issue each stage; None for training on the CPU.
         latency_us: See :func:`~.simulate.run`.
-        compute_slowdown: Factor on a computation while something travels.
-        communication_slowdown: Factor on a collective while something computes.
-        busy_latency_us: What a collective takes longer that begins while something is computed.
+        compute_slowdown: Factor on the time of a computation during a transfer.
+        communication_slowdown: Factor on the time of a transfer during a computation.
+        busy_latency_us: Added to a collective that begins during a computation.
     """
 
     stages: tuple[Stage, ...]
@@ -62,7 +62,7 @@ class OrderProblem:
     def of(
         cls, predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...], direction: Direction
     ) -> OrderProblem:
-        """That of one direction of a schedule on a cluster."""
+        """The problem of one direction of a schedule on a cluster."""
         compiled, durations, issue = predictor.inputs(schedule, lengths, direction)
         needs = needs_of(schedule, predictor.features, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
@@ -85,7 +85,7 @@ class OrderProblem:
         communication_slowdown: float = 1.0,
         busy_latency_us: float = 0.0,
     ) -> OrderProblem:
-        """That of any dependencies and times."""
+        """The problem of any dependencies and times."""
         stages = _topological(graph)
         number = {stage: index for index, stage in enumerate(stages)}
         needs = [tuple(number[needed] for needed in graph[stage]) for stage in stages]
@@ -123,7 +123,7 @@ class OrderProblem:
         )
 
     def lanes_of(self, program: Program) -> Lanes:
-        """The order of a program, each stage in the lane of its kind, whatever lanes the program has."""
+        """The order of a program, with each stage in the lane of its kind (a program may use fewer lanes)."""
         number = {stage: index for index, stage in enumerate(self.stages)}
         order = [number[stage] for stage in program.stages]
         return tuple(
@@ -131,7 +131,7 @@ class OrderProblem:
         )
 
     def program(self, lanes: Lanes) -> Program:
-        """An order as a program."""
+        """Convert an order into a program."""
         return Program(
             tuple(
                 LaneOrder(name, tuple(self.stages[stage] for stage in order))
@@ -140,7 +140,7 @@ class OrderProblem:
         )
 
     def time(self, lanes: Lanes) -> float:
-        """How long an order takes; infinite if its lanes wait for each other."""
+        """The time of an order; infinite if its lanes deadlock."""
         issued: tuple[int, ...] = ()
         positions = (-1,) * len(self.stages)
         if self.issue_us is not None:
@@ -183,7 +183,7 @@ class OrderProblem:
         return max(end)
 
     def tails(self) -> list[float]:
-        """For each stage the longest way from its begin to the end of the pass."""
+        """For each stage the length of the critical path from its start to the end of the pass."""
         found = [0.0] * len(self.stages)
         for stage in reversed(range(len(self.stages))):
             found[stage] = self.durations[stage] + max(
@@ -192,7 +192,7 @@ class OrderProblem:
         return found
 
     def keeps_order(self, order: Sequence[int], source: int, target: int) -> bool:
-        """Whether a stage that was moved from ``source`` to ``target`` has passed nothing it is tied to."""
+        """Whether moving a stage from ``source`` to ``target`` respects all dependencies."""
         stage = order[target]
         if target < source:
             return not any(self.ancestors[stage] >> passed & 1 for passed in order[target + 1 : source + 1])
@@ -200,7 +200,7 @@ class OrderProblem:
 
 
 def list_schedule(problem: OrderProblem, priority: Sequence[float]) -> Lanes:
-    """The order that comes out when a free lane always takes the ready stage of the highest priority."""
+    """The order in which a free lane always runs the ready stage with the highest priority."""
     waiting = [len(needed) for needed in problem.needs]
     lane_of, lanes = problem.lane_of, range(len(problem.lanes))
     ready: list[list[int]] = [[] for _ in lanes]
@@ -231,7 +231,7 @@ def list_schedule(problem: OrderProblem, priority: Sequence[float]) -> Lanes:
 
 
 def _topological(graph: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
-    """Every stage behind what it needs."""
+    """All stages, each after its dependencies."""
     found: dict[Stage, None] = {}
 
     def visit(stage: Stage) -> None:

@@ -1,9 +1,9 @@
-"""Chooses how to run a block: degrees, where chunks end, and the order of the stages.
+"""Chooses how to run a block: degrees, lengths of the chunks, and the order of the stages.
 
-Three steps, each never worse than what it starts from: the best named schedule over all degrees
-(:func:`choose_degree`, some milliseconds), ends of chunks (:func:`improve_chunks`), order of stages
-(:mod:`.order`). All are counted in evaluations, not in seconds, and draw no random numbers from the clock, so
-that every rank that starts from the same figures comes to the same plan.
+Three steps, none of which makes the result slower: the best named schedule over all degrees
+(:func:`choose_degree`, a few milliseconds), lengths of chunks (:func:`improve_chunks`), order of stages
+(:mod:`.order`). They are limited by a number of evaluations, not by time, and use fixed random seeds, so that
+ranks with the same figures find the same plan.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, Schedule, build, check, even_chunks, row_unit
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
-"""The numbers of chunks that are tried: those with many divisors, as one degree has to divide the other."""
+"""Degrees that are tried: numbers with many divisors, as one degree has to divide the other."""
 NAMED = ("ampipe", "moe-only")
-"""The named schedules that hide something, the more usual one first: it wins a tie."""
-SUFFERED = 2
-"""So many larger degrees in a row may be slower before the search ends."""
+"""Named schedules that overlap communication; the first one is chosen if both take the same time."""
+MAX_SLOWER_DEGREES = 2
+"""The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
-"""Trials of other lengths, times the chunks: a bound on the time of a search."""
-SHORTEST = 4
-"""No chunk becomes shorter than this part of an equal one."""
-WORTHWHILE = 0.01
-"""What unequal chunks or another order must save, as a share, to be chosen over the plainer form."""
+"""Number of other lengths that are tried, times the number of chunks: a bound on the time of a search."""
+MAX_SHORTENING = 4
+"""A chunk is at least as long as an equal chunk divided by this."""
+MINIMUM_SAVING = 0.01
+"""Unequal chunks, or a searched order, must save this share of the time to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Candidate:
     Attributes:
         schedule: Degrees and order of the stages.
         lengths: Rows of one rank in each chunk.
-        time: Microseconds of a pass in each direction.
+        time: Time of a pass in each direction, in microseconds.
     """
 
     schedule: Schedule
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def total_us(self) -> float:
-        """Forward and backward."""
+        """Time of forward and backward pass."""
         return self.time.forward + self.time.backward
 
 
@@ -60,14 +60,14 @@ def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterat
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best named schedule with equal chunks, its degree chosen for each direction.
+    """The best named schedule with equal chunks and a degree for each direction.
 
-    One of the two degrees divides the other, because the runtime puts adjacent chunks together in the
-    direction with the smaller one.
+    One of the two degrees divides the other, because the runtime groups adjacent chunks in the direction with
+    the smaller degree.
 
     Args:
         predictor: Of the workload on the cluster.
-        degrees: What is tried, ascending.
+        degrees: The degrees that are tried, ascending.
     """
     best: Candidate | None = None
     slower = 0
@@ -77,23 +77,23 @@ def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Can
             break
         slower = 0 if best is None or found.total_us < best.total_us else slower + 1
         best = found if slower == 0 else best
-        if slower == SUFFERED:
+        if slower == MAX_SLOWER_DEGREES:
             break
-    assert best is not None, "a sequence of one row cannot be cut"
-    return _apart(predictor, best)
+    assert best is not None, "a sequence of one row cannot be split"
+    return _with_two_degrees(predictor, best)
 
 
 def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
-    """Move the ends of chunks while that saves time. The order of the stages stays.
+    """Move rows between adjacent chunks while that saves time. The order of the stages is kept.
 
     Args:
         predictor: Of the workload on the cluster.
-        start: Where to begin; returned where nothing is better.
+        start: The candidate to start from; returned if none is faster.
     """
     rows, count = predictor.workload.rows, len(start.lengths)
-    # What is found must be what runs: chunks of a run end on these rows too.
+    # A run must use the lengths that are found here, and it rounds them to this number of rows.
     unit = row_unit(rows, count)
-    shortest = max(1, rows // (SHORTEST * count))
+    shortest = max(1, rows // (MAX_SHORTENING * count))
     best, evaluations = start, 0
     step = max(unit, rows // (2 * count) // unit * unit)
     for lengths in (_tapered(rows, count, unit, ratio) for ratio in (0.8, 1.25)):
@@ -117,11 +117,11 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
 
 
 def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best that is found: degrees, ends of chunks, order of the stages.
+    """The best candidate over degrees, lengths of chunks and order of the stages.
 
     Args:
         predictor: Of the workload on the cluster.
-        degrees: What is tried, ascending.
+        degrees: The degrees that are tried, ascending.
 
     Returns:
         A checked candidate, not slower than any named schedule with equal chunks that was tried.
@@ -131,25 +131,25 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
     best_shaped = min(shaped, key=lambda one: one.total_us)
     schedule = best_shaped.schedule
     even = _named(predictor, schedule.name, schedule.degree, schedule.backward_degree)
-    # Each gains from the other: a small last chunk is worth more where experts stand before it.
+    # Lengths and order depend on each other, so both are searched again.
     ordered = [
         reorder(predictor, improve_chunks(predictor, reorder(predictor, start)))
         for start in (even, best_shaped)
     ]
     best = plain
     for found in (best_shaped, min(ordered, key=lambda one: one.total_us)):
-        # The plainer form stays unless the gain is more than a prediction can tell.
-        if found.total_us < best.total_us * (1 - WORTHWHILE):
+        # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
+        if found.total_us < best.total_us * (1 - MINIMUM_SAVING):
             best = found
     check(best.schedule, predictor.features)
     return best
 
 
 def reorder(predictor: Predictor, start: Candidate) -> Candidate:
-    """Search another order of the stages, in each direction; chunks and degrees stay.
+    """Search another order of the stages in each direction; chunks and degrees are kept.
 
     Returns:
-        The start itself where no order is faster.
+        The candidate; ``start`` if no order is faster.
     """
     schedule = start.schedule
     programs = {
@@ -180,8 +180,8 @@ def _starts(predictor: Predictor, plain: Candidate, degrees: Sequence[int]) -> l
     return starts
 
 
-def _apart(predictor: Predictor, best: Candidate) -> Candidate:
-    """Try a smaller degree, a divisor, in one of the two directions."""
+def _with_two_degrees(predictor: Predictor, best: Candidate) -> Candidate:
+    """Try smaller degrees, divisors of the degree, in one of the two directions."""
     count = len(best.lengths)
     divisors = [degree for degree in range(1, count) if count % degree == 0]
     for degree in divisors:
@@ -203,7 +203,7 @@ def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -
 
 
 def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:
-    """Lengths that shrink or grow by a ratio from chunk to chunk; ends, but for the last, on whole units."""
+    """Lengths with a constant ratio between adjacent chunks; multiples of the unit except for the last."""
     weights = [ratio**index for index in range(count)]
     lengths = [max(unit, round(rows * weight / sum(weights) / unit) * unit) for weight in weights]
     longest = lengths.index(max(lengths))

@@ -1,10 +1,11 @@
-"""Runs a schedule on paper: when every stage begins and ends, from how long each takes alone.
+"""Simulates a schedule: computes the start and end of every stage from the time of each stage alone.
 
-The schedule is the value that an executor runs, and the result is the timeline that a run records. Lanes
-run their stages in order, and a stage begins when all it needs is done. Computation and communication slow
-each other while both run, and lanes of one resource share it, so rates change as stages begin and end. Where
-a host runs ahead of a device (``host.issue`` above zero), a stage cannot begin before it was issued, in the
-order of ``schedule.issue_order``. Called by :mod:`.search` some hundred times per plan.
+The input is the schedule that an executor runs, and the result corresponds to the timeline that a run
+records. A lane runs its stages in order, and a stage begins when its dependencies have ended. Concurrent
+computation and communication slow each other down, and lanes with the same resource share it, so speeds
+change when a stage begins or ends. Where a host issues stages to a device (``host.issue`` above zero), a
+stage cannot begin before it was issued, in the order of ``schedule.issue_order``. Called by :mod:`.search`
+several hundred times per plan.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from megatron_ampipe.schedule.kinds import COMPUTE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
-"""What may be left of a stage that is done."""
+"""Remaining time below which a stage has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A program with numbers for stages, so that it can be run many times.
+    """A program with numbers for stages, so that it can be simulated many times.
 
     Attributes:
-        stages: All stages; the numbers below are positions in here.
-        lanes: For each lane its name and the stages it runs, in order.
-        num_needs: For each stage how many must be done before.
-        followers: For each stage those that wait for it.
-        communicates: Whether a stage is a transfer rather than a computation.
-        contended: For each stage the number of its resource where several lanes occupy that, else -1.
-        reversed_lanes: For each lane the stages it runs, last first.
+        stages: All stages; the numbers below are positions in this tuple.
+        lanes: For each lane its name and its stages, in order.
+        num_needs: For each stage the number of its direct dependencies.
+        followers: For each stage those that depend on it directly.
+        communicates: For each stage whether it is a transfer, not a computation.
+        contended: For each stage the number of its resource if several lanes use that, else -1.
+        reversed_lanes: For each lane its stages, last first.
         reversed_streams: The same for each stream of a device (``schedule.stream_of``).
-        issued: The order in which a host issues them that runs ahead of its device.
-        positions: For each stage its place in that order.
+        issued: The order in which a host issues the stages to a device.
+        positions: For each stage its position in that order.
         host_needs: For each stage the one that the host waits for before issuing it, or -1.
     """
 
@@ -65,7 +66,7 @@ class Compiled:
 
 @functools.lru_cache(maxsize=512)
 def compile_named(schedule: Schedule, features: BlockFeatures, direction: Direction) -> Compiled:
-    """One direction of a schedule, ready to run. Remembered, because a search comes back to few schedules."""
+    """Compile one direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
     return compile_program(schedule.program(direction), needs_of(schedule, features, direction))
 
 
@@ -100,9 +101,9 @@ def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) 
 
 
 def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
-    """For each stage the number of the resource that several lanes occupy, or -1.
+    """For each stage the number of its resource if several lanes use that, else -1.
 
-    A transfer in the compute lane keeps no other lane from its resource: nothing is computed meanwhile.
+    The compute lane does not count: a transfer in it does not run concurrently with a computation.
     """
     users: dict[str, set[str]] = {}
     for lane, numbers in lanes:
@@ -118,7 +119,7 @@ def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stag
 def streams_of(
     lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each stream of a device the stages it runs, last first."""
+    """For each stream of a device its stages, last first."""
     streams: dict[str, list[int]] = {}
     for lane, numbers in lanes:
         for number in numbers:
@@ -136,36 +137,36 @@ def run(
     communication_slowdown: float = 1.0,
     busy_latency_us: float = 0.0,
 ) -> tuple[list[float], list[float]]:
-    """When each stage begins and ends.
+    """Compute the start and end of each stage.
 
-    One loop without calls: it runs some hundred times in every search.
+    One loop with few calls: it runs several hundred times in every search.
 
     Args:
         compiled: The program.
-        durations: How long each stage takes alone.
-        issue_us: The host's time to issue each stage; None where the host computes itself.
-        latency_us: The part of each collective that passes while the one ahead of it still travels, if it
-            was ready by then, and in which nothing is slowed; None where a collective begins only when the
-            one ahead of it has ended.
-        compute_slowdown: Factor on a computation while something travels.
-        communication_slowdown: Factor on a collective while something computes.
-        busy_latency_us: What a collective takes longer that begins while something is computed, at most up to
-            the end of that.
+        durations: The time of each stage alone.
+        issue_us: The host's time to issue each stage; None for training on the CPU.
+        latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
+            is ready by then. It does not slow computation down. None if a collective begins only after the
+            previous one has ended.
+        compute_slowdown: Factor on the time of a computation during a transfer.
+        communication_slowdown: Factor on the time of a transfer during a computation.
+        busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
+            computation.
 
     Returns:
-        Begin and end of every stage, in the unit of the durations; infinite for stages that lanes which wait
-        for each other never come to.
+        Start and end of every stage, in the unit of the durations; infinite for stages that never run
+        because lanes deadlock.
     """
     waiting = list(compiled.num_needs)
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
-    # By lane: what it still has to run, last first; the stage that runs, or -1; and how much of it is left.
+    # By lane: its remaining stages, last first; the running stage, or -1; and the remaining time of that.
     queues = list(map(list, compiled.reversed_lanes if issue_us is None else compiled.reversed_streams))
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes, slowness = range(len(queues)), [1.0] * len(queues)
     ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)
     slows = compute_slowdown > 1.0 or communication_slowdown > 1.0
-    # By stage, in which share of its time something is on the wire.
+    # By stage, the share of its time in which data is transferred.
     sending = [float(communicates[stage]) for stage in range(len(durations))]
     if latency_us is not None:
         sending = [
@@ -175,7 +176,7 @@ def run(
     contended = compiled.contended
     contends = max(contended, default=-1) >= 0
     issued, positions, host_needs = compiled.issued, compiled.positions, compiled.host_needs
-    # Stages before this position have been issued. Without a host that runs ahead, all of them.
+    # Stages before this position have been issued; all of them for training on the CPU.
     num_issued, issued_at = len(issued), 0.0
     if issue_us is not None:
         num_issued, issued_at = 0, issue_us[issued[0]]
@@ -187,7 +188,7 @@ def run(
             stage = issued[num_issued]
             needed = host_needs[stage]
             if needed >= 0:
-                # The host stands still until it knows the count; the time to issue runs from there.
+                # The host blocks until the counts have arrived, and then needs the time to issue the stage.
                 if end[needed] == NOT_YET:
                     break
                 issued_at = max(issued_at, end[needed] + issue_us[stage])
@@ -197,7 +198,7 @@ def run(
             num_issued += 1
             if num_issued < len(issued):
                 issued_at += issue_us[issued[num_issued]]
-        computing, travelling = 0.0, 0.0
+        computing, transferring = 0.0, 0.0
         for lane in lanes:
             stage = current[lane]
             if stage < 0:
@@ -207,24 +208,26 @@ def run(
                 stage = current[lane] = queue.pop()
                 left[lane], begin[stage] = durations[stage], now
                 if communicates[stage] and durations[stage]:
-                    # The computing lanes come first: what they run is known. At its end they let others in.
+                    # The compute lane comes first, so its stage is known. The latency lasts at most until its
+                    # end.
                     latency = min(busy_latency_us, computing)
                     left[lane] += latency
                     if latency_us is not None:
-                        # Begun behind the one ahead of it, in whose time its own latency has passed.
+                        # Its latency has overlapped with the previous collective of the lane since it was
+                        # ready.
                         passed = now - max(ready_at[stage], last_begin[lane])
                         left[lane] = max(0.0, left[lane] - min(latency_us[stage] + latency, passed))
                 last_begin[lane] = now
-            # No calls of max() in here: they were a tenth of a search.
+            # Without max(): its calls took a tenth of a search.
             if communicates[stage]:
-                if sending[stage] > travelling:
-                    travelling = sending[stage]
+                if sending[stage] > transferring:
+                    transferring = sending[stage]
             elif left[lane] > computing:
                 computing = left[lane]
         slow_compute = slow_communication = 1.0
-        if slows and computing and travelling:
-            slow_compute += (compute_slowdown - 1.0) * travelling
-            slow_communication += (communication_slowdown - 1.0) * travelling
+        if slows and computing and transferring:
+            slow_compute += (compute_slowdown - 1.0) * transferring
+            slow_communication += (communication_slowdown - 1.0) * transferring
         if contends:
             users = Counter(contended[stage] for stage in current if stage >= 0)
         for lane in lanes:

@@ -1,9 +1,9 @@
-"""A walk through time over the possible orders of stages, and a beam search along it.
+"""The states of a search over all orders of the stages, and a beam search.
 
-Whenever a stage ends, every free lane may begin any stage that is ready, or stay idle until the next stage
-ends. Some walk of that kind comes to the best order of all, also where lanes slow each other: in any fixed
-order a stage begins when some stage ends. A host that runs ahead is not part of it. Used by :mod:`.order` and
-:mod:`.exact`.
+Whenever a stage ends, every free lane begins one of its ready stages, or stays idle until the next stage
+ends. One sequence of such decisions gives the optimal order, even if lanes slow each other down, because in
+any order a stage begins when some stage ends. The times to issue stages (``issue_us``) are ignored. Used by
+:mod:`.order` and :mod:`.exact`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ EPSILON = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A moment when some stage has just ended.
+    """The state at the time at which some stage has ended.
 
     Attributes:
-        waiting: For each stage how many it still waits for.
-        ready: By lane, stages that could begin.
-        begun: Stages that have begun, as bits.
-        num_begun: How many those are.
+        waiting: For each stage the number of dependencies that have not ended.
+        ready: By lane, the stages that can begin.
+        begun: Stages that have begun, as a bit mask.
+        num_begun: Number of stages that have begun.
         now: The time.
-        running: The stage of each lane, or idle.
-        left: How much is left of it.
-        work: By lane, the durations of all that has not begun.
-        orders: What each lane has begun, in order.
+        running: By lane, the running stage, or :data:`IDLE`.
+        left: By lane, the remaining time of that stage.
+        work: By lane, the total duration of the stages that have not begun.
+        orders: By lane, the stages that have begun, in order.
     """
 
     waiting: tuple[int, ...]
@@ -46,10 +46,10 @@ class State:
 
 
 class Walk:
-    """The states of one problem.
+    """The states of one problem and their successors.
 
     Args:
-        problem: What is ordered.
+        problem: The stages to order.
     """
 
     def __init__(self, problem: OrderProblem) -> None:
@@ -60,7 +60,7 @@ class Walk:
         self._lanes = range(len(problem.lanes))
 
     def start(self) -> State:
-        """Nothing has begun."""
+        """The state in which no stage has begun."""
         problem = self.problem
         waiting = tuple(map(len, problem.needs))
         free = [stage for stage, count in enumerate(waiting) if not count]
@@ -86,7 +86,7 @@ class Walk:
         return state.num_begun == len(self.problem.stages)
 
     def bound(self, state: State) -> float:
-        """No order that goes on from here is faster."""
+        """A lower bound on the time of all orders that continue this state."""
         tails, durations, begun = self._tails, self.problem.durations, state.begun
         longest = 0.0
         for stage in self._by_tail:
@@ -99,12 +99,12 @@ class Walk:
             longest = max(longest, state.work[lane] + state.left[lane])
         return state.now + longest
 
-    def following(self, state: State, *, branches: int | None = None) -> Iterator[State]:
-        """The states that can come next, those with the longest way to the end first.
+    def successors(self, state: State, *, branches: int | None = None) -> Iterator[State]:
+        """The states that can follow, those of stages with the longest critical path first.
 
         Args:
-            state: Where the walk is.
-            branches: How many ready stages of a lane are looked at; all if None.
+            state: The current state.
+            branches: How many ready stages of a lane are considered; all if None.
         """
         choices: list[list[int]] = []
         for lane in self._lanes:
@@ -115,10 +115,10 @@ class Walk:
                 choices.append([*ready[:branches], IDLE])
         for chosen in itertools.product(*choices):
             if any(stage != IDLE for stage in chosen):
-                yield self._after(state, chosen)
+                yield self._next(state, chosen)
 
-    def _after(self, state: State, chosen: tuple[int, ...]) -> State:
-        """The moment when the first of the chosen stages ends."""
+    def _next(self, state: State, chosen: tuple[int, ...]) -> State:
+        """The state when the first of the chosen stages ends."""
         problem = self.problem
         begun, num_begun = state.begun, state.num_begun
         left, work, orders, ready = list(state.left), list(state.work), list(state.orders), list(state.ready)
@@ -156,7 +156,7 @@ class Walk:
         )
 
     def _slowness(self, chosen: Sequence[int]) -> list[float]:
-        """By lane the factor by which the others slow it, as in :func:`~.simulate.run`."""
+        """By lane the factor by which the other lanes slow it down, as in :func:`~.simulate.run`."""
         problem = self.problem
         computes = chosen[0] != IDLE
         communicates = any(stage != IDLE for stage in chosen[1:])
@@ -169,36 +169,36 @@ class Walk:
 
 
 def beam(problem: OrderProblem, *, width: int, branches: int) -> Lanes | None:
-    """A good order: of the states in which equally many stages have begun, only the best few are followed.
+    """Find a good order: of the states with the same number of begun stages, only the best few are kept.
 
     Args:
-        problem: What is ordered; its host is left out of account.
-        width: How many.
-        branches: How many ready stages of a lane are looked at.
+        problem: The stages to order; the times to issue them are ignored.
+        width: The number of states to keep.
+        branches: How many ready stages of a lane are considered.
 
     Returns:
-        The best order that was come to; None if every state that was kept led nowhere.
+        The best order that was found; None if no state with all stages was reached.
     """
     walk = Walk(problem)
     by_count: list[dict[object, tuple[float, State]]] = [{} for _ in range(len(problem.stages) + 1)]
     by_count[0][0] = (0.0, walk.start())
     best: tuple[float, Lanes] | None = None
     for count in range(len(problem.stages)):
-        # Staying idle leaves the count as it is; such states are looked at in the same round.
+        # A lane that stays idle does not change the count; such states are handled in the same round.
         fresh = list(by_count[count].values())
         for _ in range(2):
             kept = sorted(fresh, key=lambda found: found[0])[:width]
             fresh = []
             for _, state in kept:
-                for following in walk.following(state, branches=branches):
-                    found = (walk.bound(following), following)
-                    if following.num_begun == count:
+                for successor in walk.successors(state, branches=branches):
+                    found = (walk.bound(successor), successor)
+                    if successor.num_begun == count:
                         fresh.append(found)
                         continue
-                    key = (following.begun, following.running)
-                    known = by_count[following.num_begun].get(key)
+                    key = (successor.begun, successor.running)
+                    known = by_count[successor.num_begun].get(key)
                     if known is None or found[0] < known[0]:
-                        by_count[following.num_begun][key] = found
+                        by_count[successor.num_begun][key] = found
         by_count[count] = {}
     for bound, state in by_count[-1].values():
         if best is None or bound < best[0]:

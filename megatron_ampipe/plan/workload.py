@@ -1,4 +1,4 @@
-"""The sizes of one block on one rank: what :mod:`.cost` turns into times. :mod:`.model` makes one."""
+"""The sizes of one block on one rank, the input of :mod:`.cost`. Made by :mod:`.model`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ampipe.schedule import BlockFeatures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One transformer block with an MoE layer, and how it is spread over ranks.
+    """One transformer block with an MoE layer, and how it is distributed over ranks.
 
     Attributes:
         sequence_length: Rows of the whole sequence.
@@ -20,29 +20,30 @@ class Workload:
         heads: Query heads, over all tensor-parallel ranks.
         head_size: Width of a query or key head.
         value_size: Width of a value head.
-        projections: ``(k, n)`` of every matrix product that makes queries, keys and values, over all ranks.
-        key_value_width: Width of a row of keys and values together, over all ranks.
-        experts: Experts over all ranks.
-        topk: Experts of a token.
-        ffn: Width inside an expert.
+        projections: ``(k, n)`` of every matrix product that computes queries, keys and values, over all
+            tensor-parallel ranks.
+        key_value_width: Width of a row of keys and values together, over all tensor-parallel ranks.
+        experts: Number of experts, over all ranks.
+        topk: Number of experts of a token.
+        ffn: Hidden size of an expert.
         gated: Experts have a gate in addition to the up-projection (SwiGLU).
-        shared_ffn: Width inside the shared experts together; None without.
-        capacity: Capacity factor; None if no token is dropped.
+        shared_ffn: Total hidden size of the shared experts; None if there are none.
+        capacity: Capacity factor; None for dropless routing.
         capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
         padded: Megatron's own layer pads every expert's input to its capacity.
-        imbalance: Load of the busiest rank of a group over the mean.
-        grouped: The local experts run as one grouped product.
+        imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
+        grouped: The local experts run as one grouped GEMM.
         dispatcher: ``alltoall`` or ``allgather``.
-        dtype: Of matrix products. Activations of ``fp8`` are 16 bit.
+        dtype: Dtype of matrix products. With ``fp8``, activations have 16 bits.
         losses: The router has auxiliary or z losses.
-        window: Earlier keys that a query sees; None for all.
-        latent: Multi-latent attention, whose projection is not cut into chunks.
-        fused_gradients: Weight gradients are added to the main gradient by the product that makes them.
+        window: Number of earlier keys that a query attends to; None for all.
+        latent: Multi-latent attention, whose projection is not split into chunks.
+        fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
         tensor: Tensor-parallel ranks (with sequence parallelism).
         context: Context-parallel ranks.
         expert: Expert-parallel ranks.
-        expert_tensor: Ranks that share one expert.
-        recomputes: The forward pass runs again before the backward pass.
+        expert_tensor: Expert-tensor-parallel ranks, which share one expert.
+        recomputes: Full recompute: the forward pass runs again before the backward pass.
     """
 
     sequence_length: int
@@ -77,17 +78,17 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Rows of the residual stream that one rank holds; what is cut into chunks."""
+        """Rows of the residual stream on one rank, which are split into chunks."""
         return self.sequence_length // (self.tensor * self.context)
 
     @property
     def element_bytes(self) -> int:
-        """Size of one number of an activation."""
+        """Size of one element of an activation."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def local_experts(self) -> int:
-        """Experts of one rank."""
+        """Number of experts on one rank."""
         return self.experts // self.expert
 
     @property

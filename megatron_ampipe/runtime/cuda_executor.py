@@ -1,4 +1,4 @@
-"""Runs the stages on a GPU: the compute lane on the current stream, communication on streams of its own."""
+"""Runs the stages on a GPU: computation on the current stream, communication on separate streams."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from megatron_ampipe.schedule.kinds import COMPUTE
 
 
 class CudaExecutor:
-    """Compute on the current stream, each communication lane on a stream of its own, its counts on another.
+    """Runs computation on the current stream, each communication lane on two more: one is for its counts.
 
-    One event per stage that another stream waits for, and no wait for what is ordered already. Streams of
-    communication have a high priority, so that a collective that is ready does not stand behind the blocks of
-    a kernel that has filled the device. :mod:`.stream_order` says what is kept until when.
+    An event is recorded for each stage that another stream waits for; waits that earlier ones imply are left
+    out. Communication streams have a high priority, so that a collective that is ready does not wait for the
+    remaining thread blocks of a kernel that fills the GPU. :mod:`.stream_order` tracks how long memory has to
+    be kept.
     """
 
     host_waits = True
@@ -36,7 +37,7 @@ class CudaExecutor:
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
-        """See :class:`~.executors.Executor`. On return, all is ordered before the current stream."""
+        """See :class:`~.executors.Executor`. On return, the current stream waits for all stages."""
         names = {stage: stream_of(lane, stage) for lane, stage in order}
         compute = torch.cuda.current_stream()
         streams = {name: compute if name == COMPUTE else self._stream(name) for name in set(names.values())}
@@ -47,7 +48,7 @@ class CudaExecutor:
         try:
             self._issue(order, needs, run_stage, recorder, crossing, names, streams)
         finally:
-            # Also after a failure: what is released from here on, the next pass may use again.
+            # Also after a failure: memory that is released from here on may be reused on the current stream.
             for stream in others:
                 compute.wait_stream(stream)
 

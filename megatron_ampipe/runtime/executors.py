@@ -1,7 +1,7 @@
-"""Executors: run the stages of one direction in a given issue order. They decide nothing.
+"""Executors: run the stages of one direction in a given order. They make no scheduling decisions.
 
-``SequentialExecutor`` is the oracle. ``ThreadExecutor`` pipelines on a CPU host: threads of a communication
-lane start collectives and wait on the backend's asynchronous handles. The one for GPUs is in
+``SequentialExecutor`` is the reference. ``ThreadExecutor`` pipelines on the CPU: two threads for each
+communication lane start collectives and wait for their asynchronous handles. The executor for GPUs is in
 :mod:`.cuda_executor`.
 """
 
@@ -26,18 +26,18 @@ from megatron_ampipe.schedule.kinds import COMPUTE
 from megatron_ampipe.schedule.types import Stage
 
 RunStage = Callable[[Stage], Transfer | None]
-"""Does the work of a stage; a collective is only started, and has ended when its transfer was waited for."""
+"""Runs a stage. A collective is only started: it has ended when ``wait`` of the returned transfer returns."""
 Order = Sequence[tuple[str, Stage]]
 Needs = Mapping[Stage, tuple[Stage, ...]]
 
 
 class Executor(Protocol):
-    """What runs one direction of a block."""
+    """Runs the stages of one direction of a block."""
 
     host_waits: bool
     """Whether issuing a stage can make the host wait for the device; see ``schedule.issue_order``."""
     crosses_streams: bool
-    """Whether stages run on several streams of a device, and ``execute`` has to know what crosses them."""
+    """Whether stages run on several streams, so that ``execute`` needs ``crossing``."""
 
     def execute(
         self,
@@ -47,20 +47,20 @@ class Executor(Protocol):
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
-        """Run every stage once.
+        """Run all stages once.
 
         Args:
             order: ``(lane, stage)`` in issue order, the same on every rank.
-            needs: What each stage waits for.
-            run_stage: Does the work of a stage, in the lane that calls it; see :data:`RunStage`.
-            recorder: Told when each stage began and ended.
-            crossing: Says what a stage has used that crosses streams; None where nothing does.
+            needs: The dependencies of each stage.
+            run_stage: Runs a stage on the calling thread and its current stream; see :data:`RunStage`.
+            recorder: Receives the start and end of each stage.
+            crossing: Gives the tensors of a stage that are used on several streams; None if there are none.
         """
         ...
 
 
 class SequentialExecutor:
-    """One stage after another on the calling thread, every collective waited for."""
+    """Runs one stage after another on the calling thread, and waits for every collective."""
 
     host_waits = False
     crosses_streams = False
@@ -79,23 +79,23 @@ class SequentialExecutor:
 
 
 def run_on_host(lane: str, stage: Stage, run_stage: RunStage, recorder: Recorder) -> None:
-    """Run a stage to its end on the calling thread, timed by the host's clock."""
+    """Run a stage on the calling thread, wait for its end, and record the time on the host's clock."""
     begin = time.perf_counter()
     finish(run_stage(stage))
     recorder.add(lane, stage, begin, time.perf_counter())
 
 
 def finish(transfer: Transfer | None) -> None:
-    """Wait for what a stage has started, if it has started anything."""
+    """Wait for the collective of a stage, if it has started one."""
     if transfer is not None:
         transfer.wait()
 
 
 class ThreadExecutor:
-    """Compute on the calling thread, each communication lane on two threads of its own.
+    """Runs computation on the calling thread, and each communication lane on two separate threads.
 
-    A lane starts its collectives in order, and starts one before the one ahead of it has arrived: on the
-    wire they follow each other without the gap that a host needs to learn of an arrival and to answer.
+    A lane starts its collectives in order, and starts the next one before the previous one has ended. The
+    network is then not idle while the host handles the end of a collective.
     """
 
     host_waits = False
@@ -114,54 +114,54 @@ class ThreadExecutor:
     ) -> None:
         """See :class:`Executor`.
 
-        After a failure no stage is begun any more, in no lane, and the first error is the one that is
-        raised: a collective that a peer does not answer to would end the process instead.
+        After a failure no further stage is started in any lane, and the first error is raised. Otherwise a
+        collective that the other ranks do not start would end the process with a timeout.
         """
-        travelling: dict[Stage, Future[None]] = {}
+        in_flight: dict[Stage, Future[None]] = {}
         failures: list[BaseException] = []
 
-        def begin(stage: Stage) -> None:
+        def wait_for_needs(stage: Stage) -> None:
             for needed in needs[stage]:
-                if needed in travelling:
-                    travelling[needed].result()
+                if needed in in_flight:
+                    in_flight[needed].result()
             if failures:
                 raise failures[0]
 
         def start(stage: Stage) -> Transfer | None:
-            begin(stage)
+            wait_for_needs(stage)
             return run_stage(stage)
 
-        with _noted(failures):
+        with _collecting(failures):
             for lane, stage in order:
                 if lane == COMPUTE:
-                    if travelling:
-                        # What the threads of a lane have to do would wait for the scheduler's next tick.
+                    if in_flight:
+                        # Otherwise the threads of a lane would wait for the next tick of the scheduler.
                         os.sched_yield()
-                    begin(stage)
+                    wait_for_needs(stage)
                     run_on_host(lane, stage, run_stage, recorder)
                 else:
                     if lane not in self._lanes:
                         demote_gloo_threads()
                         self._lanes[lane] = _Lane(lane)
-                    travelling[stage] = self._lanes[lane].submit(
+                    in_flight[stage] = self._lanes[lane].submit(
                         _Call(stage, start, recorder, failures, future=Future())
                     )
-        for future in travelling.values():
+        for future in in_flight.values():
             future.result()
 
 
 def demote_gloo_threads() -> None:
-    """Have gloo's event loops wait for the processor instead of taking it from a thread that runs.
+    """Give the threads of gloo's event loops the scheduling policy ``SCHED_BATCH``.
 
-    A loop that is woken while another thread of the process sends finds the connection locked, and asks
-    again and again until the scheduler takes its core away: up to 4 ms, in which the sender does not get to
-    unlock it. As a batch thread it cannot interrupt (docs/log). Where the system has no such threads, or
-    no such policy, nothing is done.
+    An event loop that wakes up while another thread of the process sends finds the connection locked, and
+    polls until the scheduler suspends it: up to 4 ms, in which the sending thread cannot unlock the
+    connection if they share a core. A batch thread does not preempt the sending one (docs/log). Does nothing
+    on systems without this policy or without such threads.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
     for task in Path("/proc/self/task").glob("*"):
-        # A thread may end while we look.
+        # A thread may have ended since it was listed.
         with suppress(OSError):
             if (task / "comm").read_text().strip() == _EVENT_LOOP:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
@@ -172,7 +172,8 @@ _EVENT_LOOP = "gloo_tcp_loop"
 
 
 @contextmanager
-def _noted(failures: list[BaseException]) -> Iterator[None]:
+def _collecting(failures: list[BaseException]) -> Iterator[None]:
+    """Append an exception to the list, and raise it."""
     try:
         yield
     except BaseException as error:
@@ -182,7 +183,7 @@ def _noted(failures: list[BaseException]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Call:
-    """One collective on its way through a lane."""
+    """One collective of a lane."""
 
     stage: Stage
     start: RunStage
@@ -193,22 +194,22 @@ class _Call:
     begin: float = 0.0
 
 
-_IN_FLIGHT = 2
-"""Collectives of a lane that are started and have not arrived: the second keeps the wire busy when the
-first arrives; a third would only hold more memory."""
+_MAX_IN_FLIGHT = 2
+"""Collectives of a lane that are in flight at the same time: the second keeps the network busy when the first
+ends; a third would only use more memory."""
 
 
 class _Lane:
     """Starts collectives on one thread and waits for them on another, both in order.
 
-    The threads are daemons, so that a lost peer cannot keep the process alive.
+    The threads are daemons, so that a failed rank cannot keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._submitted: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._free = threading.Semaphore(_IN_FLIGHT)
+        self._free = threading.Semaphore(_MAX_IN_FLIGHT)
         self._last_end = 0.0
         self._threads = [
             threading.Thread(target=target, name=f"ampipe-{name}-{part}", daemon=True)
@@ -216,7 +217,7 @@ class _Lane:
         ]
         for thread in self._threads:
             thread.start()
-        # A thread that is still inside torch when the interpreter goes away aborts the process.
+        # A thread that still runs torch code when the interpreter exits aborts the process.
         atexit.register(self._stop)
 
     def submit(self, call: _Call) -> Future[None]:
@@ -232,7 +233,7 @@ class _Lane:
         while (call := self._submitted.get()) is not None:
             self._free.acquire()
             try:
-                with _noted(call.failures):
+                with _collecting(call.failures):
                     call.begin = time.perf_counter()
                     call.transfer = call.start(call.stage)
             except BaseException as error:
@@ -240,23 +241,23 @@ class _Lane:
                 call.future.set_exception(error)
             else:
                 self._started.put(call)
-            # Nothing of a finished call may live on while the lane waits for the next.
+            # Do not keep a finished call alive while the lane waits for the next one.
             del call
         self._started.put(None)
 
     def _wait(self) -> None:
         while (call := self._started.get()) is not None:
             try:
-                with _noted(call.failures):
+                with _collecting(call.failures):
                     finish(call.transfer)
             except BaseException as error:
                 call.future.set_exception(error)
             else:
-                # The lane was this collective's only from when the one ahead of it had arrived.
+                # The recorded stage starts at the earliest when the previous one of the lane has ended.
                 begin, self._last_end = max(call.begin, self._last_end), time.perf_counter()
                 call.recorder.add(self._name, call.stage, begin, self._last_end)
-                # Buffers and all that a stage can reach go before anyone hears of the arrival: the
-                # threads of the lane may hold the call itself for a moment longer.
+                # Release the buffers, and all that the stage references, before the result is set: the
+                # threads of the lane may keep the call itself alive a little longer.
                 del call.transfer, call.start
                 call.future.set_result(None)
             finally:

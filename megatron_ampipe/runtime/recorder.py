@@ -1,8 +1,7 @@
-"""Records when stages ran, as a :class:`~megatron_ampipe.timeline.Timeline`.
+"""Records the start and end of stages, as a :class:`~megatron_ampipe.timeline.Timeline`.
 
-Executors tell it of every stage; it does nothing unless it was asked to keep something. On CUDA the
-times come from events and are read only when the timeline is asked for, so recording never
-synchronises the device.
+Executors report every stage; nothing is recorded unless a number of iterations is given. On CUDA, times come
+from events that are read only when a timeline is requested, so recording does not synchronize the device.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_ampipe.timeline import StageSpan, Timeline
 
 @dataclass(slots=True)
 class _Mark:
-    """A stage that ran; ``begin`` and ``end`` are seconds, or events on CUDA."""
+    """A stage that has run; ``begin`` and ``end`` are seconds, or events on CUDA."""
 
     lane: str
     stage: str
@@ -35,17 +34,17 @@ class _Mark:
 
 @dataclass(slots=True)
 class _Iteration:
-    """What one training iteration left; ``origin`` is one moment on the host's clock and the device's."""
+    """The stages of one training iteration; ``origin`` is one point in time on both host and device."""
 
     number: int
     marks: list[_Mark] = field(default_factory=list)
     num_passes: int = 0
-    # One for each iteration: the distance to an event is exact only while it is short.
+    # One for each iteration: the time between two events loses precision when it is long.
     origin: tuple[float, torch.cuda.Event] | None = None
 
 
 class Recorder:
-    """Keeps the stages of the last iterations.
+    """Records the stages of the last iterations.
 
     Args:
         num_iterations: How many iterations to keep; 0 records nothing.
@@ -58,10 +57,10 @@ class Recorder:
         self._layer = 0
         self._direction = Direction.FORWARD
         self.passes = PassTimer()
-        """Times of whole passes, which others ask for."""
+        """Times of whole passes, for ``--ampipe-degree auto``."""
 
     def start_iteration(self, iteration: int) -> None:
-        """Everything recorded from here on belongs to this training iteration; may be called again for it."""
+        """Start recording stages of this training iteration; may be called repeatedly for the same one."""
         if not self.enabled:
             return
         self._recording = True
@@ -69,11 +68,11 @@ class Recorder:
             self._iterations.append(_Iteration(iteration))
 
     def pause(self) -> None:
-        """Record nothing until the next training iteration starts: an evaluation runs, or nobody asks."""
+        """Stop recording until the next call of :meth:`start_iteration`, for example in evaluation."""
         self._recording = False
 
     def enter(self, layer: int, direction: Direction) -> None:
-        """Everything recorded from here on belongs to this pass through this layer."""
+        """Start a pass: stages that follow belong to this layer and direction."""
         self._layer, self._direction = layer, direction
         if self._recording:
             self._iterations[-1].num_passes += 1
@@ -95,12 +94,12 @@ class Recorder:
         self._append(lane, stage, begin, end)
 
     def add(self, lane: str, stage: Stage, begin: float, end: float) -> None:
-        """Keep a stage that was timed by the caller, in seconds of ``time.perf_counter``."""
+        """Record a stage that was timed by the caller, in seconds of ``time.perf_counter``."""
         if self._recording:
             self._append(lane, stage, begin, end)
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:
-        """What was recorded, of one iteration or of all that are kept. On CUDA this waits for the device."""
+        """The timeline of one iteration, or of all recorded ones. On CUDA this waits for the device."""
         spans = [
             StageSpan(
                 lane=mark.lane,
@@ -118,9 +117,10 @@ class Recorder:
         return Timeline(rank=rank, spans=tuple(sorted(spans, key=lambda span: span.begin_us)), labels=labels)
 
     def pass_times_us(self, iteration: int) -> dict[Direction, list[float]]:
-        """From the first stage's begin to the last one's end of every pass of an iteration, in microseconds.
+        """Time from the first stage's start to the last one's end, for every pass of an iteration.
 
-        A pass is one direction of one layer for one micro-batch. On CUDA this waits for the device.
+        In microseconds. A pass is one direction of one layer for one micro-batch. On CUDA this waits for the
+        device.
         """
         ends: dict[tuple[Direction, int], tuple[float, float]] = {}
         for kept in self._iterations:

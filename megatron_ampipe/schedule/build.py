@@ -121,7 +121,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     """Dispatch of a chunk travels during attention of the next, combine during experts of the next.
 
     Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
-    follows ``lead`` chunks behind. Where the network is slow, attention then begins while most tokens
+    follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens
     still have to travel, and not after half of the way.
     """
     chunks = range(degree)

@@ -9,7 +9,7 @@ from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
 from megatron_ampipe.schedule.kinds import COMPUTE, Direction
 from megatron_ampipe.schedule.types import Program, Schedule, Stage
 
-_REMEDY = "Use one of the named schedules, or mend the text form of this one."
+_REMEDY = "Use one of the named schedules, or fix the text form of this one."
 
 
 def check(schedule: Schedule, features: BlockFeatures) -> None:

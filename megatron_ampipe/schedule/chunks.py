@@ -1,8 +1,8 @@
-"""Where a sequence is cut.
+"""Splits a sequence into chunks.
 
-A chunk names its rows twice: as rows of the residual stream that this rank holds, and as rows of the
-queries that attention sees. The two are the same unless sequence parallelism shards the residual
-stream. Pure arithmetic; called by ``layers`` once per sequence length.
+A chunk is stored twice: as rows of this rank's residual stream, and as rows of the queries of attention. The
+two are the same unless sequence parallelism shards the residual stream. Pure arithmetic; called by ``layers``
+once per sequence length.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from megatron_ampipe.errors import BadInput
 
 TILE_ROWS = 128
-"""Rows of a tile of the attention kernels of GPUs, which compute the rest of one for nothing."""
+"""Rows of a tile in attention kernels on GPUs, where an incomplete tile costs as much as a whole one."""
 ALIGNED_TILES = 4
-"""Chunks end on whole tiles where the shortest of them has so many."""
+"""Chunks end on tile boundaries if the shortest chunk has at least this number of tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of rows that is contiguous in local memory and in the whole sequence.
+    """A range of rows that is contiguous in local memory and in the whole sequence.
 
     Attributes:
         local_start: First row in the local tensor.
         length: Number of rows, at least 1.
         global_start: Position of the first row in the whole sequence; a causal query of the span's
-            last row sees the keys ``[0, global_start + length)``.
+            last row attends to the keys ``[0, global_start + length)``.
     """
 
     local_start: int
@@ -51,8 +51,8 @@ class Chunk:
     """One part of the sequence.
 
     Attributes:
-        hidden: Rows of the local residual stream.
-        queries: Rows of the local query tensor.
+        hidden: Spans of the local residual stream.
+        queries: Spans of the local query tensor.
     """
 
     hidden: tuple[Span, ...]
@@ -60,12 +60,12 @@ class Chunk:
 
     @property
     def num_keys(self) -> int:
-        """How many keys, from the start of the sequence, any query of the chunk can see."""
+        """How many keys, from the start of the sequence, the queries of the chunk can attend to."""
         return max(span.global_end for span in self.queries)
 
     @classmethod
     def joined(cls, chunks: Sequence[Chunk]) -> Chunk:
-        """All rows of several chunks as one, in memory order and in as few spans as possible."""
+        """Join several chunks into one, in memory order and with as few spans as possible."""
         return cls(
             hidden=_join([span for chunk in chunks for span in chunk.hidden]),
             queries=_join([span for chunk in chunks for span in chunk.queries]),
@@ -88,11 +88,11 @@ class SequenceLayout:
     """Which rows of the whole sequence this rank holds.
 
     Attributes:
-        tensor_ranks: Ranks over which sequence parallelism shards the residual stream; 1 without.
-        tensor_rank: This rank among them.
-        context_ranks: Context-parallel ranks. Each holds two slices of the sequence, the ``r``-th from the
-            front and the ``r``-th from the back (Megatron's zigzag).
-        context_rank: This rank among them.
+        tensor_ranks: Number of ranks over which sequence parallelism shards the residual stream, or 1.
+        tensor_rank: Index of this rank among them.
+        context_ranks: Number of context-parallel ranks. Rank ``r`` holds two slices of the sequence, the
+            ``r``-th from the front and the ``r``-th from the end (Megatron's zigzag).
+        context_rank: Index of this rank among them.
     """
 
     tensor_ranks: int = 1
@@ -101,12 +101,12 @@ class SequenceLayout:
     context_rank: int = 0
 
     def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
-        """Rows of this rank's queries, numbered from 0, as spans.
+        """The spans of a range of this rank's query rows, counted from 0.
 
         Args:
             first: First row, ``0 <= first < sequence_length / context_ranks``.
             length: Number of rows.
-            sequence_length: Of the whole sequence.
+            sequence_length: Rows of the whole sequence.
         """
         if self.context_ranks == 1:
             return (Span(first, length, first),)
@@ -128,25 +128,25 @@ def chunk_sequence(
     layout: SequenceLayout | None = None,
     flag: str = "--ampipe-chunks",
 ) -> tuple[Chunk, ...]:
-    """Cut a sequence into ``degree`` chunks.
+    """Split a sequence into ``degree`` chunks.
 
-    Without shares their lengths differ by at most one row, longer ones first. Where a rank has
-    :data:`ALIGNED_TILES` tiles of :data:`TILE_ROWS` rows or more for every chunk, chunks end on whole tiles:
-    lengths then differ by at most one tile, and what is left over belongs to the last chunk. With shares,
-    ends go to the nearest tile where every chunk has so many tiles, else to the nearest row.
+    Without shares, lengths differ by at most one row, with longer chunks first. If a rank has at least
+    :data:`ALIGNED_TILES` tiles of :data:`TILE_ROWS` rows for every chunk, chunks end on tile boundaries:
+    lengths then differ by at most one tile, and the last chunk also gets the remaining rows. With shares,
+    ends are rounded to the nearest tile if every chunk has that number of tiles, else to the nearest row.
 
     A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
-    scatters a chunk's rows evenly over those ranks and must hand each the rows it owns.
+    scatters a chunk's rows evenly over those ranks, and each must receive rows of its shard.
 
     Args:
         sequence_length: Rows of the whole sequence.
         degree: Number of chunks.
-        shares: Of the sequence, one for each chunk, with a sum of 1.
-        layout: What this rank holds; the whole sequence if None.
-        flag: Where the shares stood, for the error.
+        shares: Share of the sequence in each chunk, with a sum of 1.
+        layout: The rows of this rank; the whole sequence if None.
+        flag: The flag that gave the shares, for error messages.
 
     Raises:
-        BadInput: when some chunk would be empty, or the ranks cannot hold equal parts.
+        BadInput: a chunk would be empty, or the sequence cannot be split evenly over the ranks.
     """
     layout = layout or SequenceLayout()
     slices = layout.tensor_ranks * layout.context_ranks * (2 if layout.context_ranks > 1 else 1)
@@ -162,13 +162,13 @@ def chunk_sequence(
         raise BadInput(
             "--ampipe-degree",
             degree,
-            rule=f"must lie between 1 and the rows of the sequence that one rank holds ({num_rows})",
+            rule=f"must be between 1 and the number of rows of the sequence on one rank ({num_rows})",
             remedy=f"Use --ampipe-degree {min(4, num_rows)}.",
         )
     chunks = []
     start = 0
     for length in _lengths(num_rows, degree, shares, flag):
-        # Rows of the gathered queries: the shards of the tensor-parallel ranks, one after another.
+        # The gathered queries are the concatenated shards of the tensor-parallel ranks.
         parts = [
             layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)
             for rank in range(layout.tensor_ranks)
@@ -184,10 +184,10 @@ def chunk_sequence(
 
 
 def row_unit(num_rows: int, degree: int) -> int:
-    """Ends of chunks go to multiples of this many rows of a rank.
+    """Ends of chunks are rounded to multiples of this number of rows of a rank.
 
-    :data:`TILE_ROWS` where a chunk has :data:`ALIGNED_TILES` tiles or more, else 1. So chunks that were
-    equal differ by a quarter at most, and short sequences are cut as evenly as can be.
+    :data:`TILE_ROWS` if a chunk has at least :data:`ALIGNED_TILES` tiles, else 1. Rounding then changes the
+    length of an equal chunk by a quarter at most, and short sequences are split as evenly as possible.
     """
     return TILE_ROWS if num_rows // TILE_ROWS // degree >= ALIGNED_TILES else 1
 
@@ -213,7 +213,7 @@ def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: s
         raise BadInput(
             flag,
             ",".join(f"{share:.6g}" for share in shares),
-            rule=f"chunk {lengths.index(shortest)} would have no row of the {num_rows} that one rank holds",
+            rule=f"chunk {lengths.index(shortest)} would have none of the {num_rows} rows of a rank",
             remedy=f"Give every chunk a share of at least {math.ceil(1e6 / num_rows) / 1e6:.6g}.",
         )
     if shortest < ALIGNED_TILES * TILE_ROWS:
@@ -222,6 +222,6 @@ def _lengths(num_rows: int, degree: int, shares: Sequence[float] | None, flag: s
 
 
 def _nearest(num_rows: int, shares: Sequence[float], *, unit: int) -> tuple[int, ...]:
-    """Lengths of chunks whose ends, but for the last, are the multiples of a unit next to the shares."""
+    """Lengths of the chunks; ends (except for the last) are rounded to the nearest multiple of a unit."""
     ends = [unit * math.floor(share * num_rows / unit + 0.5) for share in itertools.accumulate(shares)]
     return tuple(end - start for start, end in itertools.pairwise([0, *ends[:-1], num_rows]))

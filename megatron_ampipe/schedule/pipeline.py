@@ -1,8 +1,8 @@
-"""How blocks are run: where the sequence is cut, and in which order the stages run.
+"""How blocks run: how the sequence is split into chunks, and in which order the stages run.
 
-A plain value, and the only carrier of degrees and shares: flags, plans and benchmarks make one, and
-``--ampipe-degree auto`` replaces one by another between two iterations. ``layers.context`` carries it to the
-blocks.
+An immutable value, and the only type that stores degrees and shares: it is made from flags, plans and grids
+of benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. Blocks read it from
+``layers.context``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from megatron_ampipe.schedule.graph import BlockFeatures, restrict
 from megatron_ampipe.schedule.types import Schedule
 
 _ROUNDING_OF_SHARES = 0.015
-"""How far the sum of shares may be from 1: 0.33,0.33,0.33 means thirds."""
+"""Allowed deviation of the sum of the shares from 1, so that 0.33,0.33,0.33 means thirds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """One way to run every block of a model.
 
-    The sequence is cut into as many chunks as the larger of the two degrees. In the direction with the
+    The number of chunks of the sequence is the larger of the two degrees. In the direction with the
     smaller degree, adjacent chunks are grouped: they are computed one after the other and share a collective.
 
     Attributes:
-        degree: Of the forward pass.
-        backward_degree: Of the backward pass; one of the two divides the other.
-        shares: Of the sequence, with a sum of 1: one for each chunk, or for each part of the forward pass,
-            whose chunks are then equal. All equal if None.
+        degree: Degree of the forward pass.
+        backward_degree: Degree of the backward pass; one of the two divides the other.
+        shares: Shares of the sequence, with a sum of 1: one for each chunk, or one for each group of chunks
+            of the forward pass, which are then equal. All chunks are equal if None.
         schedule: Name of the order of the stages.
-        order: A searched order in place of the named one; has these degrees.
+        order: An order of the stages that replaces the named one; it has these degrees.
 
     Raises:
-        BadInput: a degree is wrong, or degrees and shares contradict each other.
+        BadInput: a degree is invalid, or degrees and shares contradict each other.
     """
 
     degree: int
@@ -58,7 +58,7 @@ class Pipeline:
         schedule: str = "ampipe",
         order: Schedule | None = None,
     ) -> Self:
-        """A pipeline whose backward degree is the forward one's unless it is given."""
+        """A pipeline whose backward degree defaults to the forward degree."""
         return cls(
             degree=degree,
             backward_degree=degree if backward_degree is None else backward_degree,
@@ -75,7 +75,7 @@ class Pipeline:
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
-        # Blocks look up by it in every pass, and an order has hundreds of stages.
+        # Blocks use it as a key in every pass, and an order has hundreds of stages.
         return self._hash
 
     def _check(self) -> None:
@@ -91,25 +91,25 @@ class Pipeline:
             raise BadInput(
                 "--ampipe-backward-degree",
                 backward,
-                rule=f"must divide the degree of the forward pass ({degree}), or be divided by it",
+                rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
                 remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
             )
         if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
             raise BadInput(
                 "--ampipe-degree",
                 degree,
-                rule=f"is not the number of chunks that --ampipe-chunks names ({len(self.shares)})",
+                rule=f"is not the number of shares of --ampipe-chunks ({len(self.shares)})",
                 remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}.",
             )
 
     @property
     def is_stock(self) -> bool:
-        """Whether nothing is cut, which is Megatron's own layer."""
+        """Whether there is only one chunk, which is Megatron's own layer."""
         return self.num_chunks == 1
 
     @property
     def num_chunks(self) -> int:
-        """Into how many chunks the sequence is cut."""
+        """Number of chunks of the sequence."""
         return max(self.degree, self.backward_degree)
 
     def chunks(self, sequence_length: int, layout: SequenceLayout | None = None) -> tuple[Chunk, ...]:
@@ -117,10 +117,10 @@ class Pipeline:
 
         Args:
             sequence_length: Rows of the whole sequence.
-            layout: What this rank holds; the whole sequence if None.
+            layout: The rows of this rank; the whole sequence if None.
 
         Raises:
-            BadInput: some chunk would be empty, or the ranks cannot hold equal parts.
+            BadInput: a chunk would be empty, or the sequence cannot be split evenly over the ranks.
         """
         shares = self.shares
         if shares is not None and len(shares) < self.num_chunks:
@@ -129,7 +129,7 @@ class Pipeline:
         return chunk_sequence(sequence_length, degree=self.num_chunks, shares=shares, layout=layout)
 
     def schedule_of(self, features: BlockFeatures) -> Schedule:
-        """The order of the stages of a block with these features, checked."""
+        """The checked schedule of a block with these features."""
         if self.order is not None:
             schedule = restrict(self.order, features)
         else:
@@ -141,7 +141,7 @@ class Pipeline:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels of the timeline of such a run, recorded or predicted."""
+        """Labels of a timeline with this pipeline, recorded or predicted."""
         labels = {"degree": str(self.degree), "schedule": self.name}
         if self.backward_degree != self.degree:
             labels["backward degree"] = str(self.backward_degree)
@@ -167,30 +167,30 @@ class Pipeline:
 
 
 def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:
-    """Read shares of a sequence, such as ``0.4,0.3,0.3``.
+    """Parse shares of a sequence, such as ``0.4,0.3,0.3``.
 
     Args:
-        text: Numbers with commas between them.
-        flag: That has this value, for the error.
+        text: Numbers, separated by commas.
+        flag: The flag with this value, for error messages.
 
     Returns:
         The shares, scaled to a sum of exactly 1.
 
     Raises:
-        BadInput: it is no list of numbers above 0 with a sum of 1.
+        BadInput: the text is not a list of numbers above 0 with a sum of 1.
     """
     remedy = f"Use for example {flag} 0.4,0.3,0.3."
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
         raise BadInput(
-            flag, text or "(empty)", rule="is not a list of numbers with commas between them", remedy=remedy
+            flag, text or "(empty)", rule="is not a list of numbers separated by commas", remedy=remedy
         ) from None
     if not all(0 < share < math.inf for share in shares):
         raise BadInput(flag, text, rule="every share must be above 0", remedy=remedy)
     total = sum(shares)
     if abs(total - 1) > _ROUNDING_OF_SHARES:
         raise BadInput(
-            flag, text, rule=f"the shares must have a sum of 1, and have {total:.6g}", remedy=remedy
+            flag, text, rule=f"the shares must have a sum of 1; the sum is {total:.6g}", remedy=remedy
         )
     return tuple(share / total for share in shares)

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     for timeline in shown:
         print(
             f"rank {timeline.rank}: {timeline.hidden_share:.0%} of {timeline.communication_us / 1e3:.2f} ms "
-            f"communication hidden behind computation ({timeline_picture.layers_of(timeline)})"
+            f"communication hidden under computation ({timeline_picture.layers_of(timeline)})"
         )
     if prediction is not None:
         print(

@@ -36,7 +36,7 @@ examples:
   ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --ranks 64 --set expert-model-parallel-size=16
       another layout than the model file names
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
-      on figures of your own machines; the plan as a file, and a picture of the predicted timeline
+      on figures measured on your machines; writes the plan, and a picture of the predicted timeline
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
       the predicted timeline of a run with --ampipe-degree 4, to compare with its traces by ampipe draw
 

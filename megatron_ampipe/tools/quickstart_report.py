@@ -1,4 +1,4 @@
-"""What the quick start tells of its two trainings: ``summary.json``, the check of the losses, the last lines.
+"""What the quick start reports: ``summary.json``, the check of the losses, the last lines.
 
 Runs nothing. Called by :mod:`.quickstart`.
 """

@@ -286,7 +286,7 @@ def _hidden(timelines: Sequence[Timeline]) -> str:
     hidden_us = sum(timeline.hidden_us for timeline in recorded or timelines)
     if not total_us:
         return "no communication"
-    text = f"{hidden_us / total_us:.0%} of communication hidden behind computation"
+    text = f"{hidden_us / total_us:.0%} of communication hidden under computation"
     predicted = next((timeline for timeline in timelines if timeline.is_predicted), None)
     if recorded and predicted is not None:
         text += f", {predicted.hidden_share:.0%} predicted"

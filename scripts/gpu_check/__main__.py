@@ -90,7 +90,9 @@ def _pack(chosen: argparse.Namespace) -> int:
 def _check(chosen: argparse.Namespace) -> int:
     budget_s = BUDGET_S if chosen.budget is None else chosen.budget
     if budget_s < 1:
-        raise BadInput("--budget", budget_s, rule="is no time at all", remedy=f"Use --budget {BUDGET_S}.")
+        raise BadInput(
+            "--budget", budget_s, rule="must be at least 1 second", remedy=f"Use --budget {BUDGET_S}."
+        )
     begin = time.monotonic()
     output = (chosen.output or REPOSITORY / "runs/gpu-check").absolute()
     with _unpacked(chosen.wheels) as environment, tempfile.TemporaryDirectory() as scratch:

@@ -65,14 +65,14 @@ def test_a_prediction_is_for_the_pipeline_and_the_shape_that_ran(reports: list[A
 def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:
     for report in reports:
         assert report["refusal"].startswith("rank 3 runs 'degree 4, schedule ampipe' and rank 0 'degree 2")
-        assert "Put one file where every rank sees it" in report["refusal"]
+        assert "Put the file where every rank can read it" in report["refusal"]
 
 
 def test_a_run_that_is_shorter_than_its_trials_warns_twice(reports: list[Any]) -> None:
     for report in reports:
         trying, warning, end = report["short"]["said"]
         assert "trying degrees 1, 2, 4, 8" in trying
-        assert warning.startswith("the run has 5 iterations left, and trying takes up to 25: ")
+        assert warning.startswith("the run has 5 iterations left, and the trials take up to 25: ")
         assert end.startswith("the run ends before a degree was chosen")
         assert report["short"]["kept"] == []
 

@@ -411,7 +411,7 @@ _FLAGS = (
     Row(
         "chunks-sum",
         "train --ampipe-chunks 0.5,0.5,0.5",
-        "must have a sum of 1, and have 1.5. Use for example",
+        "must have a sum of 1; the sum is 1.5. Use for example",
     ),
     Row(
         "chunks-one",
@@ -421,7 +421,7 @@ _FLAGS = (
     Row(
         "backward-zero",
         "train --ampipe-degree 4 --ampipe-backward-degree 0",
-        "must divide the degree of the forward",
+        "must be a divisor or a multiple of the degree of the forward",
     ),
     Row(
         "backward-auto",

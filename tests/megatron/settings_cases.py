@@ -28,7 +28,8 @@ WRONG = {
     "key-shortened": Wrong("layers: there is no such flag. Did you mean num-layers", "layers: 2"),
     "key-underscores": Wrong("{line}2: num_layers: keys have hyphens", "# one\nnum_layers: 2"),
     "key-dashes": Wrong(
-        "--num-layers: keys have hyphens inside and none in front. Write 'num-layers'", "--num-layers: 2"
+        "--num-layers: keys are written with hyphens, and without leading dashes. Write 'num-layers'",
+        "--num-layers: 2",
     ),
     "key-nothing-like-it": Wrong("qqqq: there is no such flag. Run with --help", "qqqq: 2"),
     "key-negated": Wrong(
@@ -88,7 +89,7 @@ WRONG = {
     "own-at-top": Wrong("degree: is a setting of AMPipe. Write 'degree: ...' below 'ampipe:'", "degree: 4"),
     "own-with-prefix-at-top": Wrong("Write 'degree: ...' below 'ampipe:'", "ampipe-degree: 4"),
     "own-with-prefix": Wrong(
-        "ampipe.ampipe-degree: keys have hyphens inside and none in front. Write 'degree'",
+        "ampipe.ampipe-degree: keys are written with hyphens, and without leading dashes. Write 'degree'",
         "ampipe:\n  ampipe-degree: 4",
     ),
     "own-misspelt": Wrong(
@@ -113,7 +114,7 @@ WRONG = {
         "ampipe:\n  num-layers: 4",
     ),
     "file-in-file": Wrong("ampipe.config: a file cannot name further files", "ampipe:\n  config: tiny"),
-    "beside-flags": Wrong(
+    "next-to-flags": Wrong(
         "{line}3: lr: stands outside the section 'flags:', and would not be read",
         "flags:\n  num-layers: 2\nlr: 1",
     ),
@@ -171,7 +172,7 @@ WRONG = {
         words=("--yaml-cfg", "x.yaml"),
     ),
     "megatrons-own-yaml-in-a-file": Wrong("{line}1: --yaml-cfg x.yaml: replaces", "yaml-cfg: x.yaml"),
-    "flag-beside-a-file": Wrong(
+    "flag-and-a-file": Wrong(
         "--num-layers 'two': invalid int value", "num-layers: 2", ("--num-layers", "two")
     ),
 }

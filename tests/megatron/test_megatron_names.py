@@ -1,6 +1,6 @@
 """Checks every name of Megatron that AMPipe builds on (:mod:`tests.internals`).
 
-A change in another Megatron is then reported here, by name and with the file of ours that depends on it,
+A change in another Megatron is then reported here, by name and with AMPipe's file that depends on it,
 before it shows as a wrong gradient. The checks run in one separate process, because the host platform has to
 be in place before Megatron is imported: ``python -m tests.megatron.test_megatron_names`` prints them.
 """

@@ -31,7 +31,7 @@ OTHERS = {
     ),
     "backward-degree-3-of-4": (
         [*ACCEPTED, "--ampipe-backward-degree", "3"],
-        "--ampipe-backward-degree 3: must divide the degree of the forward pass (4), or be divided by it. "
+        "--ampipe-backward-degree 3: must be a divisor or a multiple of the degree of the forward pass (4). "
         "Use --ampipe-backward-degree 8, 1 or 4.",
     ),
     "backward-degree-above-sequence": (
@@ -44,11 +44,11 @@ OTHERS = {
     ),
     "chunks-of-another-degree": (
         [*ACCEPTED, "--ampipe-chunks", "0.4,0.3,0.3"],
-        "--ampipe-degree 4: is not the number of chunks that --ampipe-chunks names (3). Leave it out",
+        "--ampipe-degree 4: is not the number of shares of --ampipe-chunks (3). Leave it out",
     ),
     "chunks-of-no-row": (
         [*ACCEPTED, "--ampipe-chunks", "0.5,0.001,0.3,0.199"],
-        "--ampipe-chunks 0.5,0.001,0.3,0.199: chunk 1 would have no row of the 64 that one rank holds.",
+        "--ampipe-chunks 0.5,0.001,0.3,0.199: chunk 1 would have none of the 64 rows of a rank.",
     ),
     "chunks-no-numbers": (
         [*ACCEPTED, "--ampipe-chunks", "a,b"],

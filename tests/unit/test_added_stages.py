@@ -33,7 +33,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools.timeline_picture import draw
 from tests.added_stages import AUDIT, COPY, COSTS, DELAY
-from tests.plan_cases import cluster, hosted, workload
+from tests.plan_cases import cluster, without_device, workload
 
 FEATURES = BlockFeatures(losses=True, shared=True, chunked_qkv=True, added=(DELAY, COPY))
 ALL_KINDS = (*MOE_BLOCK, DELAY, COPY, AUDIT)
@@ -66,7 +66,7 @@ def test_they_stand_between_their_neighbours_in_both_directions() -> None:
 
 
 def test_a_prediction_counts_them_and_a_search_orders_them() -> None:
-    block, figures = workload(), hosted(cluster())
+    block, figures = workload(), without_device(cluster())
     plain, predictor = Predictor(block, figures), Predictor(block, figures, added=COSTS)
     lengths = even_chunks(block.rows, 4)
     before = plain.pass_us(build("sequential", degree=4, features=plain.features), lengths)

@@ -93,7 +93,7 @@ def test_a_chunk_sees_all_earlier_keys_and_its_own() -> None:
 
 @pytest.mark.parametrize("degree", [0, -1, 11])
 def test_a_degree_that_leaves_a_chunk_empty_is_refused(degree: int) -> None:
-    with pytest.raises(BadInput, match="between 1 and the rows of the sequence that one rank holds"):
+    with pytest.raises(BadInput, match="between 1 and the number of rows of the sequence on one rank"):
         chunk_sequence(10, degree=degree)
 
 
@@ -122,7 +122,7 @@ def test_shares_hold_of_the_rows_of_every_rank() -> None:
 
 
 def test_a_share_without_a_row_is_refused_with_one_that_has() -> None:
-    with pytest.raises(BadInput, match=r"chunk 1 would have no row of the 10 .* at least 0\.1") as refused:
+    with pytest.raises(BadInput, match=r"chunk 1 would have none of the 10 rows .* at least 0\.1") as refused:
         chunk_sequence(10, degree=3, shares=(0.5, 0.01, 0.49))
     assert refused.value.name == "--ampipe-chunks"
     assert len(chunk_sequence(10, degree=3, shares=(0.5, 0.1, 0.4))) == 3
@@ -142,9 +142,9 @@ def test_a_backward_degree_cuts_every_share_further() -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"degree": 4, "backward_degree": 3}, "--ampipe-backward-degree 3: must divide"),
-        ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must divide"),
-        ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of chunks .*\(2\)"),
+        ({"degree": 4, "backward_degree": 3}, "--ampipe-backward-degree 3: must be a divisor or a multiple"),
+        ({"degree": 4, "backward_degree": 0}, "--ampipe-backward-degree 0: must be a divisor or a multiple"),
+        ({"degree": 4, "shares": (0.5, 0.5)}, r"--ampipe-degree 4: is not the number of shares .*\(2\)"),
         ({"degree": 0}, "--ampipe-degree 0: must be a whole number"),
     ],
 )
@@ -158,7 +158,7 @@ def test_pipelines_that_do_not_go_together_are_refused(settings: dict[str, Any],
     [
         ("0.5,half", "is not a list of numbers"),
         ("", "is not a list of numbers"),
-        ("0.5,0.6", "must have a sum of 1, and have 1.1"),
+        ("0.5,0.6", "must have a sum of 1; the sum is 1.1"),
         ("1.2,-0.2", "every share must be above 0"),
         ("nan,1", "every share must be above 0"),
     ],

@@ -82,7 +82,7 @@ def test_default_is_the_last_iteration_and_the_first_layer_that_communicates(
     for word in ("degree 2", "schedule a$b$", "iteration 2", "first of 2 passes"):
         assert word in drawn["title"]
     assert (
-        "rank 0: 50% of 8.00 ms communication hidden behind computation (layer 2)" in capsys.readouterr().out
+        "rank 0: 50% of 8.00 ms communication hidden under computation (layer 2)" in capsys.readouterr().out
     )
 
 

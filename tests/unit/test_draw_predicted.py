@@ -85,7 +85,7 @@ def test_the_picture_names_both_and_aligns_them(traces: Path, monkeypatch: pytes
     monkeypatch.setattr(timeline_picture, "_write", reading)
     assert draw(traces) == 0
     assert {"rank 0", "rank 1", "predicted", "layer 2", "one block"} <= texts
-    assert "50% of communication hidden behind computation, 50% predicted" in texts
+    assert "50% of communication hidden under computation, 50% predicted" in texts
     # Compute begins at 0 in both directions, dispatch 2 ms later, on paper 1 ms.
     assert begins == {0: {0, 2000}, 1: {0, 1000}, 2: {0, 2000}, 3: {0, 1000}}
 

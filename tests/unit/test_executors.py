@@ -1,4 +1,4 @@
-"""What executors do to the process they run in."""
+"""Effects of executors on the process: thread priorities and released memory."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ _PR_SET_NAME = 15
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
-def test_event_loops_of_gloo_alone_become_batch_threads() -> None:
+def test_only_the_event_loops_of_gloo_become_batch_threads() -> None:
     ready, done = threading.Barrier(3), threading.Event()
     found: dict[bytes, int] = {}
 
@@ -45,20 +45,20 @@ def test_event_loops_of_gloo_alone_become_batch_threads() -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def test_nothing_of_a_collective_outlives_its_arrival() -> None:
-    """What was received is let go, slowly here, before the thread that waits for the arrival goes on."""
+def test_buffers_of_a_collective_are_released_before_its_result_is_set() -> None:
+    """The release is slow here, and must end before the waiting thread continues."""
     events: list[str] = []
 
-    def let_go() -> None:
+    def record_release() -> None:
         time.sleep(0.05)
-        events.append("let go")
+        events.append("released")
 
     def run_stage(stage: Stage) -> Transfer:
         received = torch.empty(1)
-        weakref.finalize(received, let_go)
+        weakref.finalize(received, record_release)
         return Transfer((received,))
 
     stage = Stage(kinds.DISPATCH, 0)
     ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
-    events.append("arrived")
-    assert events == ["let go", "arrived"]
+    events.append("ended")
+    assert events == ["released", "ended"]

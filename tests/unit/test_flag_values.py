@@ -31,7 +31,7 @@ def refusal(**given: Any) -> str:
         ({"moe_router_topk": 0}, "--moe-router-topk 0: must be at least 1."),
         ({"lr": float("nan")}, "--lr nan: must be a number."),
         ({"lr": float("inf")}, "--lr inf: must be a number."),
-        ({"hidden_dropout": 1.5}, "--hidden-dropout 1.5: must lie between 0 and 1."),
+        ({"hidden_dropout": 1.5}, "--hidden-dropout 1.5: must be between 0 and 1."),
         ({"save": "runs", "save_interval": None}, "--save-interval (not given): with --save, "),
         ({"wandb_project": "mine", "save": None}, "--wandb-project mine: Weights & Biases keeps its files"),
         (

@@ -1,4 +1,4 @@
-"""``scripts/gpu_check.sh`` without a GPU: packing, the steps and their time, reading results, the table."""
+"""``scripts/gpu_check.sh`` without a GPU: wheels, steps and their time limits, results, the table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_packing_fetches_everything_but_torch(
     assert {"--no-deps", "--only-binary=:all:"} <= set(words)
 
 
-def test_what_is_compiled_and_may_be_needed_is_not_packed(
+def test_wheels_with_required_compiled_modules_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pip(*words: str) -> None:
@@ -92,7 +92,7 @@ def test_a_pack_that_is_too_large_is_refused(
         (["--pack", "{folder}/mine/notes.txt"], "is not a folder"),
         (["--pack", "{folder}/new", "--wheels", "x"], "--wheels x: has no effect with --pack"),
         (["--pack", "{folder}/new", "--budget", "60"], "--budget 60: has no effect with --pack"),
-        (["--budget", "0"], "--budget 0: is no time at all"),
+        (["--budget", "0"], "--budget 0: must be at least 1 second"),
         (["--wheels", "{folder}/mine"], "holds no wheel"),
         (["--budget", "soon"], "invalid int value"),
     ],
@@ -125,12 +125,12 @@ def make_wheel(folder: Path, more: dict[str, str] | None = None, tag: str = "py3
             wheel.writestr(path, text)
 
 
-def test_one_pack_serves_every_python(tmp_path: Path) -> None:
-    """Modules compiled for another Python are left out and never run."""
+def test_a_pack_can_be_used_with_every_python(tmp_path: Path) -> None:
+    """Compiled modules are not unpacked, because they may be for another version."""
     more = {
         "yaml/__init__.py": "",
         "yaml/_yaml.cpython-38-x86_64-linux-gnu.so": "for another",
-        "ampipe_probe-1.0.data/platlib/beside.py": "",
+        "ampipe_probe-1.0.data/platlib/extra.py": "",
     }
     make_wheel(tmp_path, more, tag="cp38-cp38-manylinux_2_17_x86_64")
     site = tmp_path / "site"
@@ -140,26 +140,26 @@ def test_one_pack_serves_every_python(tmp_path: Path) -> None:
     assert files == [
         "ampipe_probe-1.0.dist-info/METADATA",
         "ampipe_probe.py",
-        "beside.py",
+        "extra.py",
         "yaml/__init__.py",
     ]
 
 
 @pytest.mark.parametrize("path", ["../outside.py", "a/../../outside.py", "/tmp/ampipe-outside.py"])
-def test_a_wheel_writes_nowhere_else(tmp_path: Path, path: str) -> None:
+def test_a_wheel_with_a_path_outside_of_its_folder_is_refused(tmp_path: Path, path: str) -> None:
     make_wheel(tmp_path, {path: ""})
     with pytest.raises(BadInput, match="damaged"):
         wheels.unpack(tmp_path, tmp_path / "site")
     assert not (tmp_path / "outside.py").exists()
 
 
-def test_a_wheel_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_truncated_wheel_names_it(tmp_path: Path) -> None:
     (tmp_path / "half-1-py3-none-any.whl").write_bytes(b"PK")
     with pytest.raises(BadInput, match=r"holds half-1-py3-none-any\.whl, which is damaged"):
         wheels.unpack(tmp_path, tmp_path / "site")
 
 
-def test_what_is_left_out_is_not_needed(tmp_path: Path) -> None:
+def test_the_check_needs_no_compiled_modules_of_its_wheels(tmp_path: Path) -> None:
     """PyYAML and the parts of Megatron that the check imports, without a compiled module."""
     for name in ("yaml", "megatron"):
         spec = importlib.util.find_spec(name)
@@ -191,7 +191,7 @@ def test_the_steps_fit_into_nine_minutes(tmp_path: Path) -> None:
     assert len({step.name for step in planned}) == len({step.result for step in planned}) == len(planned)
 
 
-def test_what_the_steps_measure_exists(tmp_path: Path) -> None:
+def test_the_steps_use_existing_grids_and_cases(tmp_path: Path) -> None:
     planned = plan(tmp_path, tmp_path)
     assert [step.kind for step in planned] == ["parity", "profile", *["bench"] * 6]
     for step in planned:
@@ -224,14 +224,16 @@ def run_it(tmp_path: Path, what: Step, *, budget_s: float = 60) -> Done:
         (4, Outcome.DIFFERENT, "the last words"),
     ],
 )
-def test_how_a_step_came_out(tmp_path: Path, code: int, outcome: Outcome, said: str) -> None:
+def test_the_outcome_of_a_step_follows_its_exit_code(
+    tmp_path: Path, code: int, outcome: Outcome, said: str
+) -> None:
     text = f"import sys; open('{tmp_path}/result', 'w').write('r'); print('the last words'); sys.exit({code})"
     done = run_it(tmp_path, step(tmp_path, text))
     assert (done.outcome, done.said, done.found) == (outcome, said, "r")
     assert "== one\nthe last words" in (tmp_path / "log").read_text()
 
 
-def test_a_step_that_overruns_is_cut_with_all_it_started(
+def test_a_step_over_its_time_limit_is_ended_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "_SHORTEST_S", 0.1)
@@ -260,7 +262,7 @@ def stat_of(pid: str) -> str:
         return " Z "
 
 
-def test_a_step_for_which_no_time_is_left_is_skipped(tmp_path: Path) -> None:
+def test_a_step_without_remaining_time_is_skipped(tmp_path: Path) -> None:
     done = run_it(tmp_path, step(tmp_path, "0/0"), budget_s=2)
     assert (done.outcome, done.seconds) == (Outcome.SKIPPED, 0.0)
 
@@ -289,7 +291,7 @@ def trace(*events: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "link_kernel", ["void at::cuda::spin_kernel(long)", "ampipe_spin_vectorized2_kernel"]
 )
-def test_overlap_is_read_from_a_trace(link_kernel: str) -> None:
+def test_the_overlap_of_a_trace(link_kernel: str) -> None:
     found = read_profile(
         trace(
             on_device("gemm", 7, 1000.0, 2000.0),
@@ -303,14 +305,14 @@ def test_overlap_is_read_from_a_trace(link_kernel: str) -> None:
     assert found.hidden_share == pytest.approx(1 / 3)
 
 
-def test_one_stream_hides_nothing() -> None:
+def test_communication_on_the_compute_stream_is_not_hidden() -> None:
     found = read_profile(
         trace(on_device("gemm", 7, 1000.0, 500.0), on_device("spin_kernel", 7, 1500.0, 500.0))
     )
     assert found.hidden_share == 0
 
 
-def test_waits_of_the_host_are_counted_within_the_pass() -> None:
+def test_waits_of_the_host_are_counted_in_the_pass_only() -> None:
     found = read_profile(
         trace(
             on_host("cudaEventSynchronize", 1100.0),
@@ -319,7 +321,7 @@ def test_waits_of_the_host_are_counted_within_the_pass() -> None:
             on_host("cudaMemcpyAsync", 1400.0),
             on_host("cudaStreamSynchronize", 2100.0),
             on_host("cuMemcpyDtoH_v2", 2200.0, "cuda_driver"),
-            # After the pass the check itself waits.
+            # A wait of the check itself, after the pass.
             on_host("cudaDeviceSynchronize", 3000.0),
         )
     )
@@ -396,7 +398,7 @@ def test_findings_of_a_good_run() -> None:
 
 
 @pytest.mark.parametrize("tag", ["failure", "error", "skipped"])
-def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
+def test_a_failed_parity_test_is_reported_as_different(tag: str) -> None:
     failure = f'<{tag} message="off by 1"/>'
     found = rows(finished("parity", JUNIT.format(failure=failure), Outcome.FAILED, "1 failed"))
     assert found["parity fp32"][0] is Outcome.OK
@@ -406,7 +408,7 @@ def test_a_test_that_did_not_pass_is_a_difference(tag: str) -> None:
     assert len(found) == 2
 
 
-def test_a_link_that_counts_cycles_is_said() -> None:
+def test_a_link_that_counts_clock_cycles_is_reported() -> None:
     bench = BENCH | {"cases": [BENCH["cases"][0] | {"clock": "cycles"}]}
     found = rows(finished("profile", PROFILE | {"clock": "cycles"}), finished("bench", bench))
     for check in ("overlap", "mixtral-8k, emulated:20GB/s"):
@@ -414,7 +416,7 @@ def test_a_link_that_counts_cycles_is_said() -> None:
         assert found[check][1].endswith("the link counts clock cycles, see log.txt")
 
 
-def test_less_is_required_where_there_is_less_to_hide_under() -> None:
+def test_less_overlap_is_required_with_less_computation() -> None:
     found = rows(finished("profile", PROFILE | {"hidden_share": 0.1, "compute_ms": 1.0}))
     assert found["overlap"][0] is Outcome.OK
 
@@ -424,7 +426,7 @@ def test_less_is_required_where_there_is_less_to_hide_under() -> None:
     [
         ({"hidden_share": 0.0}, "overlap"),
         ({"hidden_share": 0.0, "communication_ms": 0.0}, "overlap"),
-        # 0.375 of it must be hidden, or a quarter of that if there is less computation.
+        # 0.375 of the communication must be hidden; less if there is less computation.
         ({"hidden_share": 0.37}, "overlap"),
         ({"hidden_share": 0.09, "compute_ms": 1.0}, "overlap"),
         ({"host_waits": {"forward": {"cudaEventSynchronize": 5}, "backward": {}}}, "host waits, forward"),
@@ -432,7 +434,9 @@ def test_less_is_required_where_there_is_less_to_hide_under() -> None:
         ({"host_waits": {"forward": {}, "backward": {"cudaEventSynchronize": 1}}}, "host waits, backward"),
     ],
 )
-def test_a_profile_that_does_not_show_what_it_should(changes: dict[str, Any], check: str) -> None:
+def test_a_profile_that_misses_a_requirement_is_reported_as_different(
+    changes: dict[str, Any], check: str
+) -> None:
     found = rows(finished("profile", PROFILE | changes))
     assert [name for name, (outcome, _) in found.items() if outcome is Outcome.DIFFERENT] == [check]
 
@@ -450,13 +454,13 @@ def test_a_profile_that_does_not_show_what_it_should(changes: dict[str, Any], ch
         (finished("bench", None), Outcome.FAILED, "it wrote no result"),
     ],
 )
-def test_a_step_without_a_result_has_its_line(done: Done, outcome: Outcome, finding: str) -> None:
+def test_a_step_without_a_result_has_a_row(done: Done, outcome: Outcome, finding: str) -> None:
     assert rows(done) == {"the bench": (outcome, finding)}
 
 
 @pytest.mark.parametrize("kind", ["parity", "profile", "bench"])
 @pytest.mark.parametrize("text", ["", "{", "{}", "<x/>", "[]"])
-def test_a_result_that_cannot_be_read_has_its_line(kind: str, text: str) -> None:
+def test_a_result_that_cannot_be_read_has_a_row(kind: str, text: str) -> None:
     (line,) = rows(finished(kind, text)).items()
     assert (line[0], line[1][0]) == (f"the {kind}", Outcome.FAILED)
 
@@ -469,7 +473,7 @@ def test_a_result_that_cannot_be_read_has_its_line(kind: str, text: str) -> None
         ([finished("profile", PROFILE | {"hidden_share": 0.0}), finished("bench", None)], 4),
     ],
 )
-def test_the_check_ends_with_a_table_a_summary_and_its_code(
+def test_the_check_prints_a_table_writes_a_summary_and_returns_a_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

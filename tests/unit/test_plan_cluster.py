@@ -1,4 +1,4 @@
-"""Cluster files: built-in files can be read, written files read back, errors are refused with their line."""
+"""Cluster files: built-in files, writing and reading back, and errors with their line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
 from megatron_ampipe.shipped import config_names
 
-SHIPPED = list(config_names("clusters").values())
+BUILT_IN = list(config_names("clusters").values())
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_files_read_and_are_written_back_alike(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", BUILT_IN, ids=lambda path: path.stem)
+def test_built_in_files_are_written_and_read_back_unchanged(path: Path, tmp_path: Path) -> None:
     cluster = read_cluster(path)
     copy = tmp_path / "folder" / "copy.yaml"
     write_cluster(cluster, copy, head="a copy")
@@ -23,8 +23,8 @@ def test_shipped_files_read_and_are_written_back_alike(path: Path, tmp_path: Pat
     assert [entry.name for entry in copy.parent.iterdir()] == ["copy.yaml"]
 
 
-def test_the_issue_s_clusters_are_shipped() -> None:
-    assert {path.stem for path in SHIPPED} == {
+def test_the_built_in_clusters() -> None:
+    assert {path.stem for path in BUILT_IN} == {
         "a800x8-20gbps",
         "ampipe-a800",
         "ampipe-g5",
@@ -35,7 +35,7 @@ def test_the_issue_s_clusters_are_shipped() -> None:
     }
 
 
-def test_fsmoe_figures_are_those_of_its_caption() -> None:
+def test_the_figures_of_fsmoe_equal_those_of_its_paper() -> None:
     testbed = read_cluster(find_cluster("fsmoe-testbed-b"))
     assert testbed.inter is not None and testbed.intra is not None
     # alpha 1.75e-1 ms and beta 3.06e-7 ms per byte.
@@ -70,7 +70,7 @@ def test_fsmoe_figures_are_those_of_its_caption() -> None:
         ("  bf16:", "  bf17:", ["bf17", "Did you mean bf16?"]),
     ],
 )
-def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], tmp_path: Path) -> None:
+def test_an_error_is_reported_with_its_line(old: str, new: str, parts: list[str], tmp_path: Path) -> None:
     text = find_cluster("a800x8-20gbps").read_text()
     assert old in text
     path = tmp_path / "broken.yaml"
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_refused_by_line(old: str, new: str, parts: list[str], 
     assert f"{path}:{line}:" in message or "comes twice" in message, message
 
 
-def test_between_the_sizes_of_a_table_times_are_interpolated(tmp_path: Path) -> None:
+def test_times_of_a_table_are_interpolated(tmp_path: Path) -> None:
     text = find_cluster("a800x8-20gbps").read_text()
     path = tmp_path / "table.yaml"
     table = "    beta_us_per_mb: 50\n    table:\n    - {mb: 1, us: 120}\n    - {mb: 3, us: 100}\n"
@@ -94,11 +94,13 @@ def test_between_the_sizes_of_a_table_times_are_interpolated(tmp_path: Path) -> 
     times = [figure.time_us(mb * 1e6) for mb in (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)]
     assert times == pytest.approx([start, (start + 120) / 2, 120, 110, 100, 200])
     path.write_text(text.replace("    beta_us_per_mb: 50\n", table.replace("mb: 3", "mb: 1"), 1))
-    with pytest.raises(BadInput, match=r"table\.yaml:\d+: intra\.all_to_all\.table: .* sizes must rise"):
+    with pytest.raises(
+        BadInput, match=r"table\.yaml:\d+: intra\.all_to_all\.table: .* sizes must be above 0 and ascending"
+    ):
         read_cluster(path)
 
 
-def test_a_missing_figure_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_figure_is_reported_by_name(tmp_path: Path) -> None:
     text = find_cluster("a800x8-20gbps").read_text()
     path = tmp_path / "broken.yaml"
     path.write_text(text.replace("    beta_us_per_mb: 50\n", "", 1))
@@ -106,7 +108,7 @@ def test_a_missing_figure_is_refused_by_name(tmp_path: Path) -> None:
         read_cluster(path)
 
 
-def test_a_figure_that_only_some_workloads_need_is_refused_when_it_is_needed() -> None:
+def test_a_missing_optional_figure_is_reported_when_a_workload_needs_it() -> None:
     cluster = read_cluster(find_cluster("a800x8-20gbps"))
     with pytest.raises(BadInput, match=r"a800x8-20gbps\.yaml:\d+: inter\.all_to_all: is missing"):
         cluster.collective("all_to_all", across_nodes=True)
@@ -114,7 +116,7 @@ def test_a_figure_that_only_some_workloads_need_is_refused_when_it_is_needed() -
         cluster.gemm("fp8")
 
 
-def test_flags_for_launches_are_left_to_the_launch(tmp_path: Path) -> None:
+def test_the_section_flags_is_checked_at_launch_only(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = find_cluster("a800x8-20gbps").read_text()
     path.write_text(text + "flags:\n  bf16: true\n  ampipe:\n    degree: 4\n")
@@ -126,6 +128,6 @@ def test_flags_for_launches_are_left_to_the_launch(tmp_path: Path) -> None:
         read_cluster(path)
 
 
-def test_unknown_names_list_what_there_is() -> None:
+def test_an_unknown_cluster_lists_the_known_ones() -> None:
     with pytest.raises(BadInput, match="dgx-h100"):
         find_cluster("dgx-h200")

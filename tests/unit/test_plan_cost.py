@@ -1,4 +1,4 @@
-"""The cost model: what is counted by hand, and how it has to grow."""
+"""The cost model: values computed by hand, and how times depend on sizes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.plan_cases import NONE, cluster, workload
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("tensor", "context"), [(1, 1), (2, 1), (1, 2), (2, 4)])
 @pytest.mark.parametrize("degree", [1, 3, 4])
-def test_pairs_are_those_of_the_chunks_that_run(
+def test_pairs_equal_those_of_the_chunks_of_a_run(
     degree: int, tensor: int, context: int, window: int | None
 ) -> None:
-    """Counted row by row over the spans of ``schedule.chunk_sequence``, on the rank that has most."""
+    """Counted row by row over the spans of ``schedule.chunk_sequence``, on the rank with the most pairs."""
     length = 192
     block = workload(sequence_length=length, tensor=tensor, context=context, window=window)
     found = chunk_rows(block, even_chunks(block.rows, degree))
@@ -45,9 +45,9 @@ def test_pairs_are_those_of_the_chunks_that_run(
         assert sum(rows.pairs for rows in found) == length * (length + 1) // 2
 
 
-def test_dispatch_by_hand() -> None:
-    # 1024 rows, each to 2 of 8 experts, 7 of 8 of them on other ranks; 1024 numbers of 2 bytes and a
-    # probability of 4. 20 us and 50 us per MB.
+def test_dispatch_equals_a_value_by_hand() -> None:
+    # 1024 rows, each sent to 2 of 8 experts, 7 of 8 of them on other ranks; a row has 1024 numbers of 2 bytes
+    # and a probability of 4 bytes. 20 us and 50 us per MB.
     model = CostModel(workload(sequence_length=4096), cluster())
     costs = model.stages(even_chunks(4096, 4))
     size = 1024 * 2 * 7 / 8 * (2048 + 4)
@@ -55,7 +55,7 @@ def test_dispatch_by_hand() -> None:
     assert costs[Stage(kinds.COMBINE, 3)].backward == pytest.approx(20 + 50e-6 * size)
 
 
-def test_expert_by_hand() -> None:
+def test_expert_equals_a_value_by_hand() -> None:
     source = cluster()
     model = CostModel(workload(sequence_length=4096, topk=1), source)
     found = model.stages((4096,))[Stage(kinds.EXPERT, 0)]
@@ -66,14 +66,14 @@ def test_expert_by_hand() -> None:
     assert found.forward == pytest.approx(products + activation + source.stage_overhead("expert").forward_us)
 
 
-def test_later_chunks_of_a_causal_block_cost_more() -> None:
+def test_attention_of_later_causal_chunks_takes_longer() -> None:
     costs = CostModel(workload(), cluster()).stages(even_chunks(8192, 8))
     attention = [costs[Stage(kinds.ATTENTION, chunk)] for chunk in range(8)]
     assert all(a.forward < b.forward and a.backward < b.backward for a, b in itertools.pairwise(attention))
     assert costs[Stage(kinds.EXPERT, 0)] == costs[Stage(kinds.EXPERT, 7)]
 
 
-def test_experts_on_other_nodes_use_the_links_between_nodes() -> None:
+def test_expert_parallelism_across_nodes_uses_the_links_between_nodes() -> None:
     source = cluster("dgx-h100")
     inside = CostModel(workload(), source).stages((8192,))[Stage(kinds.DISPATCH, 0)].forward
     across = (
@@ -85,7 +85,7 @@ def test_experts_on_other_nodes_use_the_links_between_nodes() -> None:
     assert across > 2 * inside
 
 
-def test_a_capacity_bounds_what_travels_and_padding_fills_it() -> None:
+def test_a_capacity_limits_the_tokens_sent_and_padding_fills_it() -> None:
     def dispatch(**changes: object) -> float:
         model = CostModel(workload(**changes), cluster())
         return model.stages((8192,))[Stage(kinds.DISPATCH, 0)].forward - 20
@@ -94,7 +94,7 @@ def test_a_capacity_bounds_what_travels_and_padding_fills_it() -> None:
     assert dispatch(imbalance=1.5) == pytest.approx(1.5 * even)
     assert dispatch(imbalance=1.5, capacity=1.25) == pytest.approx(1.25 * even)
     assert dispatch(capacity=0.5) == pytest.approx(0.5 * even)
-    # AMPipe sends kept tokens alone; Megatron's own layer sends the padding too.
+    # AMPipe sends only the tokens that are not dropped; Megatron's own layer also sends the padding.
     assert dispatch(capacity=2.0, padded=True) == pytest.approx(even)
     stock = [
         CostModel(workload(capacity=2.0, padded=padded), cluster()).stock().forward
@@ -103,23 +103,23 @@ def test_a_capacity_bounds_what_travels_and_padding_fills_it() -> None:
     assert stock[1] > stock[0]
 
 
-def test_no_travel_without_expert_parallelism() -> None:
+def test_no_communication_without_expert_parallelism() -> None:
     costs = CostModel(workload(expert=1), cluster()).stages((8192,))
     assert all(cost.forward == cost.backward == 0 for stage, cost in costs.items() if stage.is_communication)
 
 
-def test_stock_s_own_all_to_all_is_used_for_stock_alone() -> None:
+def test_the_figure_stock_all_to_all_is_used_only_for_stock() -> None:
     source = cluster()
     assert source.intra is not None
     slow = TransferCost(alpha_us=40, beta_us_per_mb=100, **NONE)
     other = dataclasses.replace(source, intra={**source.intra, "stock_all_to_all": slow})
-    mine, theirs = CostModel(workload(), source), CostModel(workload(), other)
-    assert mine.stages((4096, 4096)) == theirs.stages((4096, 4096))
-    travel = source.intra["all_to_all"].time_us(8192 * 2 * 7 / 8 * 2052)
-    assert theirs.stock().forward - mine.stock().forward == pytest.approx(2 * travel)
+    plain, slower = CostModel(workload(), source), CostModel(workload(), other)
+    assert plain.stages((4096, 4096)) == slower.stages((4096, 4096))
+    exchange = source.intra["all_to_all"].time_us(8192 * 2 * 7 / 8 * 2052)
+    assert slower.stock().forward - plain.stock().forward == pytest.approx(2 * exchange)
 
 
-def test_chunks_that_stand_together_share_a_collective() -> None:
+def test_grouped_chunks_share_a_collective() -> None:
     model = CostModel(workload(shared_ffn=2048, losses=True), cluster())
     fine, coarse = model.stages(even_chunks(8192, 4)), model.stages(even_chunks(8192, 4), parts=2)
     for kind in (
@@ -133,9 +133,9 @@ def test_chunks_that_stand_together_share_a_collective() -> None:
         together = fine[Stage(kind, 2)] + fine[Stage(kind, 3)]
         assert coarse[Stage(kind, 1)].forward == pytest.approx(together.forward)
         assert coarse[Stage(kind, 1)].backward == pytest.approx(together.backward)
-    # One start-up less.
-    apart = fine[Stage(kinds.DISPATCH, 0)].forward + fine[Stage(kinds.DISPATCH, 1)].forward
-    assert coarse[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(apart - 20)
+    # One fixed time less.
+    separate = fine[Stage(kinds.DISPATCH, 0)].forward + fine[Stage(kinds.DISPATCH, 1)].forward
+    assert coarse[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(separate - 20)
     assert coarse[Stage(kinds.LOSSES)] == fine[Stage(kinds.LOSSES)]
 
 
@@ -172,22 +172,22 @@ def test_tensor_parallelism_divides_attention() -> None:
         block = workload(tensor=tensor)
         return CostModel(block, cluster()).stages((block.rows,))[Stage(kinds.ATTENTION, 0)].forward
 
-    # Less than half, for the collective of the output projection; more, for what is not divided.
+    # Not exactly divided: there are a collective of the output projection and undivided operations.
     assert attention(4) < attention(2) < attention(1)
 
 
-def test_fp8_needs_its_figure_and_attends_in_bf16() -> None:
+def test_fp8_needs_a_figure_and_uses_attention_in_bf16() -> None:
     with pytest.raises(BadInput, match=r"compute\.gemm\.fp8: is missing"):
         CostModel(workload(dtype="fp8"), cluster())
     wide, narrow = (
         CostModel(workload(dtype=dtype), cluster("dgx-h100")).stages((8192,)) for dtype in ("bf16", "fp8")
     )
     assert narrow[Stage(kinds.EXPERT, 0)].forward < 0.7 * wide[Stage(kinds.EXPERT, 0)].forward
-    # Activations travel in 16 bit in both.
+    # Activations are sent in 16 bits in both.
     assert narrow[Stage(kinds.DISPATCH, 0)] == wide[Stage(kinds.DISPATCH, 0)]
 
 
-def test_memory_falls_with_the_degree_and_sums_cost_some() -> None:
+def test_peak_memory_falls_with_the_degree_and_grows_with_fp32_sums() -> None:
     peaks = [peak_bytes(workload(topk=8), forward_degree=n, backward_degree=n) for n in (2, 4, 8)]
     assert peaks == sorted(peaks, reverse=True)
     plain, sums = (

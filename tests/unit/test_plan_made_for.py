@@ -1,4 +1,4 @@
-"""What a plan was made for, and how a run differs from it."""
+"""What a plan was made for, and its differences from a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_file_says_what_it_was_made_for(file: Path) -> None:
+def test_a_plan_file_contains_what_it_was_made_for(file: Path) -> None:
     found = Plan.read(file).made_for
     assert found == made_for()
     assert found is not None and found.cluster == cluster().description
@@ -59,13 +59,13 @@ def test_a_plan_file_says_what_it_was_made_for(file: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_differs_is_named(changes: dict[str, Any], flag: str, essential: bool) -> None:
+def test_a_difference_is_reported_with_its_flag(changes: dict[str, Any], flag: str, essential: bool) -> None:
     (found,) = differences(made_for(), made_for(**changes))
     assert (found.flag, found.essential) == (flag, essential)
     assert differences(made_for(), made_for()) == ()
 
 
-def test_a_difference_reads_as_a_flag_and_two_values() -> None:
+def test_the_text_of_a_difference_has_the_flag_and_both_values() -> None:
     found = differences(made_for(), made_for(sequence_length=128, gated=True, shared_ffn=64))
     assert [str(one) for one in found] == [
         "--seq-length 8192 (this run: 128)",
@@ -74,11 +74,11 @@ def test_a_difference_reads_as_a_flag_and_two_values() -> None:
     ]
 
 
-def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
+def test_every_field_of_a_workload_except_derived_ones_is_recorded() -> None:
     """A new field of a workload must be recorded, or listed here with the reason."""
     derived = {"key_value_width", "latent"}  # follow from heads and projections
-    assumed = {"imbalance", "padded"}  # of the prediction; the stock layer's padding
-    features = {"losses", "capacity_per_chunk"}  # the order of stages itself is checked for these
+    assumed = {"imbalance", "padded"}  # assumptions of the prediction
+    features = {"losses", "capacity_per_chunk"}  # checked with the order of the stages
     changed: dict[str, Any] = {
         "dtype": "fp32", "projections": ((1, 1),), "gated": True, "shared_ffn": 1, "capacity": 1.5,
         "window": 7, "grouped": True, "dispatcher": "allgather", "fused_gradients": False, "recomputes": True,
@@ -90,7 +90,7 @@ def test_every_size_of_a_workload_but_derived_ones_is_in_it() -> None:
         assert differences(made_for(), made_for(**{one.name: value})), one.name
 
 
-def test_without_it_a_plan_is_read_as_before(file: Path) -> None:
+def test_a_plan_without_the_section_can_be_read(file: Path) -> None:
     without_made_for(file)
     assert Plan.read(file).made_for is None
 
@@ -104,7 +104,7 @@ def test_without_it_a_plan_is_read_as_before(file: Path) -> None:
         ("num_experts:", "num_expert:", r"Did you mean num_experts\?"),
     ],
 )
-def test_a_wrong_one_is_refused_by_line(old: str, new: str, part: str, file: Path) -> None:
+def test_an_error_in_the_section_is_reported(old: str, new: str, part: str, file: Path) -> None:
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
     with pytest.raises(BadInput, match=part):
@@ -112,7 +112,7 @@ def test_a_wrong_one_is_refused_by_line(old: str, new: str, part: str, file: Pat
 
 
 def run_of(**changes: Any) -> argparse.Namespace:
-    """Megatron's arguments of a run of :func:`workload`, those with which a plan is compared."""
+    """The arguments of Megatron, in a run of :func:`workload`, that are compared with a plan."""
     values: dict[str, Any] = {
         "seq_length": 8192, "micro_batch_size": 1, "hidden_size": 1024, "num_attention_heads": 16,
         "kv_channels": 64, "ffn_hidden_size": 4096, "num_experts": 8, "moe_router_topk": 2, "bf16": True,
@@ -132,13 +132,13 @@ def eight_ranks_on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
 
-def test_the_run_that_a_plan_was_made_for_has_nothing_to_note_but_the_cluster(file: Path) -> None:
+def test_the_only_note_of_the_planned_run_is_the_cluster(file: Path) -> None:
     choice = choice_of_plan(run_of(), Plan.read(file), str(file))
     assert choice.notes == (f"the plan was made on: {cluster().description}",)
     assert choice.pipeline.num_chunks == 2
 
 
-def test_a_difference_in_time_alone_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_that_changes_only_times_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     choice = choice_of_plan(run_of(micro_batch_size=2, bf16=False), Plan.read(file), str(file))
     assert choice.notes[1] == (
@@ -147,7 +147,7 @@ def test_a_difference_in_time_alone_is_a_note(file: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_a_plan_of_another_block_is_refused_and_every_difference_named(file: Path) -> None:
+def test_a_plan_for_another_block_is_refused_with_every_difference(file: Path) -> None:
     with pytest.raises(BadInput) as refused:
         choice_of_plan(run_of(seq_length=128, hidden_size=64, kv_channels=4), Plan.read(file), str(file))
     message = str(refused.value)
@@ -165,17 +165,17 @@ def without_made_for(file: Path) -> None:
     file.write_text(text[: text.index("made_for:")] + text[text.index("schedule: |") :])
 
 
-def test_a_plan_that_does_not_say_for_what_it_was_made_runs_with_a_note(file: Path) -> None:
-    """As written by earlier versions: accepted if its stages are those of this model's blocks."""
+def test_a_plan_without_the_section_runs_with_a_note(file: Path) -> None:
+    """A file of an earlier version is accepted if its stages are those of this model's blocks."""
     without_made_for(file)
     assert choice_of_plan(run_of(seq_length=128), Plan.read(file), str(file)).notes == (
-        f"{file} does not say for what it was made, so this was not checked",
+        f"{file} has no section made_for, so it was not compared with this run",
     )
     with pytest.raises(BadInput, match=r"is not for the blocks of this model: .* runs shared\.0 0 times"):
         choice_of_plan(run_of(moe_shared_expert_intermediate_size=64), Plan.read(file), str(file))
 
 
-def test_a_bad_share_is_the_plan_s_and_not_that_of_a_flag_which_nobody_gave(file: Path) -> None:
+def test_the_error_for_a_bad_share_names_the_plan_file(file: Path) -> None:
     file.write_text(re.sub(r"shares:\n- .*\n- .*", "shares:\n- 0.00001\n- 0.99999", file.read_text()))
     with pytest.raises(BadInput) as refused:
         choice_of_plan(run_of(), Plan.read(file), str(file))

@@ -1,4 +1,4 @@
-"""The simulator against what was measured: stored stage times in, stored block times out."""
+"""The simulator compared with measurements: from stored times of stages to stored times of blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_ampipe.schedule import (
 
 MEASURED = sorted((Path(__file__).resolve().parents[2] / "docs" / "measured").glob("cpu-small-*.json"))
 SLOWDOWNS = {"compute_slowdown": 1.2, "communication_slowdown": 1.2}
-"""One pair for all: a rank's collectives need its one core too."""
+"""The same for all cases: collectives of a rank also need its core."""
 
 
 def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
-    """From the times of the stages alone: the slower rank's computation, the collectives without waits."""
+    """From the times of stages: computation of the slower rank, and collectives without waiting times."""
     features = BlockFeatures(chunked_qkv=True)
     if row["order"] is not None:
         schedule = from_text(row["order"])
@@ -51,11 +51,11 @@ def errors(slowdowns: dict[str, float]) -> Iterator[float]:
                 yield abs(simulated_ms(row, slowdowns) / row["ms"] - 1)
 
 
-def test_blocks_are_predicted_from_their_stages() -> None:
+def test_predicted_times_of_blocks_agree_with_measurements() -> None:
     found = list(errors(SLOWDOWNS))
     assert len(found) >= 20
     assert statistics.median(found) < 0.10 and max(found) < 0.20
 
 
-def test_that_lanes_slow_each_other_is_part_of_it() -> None:
+def test_slowdown_of_concurrent_lanes_improves_the_prediction() -> None:
     assert statistics.median(errors(SLOWDOWNS)) < statistics.median(errors({}))

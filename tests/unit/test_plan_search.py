@@ -1,4 +1,4 @@
-"""The search: never worse than the named schedules, exact for small graphs, fast, the same every time."""
+"""The search: never slower than named schedules, exact for small graphs, fast, deterministic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import (
     issue_order,
     kinds,
 )
-from tests.plan_cases import NONE, cluster, hosted, workload
+from tests.plan_cases import NONE, cluster, without_device, workload
 
 TIMES = st.one_of(st.integers(0, 6).map(float), st.floats(0, 8, allow_subnormal=False))
 SLOWDOWNS = st.sampled_from([(1.0, 1.0), (1.05, 1.1), (1.5, 1.3), (1.0, 1.8)])
@@ -37,7 +37,7 @@ SLOWDOWNS = st.sampled_from([(1.0, 1.0), (1.05, 1.1), (1.5, 1.3), (1.0, 1.8)])
 
 @st.composite
 def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, BlockFeatures, Direction]:
-    """Any times on a block of that degree, with its named schedule."""
+    """Any times of the stages of a block with this degree, and its named schedule."""
     features = BlockFeatures(
         losses=draw(st.booleans()),
         chunked_qkv=draw(st.booleans()),
@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, Bloc
 
 
 def orders(problem: OrderProblem, stages: list[int]) -> Iterator[tuple[int, ...]]:
-    """Every order of some stages that no dependency among them forbids."""
+    """Every order of these stages that respects their dependencies."""
     if not stages:
         yield ()
     for stage in stages:
@@ -65,7 +65,7 @@ def orders(problem: OrderProblem, stages: list[int]) -> Iterator[tuple[int, ...]
 
 
 def fastest_of_all(problem: OrderProblem) -> float:
-    """By trying every order of one lane with every order of the other."""
+    """The optimal time, from all combinations of orders of the two lanes."""
     by_lane: tuple[list[int], list[int]] = ([], [])
     for stage, lane in enumerate(problem.lane_of):
         by_lane[lane].append(stage)
@@ -75,7 +75,7 @@ def fastest_of_all(problem: OrderProblem) -> float:
 
 @settings(max_examples=30, deadline=None)
 @given(problems(degree=2))
-def test_two_chunks_are_ordered_as_well_as_can_be(
+def test_the_order_of_two_chunks_is_optimal(
     case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],
 ) -> None:
     problem, schedule, _, direction = case
@@ -83,7 +83,7 @@ def test_two_chunks_are_ordered_as_well_as_can_be(
     found = problem.time(search(problem, start))
     assert found <= problem.time(start)
     assert best_order(problem, start, max_nodes=20_000)[1], "not proven"
-    # Trying every order takes long where there are more than a thousand or so.
+    # Trying every order takes too long for more than about a thousand orders.
     if problem.lane_of.count(0) <= 9:
         assert found == pytest.approx(fastest_of_all(problem), rel=1e-9, abs=1e-9)
     else:
@@ -93,7 +93,7 @@ def test_two_chunks_are_ordered_as_well_as_can_be(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(3, 5).flatmap(lambda degree: problems(degree=degree)))
-def test_found_orders_are_valid_and_not_slower(
+def test_searched_orders_are_valid_and_not_slower(
     case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],
 ) -> None:
     problem, schedule, features, direction = case
@@ -110,7 +110,7 @@ def test_found_orders_are_valid_and_not_slower(
     check(searched, features)
     needs = dependencies(features, degree=schedule.degree, whole_attention=False, direction=direction)
     for host_waits in (False, True):
-        # What every rank issues follows from the schedule alone, collectives in the order of their lane.
+        # The issue order depends only on the schedule, with collectives in the order of their lane.
         order = issue_order(program, needs, host_waits=host_waits)
         assert [stage for lane, stage in order if lane == "comm"] == list(program.lanes[1].stages)
 
@@ -125,9 +125,9 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
-@pytest.mark.parametrize("ahead", [True, False], ids=["host runs ahead", "host computes"])
-def test_a_plan_is_never_slower_than_any_named_schedule(block: object, ahead: bool) -> None:
-    source = cluster() if ahead else hosted(cluster())
+@pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
+def test_a_plan_is_never_slower_than_any_named_schedule(block: object, device: bool) -> None:
+    source = cluster() if device else without_device(cluster())
     predictor = Predictor(block, source)  # type: ignore[arg-type]
     degrees = [degree for degree in DEGREES if degree <= 8]
     found = full_plan(predictor, degrees)
@@ -141,15 +141,15 @@ def test_a_plan_is_never_slower_than_any_named_schedule(block: object, ahead: bo
 
 def test_the_search_stops_early_without_missing_a_better_degree() -> None:
     for block in BLOCKS.values():
-        predictor = Predictor(block, hosted(cluster()))
+        predictor = Predictor(block, without_device(cluster()))
         chosen = choose_degree(predictor)
         assert chosen.total_us <= min(one.total_us for one in candidates(predictor)) * (1 + 1e-9)
 
 
-def test_unequal_chunks_and_a_searched_order_beat_ampipe_on_a_causal_block() -> None:
-    """Against the named schedule at its best degree with equal chunks; docs/planner.md states it."""
+def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> None:
+    """Compared with the named schedule at its best degree with equal chunks; stated in docs/planner.md."""
     block = workload(sequence_length=16384, topk=2, ffn=1024)
-    predictor = Predictor(block, hosted(cluster()))
+    predictor = Predictor(block, without_device(cluster()))
     named = min(
         (one for one in candidates(predictor) if one.schedule.name == "ampipe"),
         key=lambda one: one.total_us,
@@ -159,16 +159,16 @@ def test_unequal_chunks_and_a_searched_order_beat_ampipe_on_a_causal_block() -> 
     assert named.total_us / found.total_us > 1.05
 
 
-def test_a_found_order_leaves_the_named_one_only_where_that_saves_time() -> None:
-    """Two neighbours stand the other way round than in the named schedule: the other way would be slower."""
-    predictor = Predictor(workload(sequence_length=16384, topk=2, ffn=1024), hosted(cluster()))
+def test_a_searched_order_differs_from_the_named_one_only_where_that_saves_time() -> None:
+    """Swapping two neighbors back into the order of the named schedule would be slower."""
+    predictor = Predictor(workload(sequence_length=16384, topk=2, ffn=1024), without_device(cluster()))
     (named,) = (one for one in candidates(predictor, [4]) if one.schedule.name == "ampipe")
     problem = OrderProblem.of(predictor, named.schedule, named.lengths, Direction.FORWARD)
     start = problem.lanes_of(named.schedule.forward)
     found = search(problem, start)
-    assert problem.time(found) < problem.time(start), "or there is nothing to tidy"
+    assert problem.time(found) < problem.time(start), "otherwise there are no neighbors to swap"
     place = {stage: index for lane in start for index, stage in enumerate(lane)}
-    turned = 0
+    num_swapped = 0
     for lane in (0, 1):
         for index, (first, second) in enumerate(itertools.pairwise(found[lane])):
             order = list(found[lane])
@@ -176,12 +176,12 @@ def test_a_found_order_leaves_the_named_one_only_where_that_saves_time() -> None
             if place[first] > place[second] and problem.keeps_order(order, index, index + 1):
                 lanes = (found[0], tuple(order)) if lane else (tuple(order), found[1])
                 assert problem.time(lanes) > problem.time(found)
-                turned += 1
-    assert turned
+                num_swapped += 1
+    assert num_swapped
 
 
-def test_unequal_chunks_are_improved_step_by_step() -> None:
-    predictor = Predictor(workload(sequence_length=24576), hosted(cluster()))
+def test_moving_rows_between_chunks_saves_time() -> None:
+    predictor = Predictor(workload(sequence_length=24576), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [4]) if one.schedule.name == "ampipe")
     found = improve_chunks(predictor, start)
     assert found.schedule == start.schedule
@@ -190,9 +190,9 @@ def test_unequal_chunks_are_improved_step_by_step() -> None:
 
 @pytest.mark.parametrize("rows", [24576, 10000, 2600, 900])
 @pytest.mark.parametrize("degree", [3, 4])
-def test_what_is_planned_is_what_runs(rows: int, degree: int) -> None:
-    """Chunks of a run end where those of the prediction do: equal ones, and found ones by their shares."""
-    predictor = Predictor(workload(sequence_length=rows), hosted(cluster()))
+def test_a_run_has_the_chunks_of_the_plan(rows: int, degree: int) -> None:
+    """Both equal chunks and searched ones, which a plan stores as shares."""
+    predictor = Predictor(workload(sequence_length=rows), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [degree]) if one.schedule.name == "ampipe")
     for planned in (start, improve_chunks(predictor, start)):
         pipeline = plan_of(predictor, planned, degrees=(degree,)).pipeline(rows=rows)
@@ -201,12 +201,12 @@ def test_what_is_planned_is_what_runs(rows: int, degree: int) -> None:
         assert run == list(planned.lengths)
 
 
-def test_every_rank_finds_the_same_plan() -> None:
+def test_the_search_is_deterministic() -> None:
     found = [full_plan(Predictor(workload(), cluster())) for _ in range(3)]
     assert found[0] == found[1] == found[2]
 
 
-def test_a_degree_in_10_ms_and_a_plan_in_a_second() -> None:
+def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     block = workload(sequence_length=65536)
 
     def seconds(function: object, degrees: tuple[int, ...], *, times: int) -> float:
@@ -223,8 +223,8 @@ def test_a_degree_in_10_ms_and_a_plan_in_a_second() -> None:
 
 
 @pytest.mark.parametrize("experts", [8, 32, 128])
-def test_a_slower_host_means_fewer_chunks(experts: int) -> None:
-    """A device that waits for its host gains nothing by more chunks; experts one by one are more calls."""
+def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
+    """More chunks do not help a device that waits for its host; without grouped GEMM there are more calls."""
     block = workload(sequence_length=32768, experts=experts)
     device = cluster()
     degrees = []
@@ -234,14 +234,14 @@ def test_a_slower_host_means_fewer_chunks(experts: int) -> None:
         predictor = Predictor(block, dataclasses.replace(device, host=host))
         chosen = choose_degree(predictor)
         degrees.append(chosen.schedule.degree)
-        # Were the host all that counts, a pass would take as long as it needs to issue the stages.
+        # The host is not the bottleneck: issuing the stages takes less time than the pass.
         _, _, issues = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
         assert issue_us == 1000 or sum(issues or ()) < chosen.time.forward
     assert degrees == sorted(degrees, reverse=True)
     assert degrees[0] > degrees[-1]
 
 
-def test_experts_one_by_one_keep_the_host_busier_than_grouped_ones() -> None:
+def test_experts_without_grouped_gemm_need_more_calls() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:
         assert calls(kinds.EXPERT, direction, single) > 3 * calls(kinds.EXPERT, direction, grouped)

@@ -1,4 +1,4 @@
-"""Simulated timelines worked out by hand."""
+"""Simulated timelines compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_ampipe.schedule import (
     even_chunks,
     kinds,
 )
-from tests.plan_cases import cluster, hosted, workload
+from tests.plan_cases import cluster, without_device, workload
 
 PLAIN = BlockFeatures(chunked_qkv=True)
 TIMES = {
@@ -40,7 +40,7 @@ TIMES = {
 def ends(
     name: str, times: Mapping[StageKind, float], *, degree: int = 2, **settings: float
 ) -> dict[str, tuple[float, float]]:
-    """Begin and end of every forward stage."""
+    """Start and end of every forward stage."""
     schedule = build(name, degree=degree, features=PLAIN)
     compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
     issue = settings.pop("issue", None)
@@ -52,7 +52,7 @@ def ends(
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
 
 
-def test_two_chunks_by_hand() -> None:
+def test_two_chunks_equal_values_by_hand() -> None:
     found = ends("ampipe", TIMES)
     # qkv, attention and route of both chunks end at 5 and 10.
     assert found["route.0"] == (4, 5)
@@ -71,37 +71,38 @@ def test_two_chunks_by_hand() -> None:
 
 def test_sequential_takes_the_sum() -> None:
     found = ends("sequential", TIMES, degree=3, compute_slowdown=2.0, communication_slowdown=2.0)
-    # Nothing runs beside anything, so nothing slows anything.
+    # No two stages run at the same time, so none is slowed down.
     assert max(end for _, end in found.values()) == 3 * sum(TIMES.values())
 
 
 def test_lanes_slow_each_other_only_while_both_run() -> None:
     found = ends("ampipe", TIMES, compute_slowdown=2.0, communication_slowdown=1.25)
-    # From 5 on both lanes are busy: counts.0 takes 1.25, and meanwhile qkv.1 does 0.625 of its 1.
+    # From 5 on both lanes are busy: counts.0 takes 1.25, and 0.625 of the 1 of qkv.1 is done by then.
     assert found["counts.0"] == (5, 6.25)
-    # The other 0.375 takes 0.75.
+    # The remaining 0.375 takes 0.75.
     assert found["qkv.1"] == (5, 7)
-    # attention.1 from 7 on at half its speed: 3 take 6 if the network stays busy, and dispatch.0 does until
-    # 6.25 + 5 = 11.25. By then (11.25 - 7) / 2 = 2.125 is done; 0.875 are left and run alone.
+    # attention.1 begins at 7 at half speed: it would take 6 with a busy network, but dispatch.0 ends at
+    # 6.25 + 5 = 11.25. By then (11.25 - 7) / 2 = 2.125 is done; the remaining 0.875 runs at full speed.
     assert found["dispatch.0"] == (6.25, 11.25)
     assert found["attention.1"] == (7, pytest.approx(12.125))
 
 
-def test_latency_slows_nothing() -> None:
+def test_latency_does_not_slow_computation_down() -> None:
     times = TIMES | dict.fromkeys((kinds.COUNTS, kinds.DISPATCH, kinds.COMBINE), 2.0)
     slowdowns = {"compute_slowdown": 2.0, "communication_slowdown": 3.0}
     assert ends("ampipe", times, latency=2.0, **slowdowns) == ends("ampipe", times, latency=2.0)
-    # Of 2, 1 is on the wire: half of the slowdown. counts.0 begins at 5 and takes 2 * (1 + 2 / 2).
+    # Half of the time is latency, so half of the slowdown applies. counts.0 begins at 5 and takes 2 * (1 + 2
+    # / 2).
     assert ends("ampipe", times, latency=1.0, **slowdowns)["counts.0"] == (5, 9)
 
 
-def test_a_collective_that_begins_while_something_computes_begins_later() -> None:
+def test_busy_latency_delays_collectives_that_begin_during_a_computation() -> None:
     found = ends("ampipe", TIMES, busy_latency_us=0.5)
     assert found["counts.0"] == (5, 6.5)
     assert found["dispatch.0"] == (6.5, 11)
     assert found["counts.1"] == (11, 12.5)
     assert found["dispatch.1"] == (12.5, 17)
-    # What computes is not held up, and where nothing computes nothing is added.
+    # Computation is not delayed, and nothing is added if no computation runs.
     assert found["route.1"] == (9, 10)
     assert found["expert.1"] == (17, 23)
     assert found["combine.0"] == (17, 21.5)
@@ -110,27 +111,27 @@ def test_a_collective_that_begins_while_something_computes_begins_later() -> Non
     assert alone == ends("sequential", TIMES)
 
 
-def test_a_host_that_runs_ahead_issues_one_stage_after_another() -> None:
+def test_short_stages_wait_until_the_host_has_issued_them() -> None:
     found = ends("ampipe", dict.fromkeys(TIMES, 0.001), issue=10.0)
-    # 16 stages of 10 each; the device does each when it is issued.
+    # 16 stages of 10 each; each runs as soon as it is issued.
     assert max(end for _, end in found.values()) == pytest.approx(160, abs=0.1)
     assert found["qkv.0"][0] == 10
-    # With long stages the host is no limit but for the first one.
+    # With long stages only the first one waits for the host.
     slow = {kind: 100 * time for kind, time in TIMES.items()}
-    free, hosted_ends = ends("ampipe", slow), ends("ampipe", slow, issue=1.0)
-    assert hosted_ends["route.0"][1] == free["route.0"][1] + 1
+    free, issued = ends("ampipe", slow), ends("ampipe", slow, issue=1.0)
+    assert issued["route.0"][1] == free["route.0"][1] + 1
 
 
 def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
     times = TIMES | {kinds.COUNTS: 50.0}
     found = ends("ampipe", times, issue=0.5)
-    # Nothing behind dispatch.0 in the order of issue can begin before the counts are there.
+    # No stage after dispatch.0 in the issue order can begin before the counts have arrived.
     assert found["counts.0"] == (5.5, 55.5)
     assert found["dispatch.0"][0] == pytest.approx(56.0)
     assert found["expert.0"][0] >= 60
 
 
-def test_a_collective_s_latency_passes_while_the_one_ahead_of_it_travels() -> None:
+def test_latency_overlaps_with_the_previous_collective() -> None:
     schedule = build("ampipe", degree=2, features=PLAIN)
     compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
     times = TIMES | {kinds.ATTENTION: 1.0, kinds.DISPATCH: 6.0}
@@ -138,20 +139,21 @@ def test_a_collective_s_latency_passes_while_the_one_ahead_of_it_travels() -> No
     latency = [2.0 if stage.kind in (kinds.DISPATCH, kinds.COUNTS) else 0.0 for stage in compiled.stages]
     begin, end = run(compiled, durations, latency_us=latency)
     number = {str(stage): index for index, stage in enumerate(compiled.stages)}
-    # Routes end at 3 and 6; counts.0 from 3 to 4 and dispatch.0 from 4 to 10, with nothing ahead to hide in.
+    # Routes end at 3 and 6. counts.0 runs from 3 to 4, dispatch.0 from 4 to 10, without a previous
+    # collective.
     assert (begin[number["dispatch.0"]], end[number["dispatch.0"]]) == (4, 10)
-    # counts.1 was ready at 6 behind dispatch.0: its time of 1 is all latency and has passed by 10.
+    # counts.1 was ready at 6 and waited for dispatch.0: its time of 1 is latency and has passed at 10.
     assert (begin[number["counts.1"]], end[number["counts.1"]]) == (10, 10)
-    # dispatch.1 waits for counts.1 and was not ready before.
+    # dispatch.1 waits for counts.1, so it was not ready earlier.
     assert (begin[number["dispatch.1"]], end[number["dispatch.1"]]) == (10, 16)
 
 
-def test_lanes_that_wait_for_each_other_never_end() -> None:
+def test_a_deadlock_gives_an_infinite_time() -> None:
     needs = dependencies(PLAIN, degree=2, whole_attention=False, direction=Direction.FORWARD)
     good = build("ampipe", degree=2, features=PLAIN).forward
     compute, comm = good.lanes
     swapped = list(comm.stages)
-    # combine.0 in front of its own dispatch.
+    # combine.0 before dispatch.0.
     swapped.remove(Stage(kinds.COMBINE, 0))
     swapped.insert(0, Stage(kinds.COMBINE, 0))
     compiled = compile_program(good, needs)
@@ -164,8 +166,8 @@ def test_lanes_that_wait_for_each_other_never_end() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
 @pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
-def test_timeline_is_that_of_the_schedule(name: str, degree: int) -> None:
-    predictor = Predictor(workload(), hosted(cluster()))
+def test_the_timeline_follows_the_schedule(name: str, degree: int) -> None:
+    predictor = Predictor(workload(), without_device(cluster()))
     schedule = build(name, degree=degree, features=predictor.workload.features)
     lengths = even_chunks(predictor.workload.rows, degree)
     timeline = predictor.timeline(schedule, lengths)

@@ -1,4 +1,4 @@
-"""The named strategies against values worked out by hand, against SLSQP, and against the simulator."""
+"""Strategies of papers, compared with values by hand, with SLSQP, and with the simulator."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tests.strategies import (
         (8.0, 4.0, 4.0, 2, 14.0),
         # 2 + 3 max(2, 1) + 4 max(1, 1) + 1.
         (8.0, 4.0, 4.0, 4, 13.0),
-        # 1 + 3 max(1, 2) + 4 max(0.5, 2) + 2: communication is all that counts.
+        # 1 + 3 max(1, 2) + 4 max(0.5, 2) + 2: communication dominates.
         (4.0, 8.0, 2.0, 4, 17.0),
-        # 0.5 + 3 max(0.5, 0.25) + 4 max(3, 0.25) + 0.25: experts are.
+        # 0.5 + 3 max(0.5, 0.25) + 4 max(3, 0.25) + 0.25: experts dominate.
         (2.0, 1.0, 12.0, 4, 14.25),
     ],
 )
-def test_appendix_c_by_hand(
+def test_appendix_c_equals_values_by_hand(
     attention: float, communication: float, experts: float, degree: int, expected: float
 ) -> None:
     assert ampipe_time(attention, communication, experts, degree=degree) == expected
@@ -43,25 +43,25 @@ def test_appendix_c_by_hand(
 
 def test_appendix_c_at_degree_1_is_not_the_stock_time_of_the_same_paper() -> None:
     assert stock_time(8.0, 4.0, 2.0, other=1.0) == 19.0
-    # M = 2 lies under C = 4, which cannot be: the experts wait for the dispatch.
+    # M = 2 is hidden under C = 4, which is impossible: the experts wait for the dispatch.
     assert ampipe_time(8.0, 4.0, 2.0, degree=1) == 16.0
 
 
-def test_appendix_c_always_wants_the_largest_degree() -> None:
+def test_appendix_c_always_chooses_the_largest_degree() -> None:
     for a, c, m in itertools.product((1.0, 3.0, 10.0), repeat=3):
         assert ampipe_degree(a, c, m, degrees=(1, 2, 4, 8, 16)) == 16
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4, 8])
 @pytest.mark.parametrize("sizes", list(itertools.product((1.0, 4.0, 9.0), repeat=3)), ids=str)
-def test_simulator_and_appendix_c(sizes: tuple[float, float, float], degree: int) -> None:
-    """Where cutting costs nothing and no mask makes chunks differ, they agree but for two known cases."""
+def test_simulator_agrees_with_appendix_c(sizes: tuple[float, float, float], degree: int) -> None:
+    """Without overhead and without a causal mask, they agree except in one known case."""
     attention, communication, experts = sizes
     formula = ampipe_time(attention, communication, experts, degree=degree)
     problem, lanes = appendix_c_problem(attention, communication, experts, degree)
     simulated = problem.time(lanes)
     if communication > attention and experts > communication:
-        # The formula lets no expert run before the last dispatch has begun.
+        # In the formula, no expert begins before the last dispatch has begun.
         assert simulated <= formula
     else:
         assert simulated == pytest.approx(formula)
@@ -77,11 +77,11 @@ def layer(**changes: tuple[float, float] | float) -> FsmoeLayer:
     return FsmoeLayer(**(figures | changes))  # type: ignore[arg-type]
 
 
-def test_fsmoe_cases_by_hand() -> None:
+def test_fsmoe_cases_equal_values_by_hand() -> None:
     # Chunks of 2: exchange 7, gather and scatter 2, experts 3.5. Q1: 7 > 2. Q2: 7 > 14 is false. Q4: 0 > 4.
     assert layer().case(2) == 3
     assert layer().time(2) == 4 * 7 + 2 + 2
-    # With a reduction of 5, above 4: the links between nodes never rest.
+    # With a reduction of 5, above 4: the links between nodes are always busy.
     assert layer(reduction=5.0).case(2) == 1
     assert layer(reduction=5.0).time(2) == 4 * 7 + 5
     # Experts of 0.5 + 30 / 2 = 15.5 a chunk: Q2: 31 > 14.
@@ -100,7 +100,7 @@ def test_fsmoe_cases_by_hand() -> None:
 
 
 def by_slsqp(figures: FsmoeLayer, largest: int) -> float:
-    """The best time over real degrees, as the paper finds it: SLSQP from several starts."""
+    """The best time over real degrees, found like in the paper: SLSQP from several starting points."""
 
     def time(degrees: list[float]) -> float:
         return figures.time(degrees[0])  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_fsmoe_degrees_from_its_fitted_figures(testbed: str, rows: int, backward
         figures = figures.backward(reduction=reduction)
     chosen = figures.degree(largest=16)
     assert figures.time(chosen) == min(figures.time(degree) for degree in range(1, 17))
-    # Whole degrees can only be a little worse than real ones.
+    # Integer degrees are only slightly slower than real ones.
     assert by_slsqp(figures, 16) <= figures.time(chosen) * (1 + 1e-9)
     assert figures.time(chosen) <= by_slsqp(figures, 16) * 1.05
 
@@ -139,7 +139,7 @@ def test_fsmoe_degrees_differ_by_direction_and_size() -> None:
     assert chosen == {128: (3, 2), 512: (6, 5), 2048: (12, 9)}
 
 
-def test_mpipemoe_tries_only_outside_its_ranges() -> None:
+def test_mpipemoe_searches_only_outside_of_its_ranges() -> None:
     tried = []
 
     def search(tokens: int) -> int:
@@ -150,7 +150,7 @@ def test_mpipemoe_tries_only_outside_its_ranges() -> None:
     assert [table.degree(tokens) for tokens in (10, 90, 50, 10)] == [1, 1, 1, 1]
     assert tried == [10, 90]
     assert table.ranges == {1: (10, 90)}
-    # 95 lies in no range; it is tried, and the range grows.
+    # 95 is in no range; it is searched, and the range grows.
     assert (table.degree(95), table.degree(93)) == (1, 1)
     assert table.degree(200) == 4
     assert table.degree(120) == 4

@@ -30,15 +30,17 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def answer(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def plan_as_json(model: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps", "--json", "-", *words]
     assert main(command) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_json_answers_what_was_asked(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(model, capsys)
+def test_json_output_has_the_plan_and_its_predictions(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan_as_json(model, capsys)
     assert found["forward_degree"] > 1 and found["backward_degree"] > 1
     assert found["predicted_speedup"] == pytest.approx(found["stock_ms"] / found["predicted_ms"])
     assert found["predicted_speedup"] > 1.05
@@ -50,7 +52,7 @@ def test_json_answers_what_was_asked(model: Path, capsys: pytest.CaptureFixture[
     assert [row["degree"] for row in found["degrees"][:3]] == [1, 2, 2]
 
 
-def test_table_shows_the_choice_and_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"1 │ stock .* 1\.00", shown)
@@ -61,21 +63,23 @@ def test_table_shows_the_choice_and_why(model: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--set", "expert-model-parallel-size=1"], "one rank holds all experts"),
+        (["--set", "expert-model-parallel-size=1"], "each rank holds all experts"),
         (["--set", "seq-length=256"], "communication is"),
     ],
 )
-def test_it_says_when_ampipe_will_not_help(
+def test_no_predicted_speedup_is_reported(
     words: list[str], why: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = answer(model, capsys, *words)
+    found = plan_as_json(model, capsys, *words)
     assert found["helps"] is False
     assert found["forward_degree"] == found["backward_degree"] == 1
     assert found["reason"].startswith("AMPipe will not help: ") and why in found["reason"]
     assert found["predicted_speedup"] == 1
 
 
-def test_ten_thousand_ranks_take_no_longer_than_two(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planning_for_10000_ranks_takes_less_than_two_seconds(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def seconds(*words: str) -> float:
         begin = time.process_time()
         main(["plan", "--model", str(model), "--cluster", "dgx-h100", "--json", "-", *words])
@@ -113,7 +117,7 @@ def test_the_predicted_timeline_is_written_as_a_trace(
     words: list[str], labels: dict[str, str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out" / "predicted.json"
-    answer(model, capsys, *words, "--degrees", "2", "--trace", str(target))
+    plan_as_json(model, capsys, *words, "--degrees", "2", "--trace", str(target))
     timeline = Timeline.read_chrome(target)
     assert timeline.labels == labels | {"predicted": f"{model} on a800x8-20gbps"}
     for direction in ("forward", "backward"):
@@ -121,22 +125,22 @@ def test_the_predicted_timeline_is_written_as_a_trace(
         assert len(chunks) == int(timeline.labels.get(f"{direction} degree", timeline.labels["degree"]))
 
 
-def test_labels_of_a_trace_are_those_of_a_run_by_the_plan(
+def test_a_predicted_trace_has_the_labels_of_a_run_with_the_plan(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace, file = tmp_path / "predicted.json", tmp_path / "plan.yaml"
-    answer(model, capsys, "--trace", str(trace), "--output", str(file))
+    plan_as_json(model, capsys, "--trace", str(trace), "--output", str(file))
     timeline, plan = Timeline.read_chrome(trace), Plan.read(file)
     rows = int(read_model(model).values["seq-length"])
     of_plan = timeline.labels.items() - {("predicted", timeline.labels["predicted"])}
     assert of_plan == plan.pipeline(rows=rows).labels.items()
     in_trace = [timeline.length_us(direction) / 1e3 for direction in ("forward", "backward")]
     assert in_trace == pytest.approx(plan.stages_ms)
-    # The rest is around the stages.
+    # The rest is overhead outside of the stages.
     assert sum(plan.stages_ms) <= plan.predicted_ms
 
 
-def test_a_recompute_is_not_part_of_what_a_recorder_sees_of_a_backward_pass() -> None:
+def test_predicted_time_of_the_backward_stages_excludes_a_recompute() -> None:
     plain, repeated = (
         make_plan(Predictor(workload(recomputes=recomputes), cluster()), degrees=(4,), full=False)
         for recomputes in (False, True)
@@ -148,7 +152,7 @@ def test_a_recompute_is_not_part_of_what_a_recorder_sees_of_a_backward_pass() ->
 @pytest.mark.parametrize(
     "changes", [{}, {"topk": 8, "sequence_length": 4096}, {"tensor": 2}, {"expert": 1}], ids=str
 )
-def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path: Path) -> None:
     plan = make_plan(Predictor(workload(**changes), cluster()))
     plan.write(tmp_path / "plan.yaml", head="a test")
     found = Plan.read(tmp_path / "plan.yaml")
@@ -162,7 +166,7 @@ def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path
     [
         ("forward_degree: 2", "forward_degree: 4", r"plan\.yaml:3: forward_degree 4: the schedule has 2"),
         ("- 0.5\n- 0.5", "- 0.5", r"shares: has 1 shares for 2 chunks"),
-        ("- 0.5\n- 0.5", "- 0.5\n- 0.6", r"sum of 1.1"),
+        ("- 0.5\n- 0.5", "- 0.5\n- 0.6", r"sum is 1.1"),
         ("- 0.5\n- 0.5", "- 1.5\n- -0.5", r"shares\[1\] -0\.5: must be at least 0"),
         ("expert.0 ", "expert.7 ", r"plan\.yaml:\d+: .*expert\.7"),
         ("ampipe-plan-1", "ampipe-plan-9", "must be one of ampipe-plan-1"),
@@ -170,7 +174,9 @@ def test_a_plan_is_read_back_as_it_was_written(changes: dict[str, Any], tmp_path
         ("stock_ms:", "stock_s:", "stock_s"),
     ],
 )
-def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path: Path) -> None:
+def test_an_error_in_a_plan_file_is_reported_with_its_line(
+    old: str, new: str, part: str, tmp_path: Path
+) -> None:
     plan = make_plan(Predictor(workload(), cluster()), degrees=(2,), full=False)
     path = tmp_path / "plan.yaml"
     plan.write(path, head="a test")
@@ -187,7 +193,7 @@ def test_a_wrong_plan_is_refused_by_line(old: str, new: str, part: str, tmp_path
         (["--set", "seq-length"], "is not FLAG=VALUE"),
         (
             ["--set", "sequence-length=3"],
-            "changes nothing: no size of a block depends on it. Did you mean s",
+            "has no effect: no size of a block depends on it. Did you mean s",
         ),
         (["--output", "/proc/no/plan.yaml"], "cannot be written"),
         (["--trace", "/proc/no/trace.json"], "cannot be written"),
@@ -222,7 +228,7 @@ def test_errors_are_one_line(
         ["--trace-of", "4,searched"],
     ],
 )
-def test_wrong_arguments_end_with_2(
+def test_wrong_arguments_give_exit_code_2(
     words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--model", str(model), "--cluster", "dgx-h100", *words]) == 2
@@ -236,7 +242,7 @@ def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", config_names("clusters"))
-def test_every_shipped_model_can_be_planned_on_every_shipped_cluster(name: str) -> None:
+def test_every_built_in_model_can_be_planned_on_every_built_in_cluster(name: str) -> None:
     source = cluster(name)
     for path in config_names("models").values():
         block, _ = workload_of(read_model(path), source)

@@ -1,4 +1,4 @@
-"""Model files without Megatron: what they mean, and what is refused, by file and line."""
+"""Model files without Megatron: the sizes of a workload, and errors with file and line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_sizes_of_a_plain_model(tmp_path: Path) -> None:
     assert found.features.chunked_qkv
 
 
-def test_what_a_model_does_not_say_is_assumed_aloud(tmp_path: Path) -> None:
+def test_assumptions_about_a_model_are_reported(tmp_path: Path) -> None:
     text = PLAIN.replace("bf16: true\n", "").replace("expert-model-parallel-size: 8\n", "")
     found, assumed = read(tmp_path, text.replace("num-experts: 8", "num-experts: 12"), ranks=8)
     assert found.expert == 6 and found.dtype == "bf16"
@@ -93,17 +93,17 @@ def test_latent_attention(tmp_path: Path) -> None:
         ("moe-expert-capacity-factor: much", ["must be a number"]),
         ("moe-token-dispatcher-type: flex", ["comes twice"]),
         ("window-size: 128", ["model.yaml:10: window-size", "two whole numbers"]),
-        ("window-size: [128, 4]", ["looks ahead"]),
+        ("window-size: [128, 4]", ["attends to later keys"]),
         ("context-parallel-size: 3", ["seq-length", "multiple of 6", "16386"]),
     ],
 )
-def test_what_is_wrong_is_refused_by_line(line: str, parts: list[str], tmp_path: Path) -> None:
+def test_an_error_is_reported_with_its_line(line: str, parts: list[str], tmp_path: Path) -> None:
     with pytest.raises(BadInput) as refused:
         read(tmp_path, PLAIN + line + "\n")
     assert all(part in str(refused.value) for part in parts), refused.value
 
 
-def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_size_shows_how_to_set_it(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"seq-length: is missing.*--set seq-length="):
         read(tmp_path, PLAIN.replace("seq-length: 16384\n", ""))
 
@@ -111,11 +111,11 @@ def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        ({"num-expert": 4}, "--set num-expert=4: changes nothing: .* Did you mean num-experts\\?"),
+        ({"num-expert": 4}, "--set num-expert=4: has no effect: .* Did you mean num-experts\\?"),
         ({"expert-model-parallel-size": 3}, "--set expert-model-parallel-size 3: does not divide 8"),
         ({"moe-router-topk": 9}, "--set moe-router-topk 9: is above num-experts 8"),
         ({"moe-token-dispatcher-type": "flex"}, "cannot be pipelined"),
-        ({"lr": 3}, "--set lr=3: changes nothing: no size of a block depends on it. Leave it out."),
+        ({"lr": 3}, "--set lr=3: has no effect: no size of a block depends on it. Leave it out."),
         ({"num-attention-heads": 7}, "--set num-attention-heads 7: does not divide hidden-size 1024"),
         ({"moe-expert-capacity-factor": -1}, "--set moe-expert-capacity-factor -1: must be at least 0"),
         ({"moe-z-loss-coeff": -0.1}, "--set moe-z-loss-coeff -0.1: must be at least 0"),
@@ -130,24 +130,26 @@ def test_a_missing_size_says_how_to_give_it(tmp_path: Path) -> None:
         ({"num-experts": 64, "expert-model-parallel-size": 64}, "--ranks 64"),
     ],
 )
-def test_what_is_set_on_the_command_line_is_held_to_the_same(
+def test_values_from_the_command_line_are_checked_too(
     overrides: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=part):
         read(tmp_path, PLAIN, overrides=overrides)
 
 
-def test_models_that_are_not_there() -> None:
+def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(BadInput, match="is neither a file nor a built-in model"):
         find_model("gpt-5")
 
 
-def test_a_misspelt_key_is_named_and_other_flags_are_left_to_megatron(tmp_path: Path) -> None:
+def test_a_misspelled_key_is_reported_and_unknown_flags_are_accepted(tmp_path: Path) -> None:
     plain = PLAIN.replace("moe-router-topk: 1\n", "")
     found, assumed = read(tmp_path, plain + "moe-router-topkk: 1\na-flag-of-the-next-megatron: [3]\n")
     path = tmp_path / "model.yaml"
     assert found.topk == 2
-    assert assumed == (f"moe-router-topkk ({path}:9) is not read here; did you mean moe-router-topk?",)
+    assert assumed == (
+        f"moe-router-topkk ({path}:9) is not read by the planner; did you mean moe-router-topk?",
+    )
     wrong = PLAIN.replace("num-experts: 8", "num-expert: 8")
     with pytest.raises(BadInput, match=r"num-experts: is missing\. Write .* of num-expert in line 5\."):
         read(tmp_path, wrong)
@@ -157,7 +159,7 @@ def test_a_misspelt_key_is_named_and_other_flags_are_left_to_megatron(tmp_path: 
     ("imbalance", "overrides", "most"),
     [(100, {}, "8"), (4.5, {"moe-router-topk": 2}, "4"), (1.1, {"expert-model-parallel-size": 1}, "1")],
 )
-def test_no_rank_can_be_busier_than_all_tokens_make_it(
+def test_an_imbalance_that_cannot_occur_is_refused(
     imbalance: float, overrides: dict[str, Any], most: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=rf"^--imbalance {imbalance:g}: .* Use {most} or less\.$"):
@@ -165,8 +167,8 @@ def test_no_rank_can_be_busier_than_all_tokens_make_it(
     assert read(tmp_path, PLAIN, overrides=overrides, imbalance=float(most))[0].imbalance == float(most)
 
 
-class _Watched(dict[str, Any]):
-    """Remembers which keys it was asked for."""
+class _RecordingDict(dict[str, Any]):
+    """Records the keys that are read."""
 
     def __init__(self, values: Any) -> None:
         super().__init__(values)
@@ -181,13 +183,13 @@ class _Watched(dict[str, Any]):
         return super().__contains__(key)
 
 
-def test_the_flags_that_sizes_depend_on_are_those_that_are_read(tmp_path: Path) -> None:
+def test_the_planner_reads_the_listed_flags_and_no_others(tmp_path: Path) -> None:
     asked: set[str] = set()
     for more in ("", "multi-latent-attention: true\n", "group-query-attention: true\n", "fp16: true\n"):
         path = tmp_path / "model.yaml"
         path.write_text(PLAIN.replace("bf16: true\n", "") + more)
         model = read_model(path)
-        watched = _Watched(model.values)
+        watched = _RecordingDict(model.values)
         workload_of(ModelFile(path, watched, model.lines), read_cluster(find_cluster("dgx-h100")))
         asked |= watched.asked
     assert asked == set(SIZE_FLAGS)

@@ -1,4 +1,4 @@
-"""The recorder: what it keeps, by iteration and by pass. No device: events are stand-ins with a clock."""
+"""The recorder: stages by iteration and by pass. No device: events are fakes with a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QKV, LOSSES = Stage(kinds.QKV), Stage(kinds.LOSSES)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds, as the recorder sees it."""
+    """The current time in seconds, for the recorder."""
     now = [100.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
     return now
@@ -28,10 +28,10 @@ def run(recorder: Recorder, clock: list[float], stage: Stage, seconds: float, la
     recorder.add(lane, stage, begin, clock[0])
 
 
-def test_passes_are_told_apart(clock: list[float]) -> None:
+def test_passes_are_distinguished(clock: list[float]) -> None:
     recorder = Recorder(num_iterations=1)
     recorder.start_iteration(5)
-    # Two micro-batches; the second has a stage that the first lacks, as in a recompute.
+    # Two micro-batches; the second has one more stage, as in a recompute.
     for stages in ((QKV,), (QKV, LOSSES)):
         recorder.enter(1, Direction.FORWARD)
         for stage in stages:
@@ -55,7 +55,7 @@ def test_nothing_is_recorded_while_paused(clock: list[float]) -> None:
     assert recorder.timeline(rank=0, labels={}).spans == ()
 
 
-def test_a_timeline_can_be_of_one_iteration(clock: list[float]) -> None:
+def test_a_timeline_of_one_iteration(clock: list[float]) -> None:
     recorder = Recorder(num_iterations=2)
     for iteration in (1, 2, 3):
         recorder.start_iteration(iteration)
@@ -69,10 +69,8 @@ def test_a_timeline_can_be_of_one_iteration(clock: list[float]) -> None:
     assert (one.exposed_us, one.hidden_share) == (pytest.approx(1000), 0.0)
 
 
-def test_events_are_measured_from_an_origin_of_their_own_iteration(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA gives the time between events in 32 bits: hours after a first event, to the millisecond only."""
+def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA returns the time between events as a 32-bit float: after hours its resolution is milliseconds."""
     distances = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""Schedules as data: the named ones, their text form, the checker, the issue order."""
+"""Schedules: the named ones, their text form, the checks, the issue order."""
 
 from dataclasses import replace
 
@@ -53,12 +53,12 @@ def needs_of(
     )
 
 
-def test_text_of_the_papers_order() -> None:
+def test_text_form_of_the_order_of_the_paper() -> None:
     assert to_text(build("ampipe", degree=2, features=BlockFeatures())) == AMPIPE_OF_TWO
 
 
 @given(names, degrees, features)
-def test_named_schedules_pass_the_check_and_survive_their_text_form(
+def test_named_schedules_pass_the_checks_and_are_read_back_from_text(
     name: str, degree: int, block: BlockFeatures
 ) -> None:
     schedule = build(name, degree=degree, features=block)
@@ -82,8 +82,8 @@ def test_issue_order_respects_lanes_and_dependencies(
 
 
 @pytest.mark.parametrize("chunked_qkv", [False, True])
-def test_a_waiting_host_has_launched_the_next_attention_before(chunked_qkv: bool) -> None:
-    """Not only the next stage: a projection of one chunk is over before the host knows the counts."""
+def test_the_next_attention_is_issued_before_the_host_waits(chunked_qkv: bool) -> None:
+    """Not only the next stage: the projection of a chunk ends before the counts have arrived."""
     block = BlockFeatures(chunked_qkv=chunked_qkv)
     schedule = build("ampipe", degree=4, features=block)
     needs = needs_of(schedule, block, Direction.FORWARD)
@@ -91,13 +91,15 @@ def test_a_waiting_host_has_launched_the_next_attention_before(chunked_qkv: bool
     for chunk in range(3):
         dispatch, next_attention = Stage(kinds.DISPATCH, chunk), Stage(kinds.ATTENTION, chunk + 1)
         assert order.index(next_attention) < order.index(dispatch)
-        # And no more than that: the tokens leave behind one attention, not behind all.
+        # And no more than that: tokens are dispatched after one attention, not after all.
         assert order.index(dispatch) < order.index(Stage(kinds.ROUTE, chunk + 1))
 
 
 @given(names, degrees, features)
-def test_nothing_is_postponed_in_a_backward_pass(name: str, degree: int, block: BlockFeatures) -> None:
-    """The split sizes are known: no host waits."""
+def test_the_backward_issue_order_does_not_depend_on_host_waits(
+    name: str, degree: int, block: BlockFeatures
+) -> None:
+    """The split sizes are known, so the host does not wait."""
     schedule = build(name, degree=degree, features=block)
     needs = needs_of(schedule, block, Direction.BACKWARD)
     waiting, running = (
@@ -106,7 +108,7 @@ def test_nothing_is_postponed_in_a_backward_pass(name: str, degree: int, block: 
     assert waiting == running
 
 
-def test_counts_have_a_stream_of_their_own() -> None:
+def test_counts_have_a_separate_stream() -> None:
     assert stream_of("comm", Stage(kinds.COUNTS, 1)) != stream_of("comm", Stage(kinds.DISPATCH, 0)) == "comm"
     assert stream_of("compute", Stage(kinds.COUNTS, 1)) == "compute"
 
@@ -126,16 +128,16 @@ def replace_lane(schedule: Schedule, lane: str, stages: tuple[Stage, ...]) -> Sc
     return replace(schedule, forward=Program(lanes))
 
 
-def test_a_schedule_that_waits_for_itself_is_refused() -> None:
+def test_a_schedule_with_a_deadlock_is_refused() -> None:
     schedule = build("ampipe", degree=2, features=BlockFeatures())
     comm = schedule.forward.lanes[1].stages
-    # The experts' results are awaited before the tokens they are computed from are sent.
+    # The combines wait for the experts, and the experts for dispatches that come later in the lane.
     turned = replace_lane(schedule, "comm", comm[4:] + comm[:4])
     with pytest.raises(BadInput, match=r"can never finish.*comm waits at combine\.0 for expert\.0"):
         check(turned, BlockFeatures())
 
 
-def test_a_missing_a_doubled_and_a_foreign_stage_are_refused() -> None:
+def test_a_missing_a_repeated_and_an_unknown_stage_are_refused() -> None:
     schedule = build("ampipe", degree=2, features=BlockFeatures())
     compute = schedule.forward.lanes[0].stages
     with pytest.raises(BadInput, match=r"merge\.1 0 times"):
@@ -156,7 +158,7 @@ def test_computation_in_the_communication_lane_is_refused() -> None:
         check(moved, BlockFeatures())
 
 
-def test_capacity_forbids_routing_out_of_order() -> None:
+def test_routing_out_of_order_is_refused_with_a_capacity() -> None:
     schedule = build("sequential", degree=2, features=BlockFeatures())
     lane = schedule.forward.lanes[0].stages
     half = (len(lane) - 1) // 2
@@ -181,12 +183,12 @@ def test_capacity_forbids_routing_out_of_order() -> None:
         ("schedule mine degree 2\nforward compute: mlp.0", r"mlp\.0: is not a stage"),
     ],
 )
-def test_text_that_is_no_schedule_is_refused_by_line(text: str, message: str) -> None:
+def test_invalid_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         from_text(text)
 
 
-def test_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(BadInput, match="ampipe, moe-only, sequential"):
         build("fast", degree=2, features=BlockFeatures())
 
@@ -211,8 +213,8 @@ def test_each_direction_has_its_own_degree(
         assert len(dispatches) == degree
         of_chunks = [part.chunk for stage in dispatches for part in schedule.chunks_of(stage, direction)]
         assert sorted(of_chunks) == list(range(max(degrees_)))
-        rising = [of_chunks, of_chunks[::-1]][direction is Direction.BACKWARD]
-        assert rising == sorted(rising)
+        ascending = of_chunks if direction is Direction.FORWARD else of_chunks[::-1]
+        assert ascending == sorted(ascending)
 
 
 def test_degrees_that_do_not_divide_each_other_are_refused() -> None:
@@ -229,7 +231,7 @@ def test_a_bad_backward_degree_in_text_is_refused(header: str) -> None:
         from_text(header)
 
 
-def test_an_order_of_training_serves_a_pass_without_losses() -> None:
+def test_a_training_order_is_restricted_to_a_pass_without_losses() -> None:
     training = BlockFeatures(losses=True, shared=True)
     evaluation = BlockFeatures(shared=True)
     restricted = restrict(build("ampipe", degree=3, features=training), evaluation)

@@ -1,4 +1,4 @@
-"""Which memory of several streams is kept, and how long. Blocks on a modelled device: tests/streams."""
+"""How long memory that several streams use is kept. tests/streams runs blocks on a modelled device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
 class Memory:
-    """An object that can be released."""
+    """An object with weak references, to see its release."""
 
 
 def test_memory_is_kept_until_every_stream_with_remaining_work_is_after_its_use() -> None:
@@ -31,7 +31,7 @@ def test_memory_is_kept_until_every_stream_with_remaining_work_is_after_its_use(
     order.release()
     assert gone() is not None
     order.wait("compute", used)
-    # Now compute is after it; comm always is.
+    # Now compute is after its use; comm always was.
     order.release()
     assert gone() is None
 

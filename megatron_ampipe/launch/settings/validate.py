@@ -102,7 +102,9 @@ class ParserFlags:
                 "is a flag of Megatron", f"Write '{plain}: ...' outside '{OWN_SECTION}:', not indented."
             )
         if plain in known:
-            return entry.refuse("keys have hyphens inside and none in front", f"Write '{plain}'.")
+            return entry.refuse(
+                "keys are written with hyphens, and without leading dashes", f"Write '{plain}'."
+            )
         negated = next((f"{no}-{plain}" for no in ("no", "disable") if f"{no}-{plain}" in known), None)
         if negated is not None:
             remedy = "Leave it out: it is on." if entry.value is True else f"Write '{negated}: true'."

@@ -143,7 +143,7 @@ def read_grid(path: Path) -> Grid:
     Raises:
         BadInput: naming the file, the line and the key that is wrong.
     """
-    top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the form.")
+    top = load(path, what="grid", remedy="Look at configs/bench/cpu-small.yaml for the format.")
     found, lines = read_record(path, _GridFile, top)
     if (found.cases is None) == (found.axes is None):
         refuse(path, top.line, "cases", "exactly one of cases and axes must be given", "Give cases.")

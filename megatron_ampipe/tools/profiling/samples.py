@@ -1,4 +1,4 @@
-"""What the ranks measured, as plain data, and how one number is made of theirs. Pure.
+"""What the ranks measured, as plain data, and how it is reduced to one number. Pure.
 
 The time of an operation is its median over repeats on a rank, and of these the maximum over ranks: a
 collective is over when its slowest rank is, and a block waits for the slowest computation.

@@ -18,7 +18,7 @@ from megatron_ampipe.yaml_lines import LinedMapping, load
 Files = dict[tuple[str, str], tuple[Path, LinedMapping]]
 """Path and contents of each file, by flag and name; in the order in which the run reads them."""
 _SET_BY_THE_SCRIPT = ("save", "load", "ckpt-step", "exit-signal", "exit-signal-handler")
-_FORM = "Look at configs/models, configs/clusters and configs/runs for the form."
+_FORM = "Look at configs/models, configs/clusters and configs/runs for the format."
 
 
 def gpus_per_node(arguments: argparse.Namespace) -> int | None:
