@@ -16,7 +16,7 @@ from typing import Any
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 
-COMPUTE_LANE = "compute"
+COMPUTE = "compute"
 DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
 """The label of a simulated timeline; its value is the source of the prediction."""
@@ -111,9 +111,7 @@ class Timeline:
 
     def _intervals(self, *, communication: bool) -> Iterable[tuple[float, float]]:
         return (
-            (span.begin_us, span.end_us)
-            for span in self.spans
-            if (span.lane != COMPUTE_LANE) is communication
+            (span.begin_us, span.end_us) for span in self.spans if (span.lane != COMPUTE) is communication
         )
 
     def write_chrome(self, path: Path) -> None:

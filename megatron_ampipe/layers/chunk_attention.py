@@ -56,7 +56,7 @@ def project_qkv(
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
 
-def rotary_of_rows(rotary_pos_emb: RotaryEmbedding | None, spans: Sequence[Span]) -> RotaryEmbedding | None:
+def rotary_for_spans(rotary_pos_emb: RotaryEmbedding | None, spans: Sequence[Span]) -> RotaryEmbedding | None:
     """The part of Megatron's rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
     if rotary_pos_emb is None:
         return None

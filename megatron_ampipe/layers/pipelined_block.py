@@ -58,7 +58,7 @@ class PipelinedBlock:
         """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
         on_gpu = hidden.is_cuda
         self._modules.add_first_weight_gradients()
-        self._context.recorder.passes.saw(*hidden.shape[:2])
+        self._context.recorder.passes.record_shape(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=on_gpu)
         stages = MegatronStages(
             self._modules,

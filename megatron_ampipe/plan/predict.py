@@ -15,7 +15,7 @@ from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind, data_flow
-from megatron_ampipe.timeline import COMPUTE_LANE, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE, StageSpan, Timeline
 
 
 class Predictor:
@@ -116,7 +116,7 @@ class Predictor:
         """
         if self.cluster.host.issue.forward_us:
             return None
-        in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE_LANE for stage in stages}
+        in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
         return [
             self._latency[stage.kind] if index in in_comm else 0.0
             for index, stage in enumerate(compiled.stages)

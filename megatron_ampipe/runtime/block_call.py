@@ -108,7 +108,7 @@ class BlockCall:
     def _compute(self, stage: Stage) -> None:
         """Run the function of one stage of one chunk, or of the whole sequence."""
         inputs = self._values.take(stage.kind, stage.chunk)
-        crossed = self._crossing.use(inputs) if self._crossing is not None else ()
+        crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
         extra: dict[str, Any] = {}
         if any(value.layout is Layout.KEYS for value in stage.kind.takes):
             extra["sums"] = self._keys.sums
@@ -129,8 +129,8 @@ class BlockCall:
         gradients = self._gradients.take(stage.kind, stage.chunk)
         segment = self._segments.pop(stage)
         if self._crossing is not None:
-            self._crossing.use(gradients)
-            self._crossing.use_again(self._crossed_inputs.pop(stage))
+            self._crossing.note_use(gradients)
+            self._crossing.note_backward(self._crossed_inputs.pop(stage))
         parameters = self._stages.parameters.get(stage.kind, ())
         found = segment.backward(gradients, parameters=parameters, sums=self._sums)
         self._gradients.add(stage.kind, stage.chunk, found)
@@ -146,7 +146,7 @@ class BlockCall:
         for place, chunk in enumerate(chunks):
             give(kind, chunk, transfer.outputs[place * count : (place + 1) * count])
         if self._crossing is not None:
-            self._crossing.travel((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
+            self._crossing.note_transfer((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
         return transfer
 
 

@@ -27,18 +27,18 @@ class Crossing:
         self._communicated: dict[int, StorageWeakRef] = {}
         self._used: list[UntypedStorage] = []
 
-    def travel(self, tensors: Iterable[Tensor]) -> None:
+    def note_transfer(self, tensors: Iterable[Tensor]) -> None:
         """Record that the current stage is a collective that reads or writes these tensors."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._communicated[storage._cdata] = StorageWeakRef(storage)
             self._used.append(storage)
 
-    def use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
+    def note_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
         """Record that the current stage computes with these tensors.
 
         Returns:
-            References to those that a collective has used, for :meth:`use_again`.
+            References to those that a collective has used, for :meth:`note_backward`.
         """
         found = []
         for tensor in tensors:
@@ -51,7 +51,7 @@ class Crossing:
                 found.append(reference)
         return tuple(found)
 
-    def use_again(self, references: Sequence[StorageWeakRef]) -> None:
+    def note_backward(self, references: Sequence[StorageWeakRef]) -> None:
         """Record that the current stage runs the backward of a stage that used these, releasing its graph."""
         for reference in references:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

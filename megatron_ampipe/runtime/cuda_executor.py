@@ -9,7 +9,7 @@ import torch
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.stream_order import Mark, StreamOrder
+from megatron_ampipe.runtime.stream_order import StageEnd, StreamOrder
 from megatron_ampipe.schedule import Stage, stream_of
 from megatron_ampipe.schedule.kinds import COMPUTE
 
@@ -64,7 +64,7 @@ class CudaExecutor:
     ) -> None:
         awaited = {needed for stage in names for needed in needs[stage] if names[needed] != names[stage]}
         known = StreamOrder(names.values())
-        ended: dict[Stage, tuple[Mark, torch.cuda.Event | None]] = {}
+        ended: dict[Stage, tuple[StageEnd, torch.cuda.Event | None]] = {}
         for lane, stage in order:
             name = names[stage]
             stream = streams[name]

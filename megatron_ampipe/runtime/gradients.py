@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.rows import put_rows, put_sum, take_rows
+from megatron_ampipe.runtime.rows import take_rows, write_rows, write_sum
 from megatron_ampipe.runtime.values import BlockLayout, Key, KeyValueRows, Note
 from megatron_ampipe.schedule import Layout, Source, Span, StageKind, Value
 from megatron_ampipe.schedule.kinds import HIDDEN_STATES
@@ -55,7 +55,7 @@ class Gradients:
         for chunk in range(len(self._layout.chunks)):
             rows = self._layout.spans(HIDDEN_STATES.layout, chunk)
             for _, parts in self._arriving.pop((source, chunk), ()):
-                put_sum(self._hidden, rows, _whole(parts), take_rows(self._hidden, rows))
+                write_sum(self._hidden, rows, _whole(parts), take_rows(self._hidden, rows))
         return self._hidden
 
     def take(self, kind: StageKind, chunk: int | None) -> list[Tensor | None]:
@@ -139,7 +139,7 @@ class Gradients:
             if of_chunks is None:
                 num_rows = sum(span.length for span in self._layout.joined.hidden)
                 of_chunks = part.new_zeros((num_rows, *part.shape[1:]))
-            put_sum(of_chunks, rows, part, take_rows(of_chunks, rows))
+            write_sum(of_chunks, rows, part, take_rows(of_chunks, rows))
         if total is None or of_chunks is None:
             return of_chunks if total is None else total
         return total + of_chunks
@@ -158,10 +158,10 @@ class Gradients:
                 self._hidden = torch.empty_like(self._gradient, dtype=gradient.dtype)
             rows = self._layout.spans(value.layout, chunk)
             if self._tensors.pop(key, None) is None:
-                put_rows(self._hidden, rows, gradient)
+                write_rows(self._hidden, rows, gradient)
             else:
                 assert earlier is not None
-                put_sum(self._hidden, rows, gradient, earlier)
+                write_sum(self._hidden, rows, gradient, earlier)
         elif earlier is None:
             self._tensors[key] = gradient
         elif gradient is not None:
@@ -181,9 +181,9 @@ class Gradients:
         rows, written = self._rows[source], (source, chunk)
         spans = self._layout.spans(value.layout, chunk)
         if written in self._written:
-            put_sum(rows, spans, gradient, take_rows(rows, spans))
+            write_sum(rows, spans, gradient, take_rows(rows, spans))
         else:
-            put_rows(rows, spans, gradient)
+            write_rows(rows, spans, gradient)
             self._written.add(written)
 
     def _take_whole(self, source: Source) -> Tensor | None:

@@ -34,7 +34,7 @@ class PassTimer:
         self.shape = (0, 0)
         self._passes.clear()
 
-    def saw(self, rows: int, batch: int) -> None:
+    def record_shape(self, rows: int, batch: int) -> None:
         """Record the shape of one input."""
         self.shape = max(self.shape, (rows, batch))
 

@@ -20,7 +20,7 @@ def take_rows(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
     return torch.cat([tensor[span.local_start : span.local_end] for span in spans])
 
 
-def put_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
+def write_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
     """Write rows that :func:`take_rows` would read."""
     start = 0
     for span in spans:
@@ -28,7 +28,7 @@ def put_rows(target: Tensor, spans: Sequence[Span], rows: Tensor) -> None:
         start += span.length
 
 
-def put_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tensor) -> None:
+def write_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tensor) -> None:
     """Write the sum of two tensors of rows that :func:`take_rows` would read."""
     start = 0
     for span in spans:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class StageEnd:
     """The end of one stage.
 
     Attributes:
@@ -44,26 +44,26 @@ class StreamOrder:
     def __init__(self, streams: Iterable[str]) -> None:
         self._left = Counter(streams)
         self._after: dict[str, dict[str, int]] = {stream: {stream: 0} for stream in self._left}
-        self._kept: list[tuple[Mark, object]] = []
+        self._kept: list[tuple[StageEnd, object]] = []
 
-    def is_after(self, stream: str, mark: Mark) -> bool:
+    def is_after(self, stream: str, mark: StageEnd) -> bool:
         """Whether the next work issued to the stream runs after that end."""
         return self._after[stream].get(mark.stream, 0) >= mark.number
 
-    def wait(self, stream: str, mark: Mark) -> None:
+    def wait(self, stream: str, mark: StageEnd) -> None:
         """Record that the stream was made to wait for that end."""
         known = self._after[stream]
         for other, number in mark.after.items():
             known[other] = max(known.get(other, 0), number)
 
-    def issue(self, stream: str) -> Mark:
+    def issue(self, stream: str) -> StageEnd:
         """Record that one more stage was issued to the stream."""
         self._left[stream] -= 1
         known = self._after[stream]
         known[stream] += 1
-        return Mark(stream, known[stream], dict(known))
+        return StageEnd(stream, known[stream], dict(known))
 
-    def keep(self, mark: Mark, memory: object) -> None:
+    def keep(self, mark: StageEnd, memory: object) -> None:
         """Keep a reference to memory that a stage has used."""
         self._kept.append((mark, memory))
 

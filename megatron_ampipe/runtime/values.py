@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.rows import put_rows, take_rows
+from megatron_ampipe.runtime.rows import take_rows, write_rows
 from megatron_ampipe.schedule import Chunk, DataFlow, Direction, Layout, Source, Span, StageKind, Value
 
 # S sequence rows, B batch, D hidden size.
@@ -92,7 +92,7 @@ class KeyValueRows:
             return
         if name not in self._rows:
             self._rows[name] = part.new_empty((self._layout.num_keys(None), *part.shape[1:]))
-        put_rows(self._rows[name], self._layout.spans(Layout.KEYS, chunk), part)
+        write_rows(self._rows[name], self._layout.spans(Layout.KEYS, chunk), part)
 
     def take(self, name: str, chunk: int | None) -> Tensor:
         """All rows that the queries of a chunk see."""
@@ -145,7 +145,7 @@ class Values:
             if source == self._layout.flow.output:
                 if self.output is None:
                     self.output = tensor.new_empty(self._hidden.shape)
-                put_rows(self.output, self._layout.spans(value.layout, chunk), tensor)
+                write_rows(self.output, self._layout.spans(value.layout, chunk), tensor)
             elif value.layout is Layout.KEYS:
                 self._keys.give(value.name, chunk, tensor)
             elif source in self._layout.flow.takers:
@@ -196,5 +196,5 @@ def _joined(parts: Sequence[Tensor], value: Value, layout: BlockLayout) -> Tenso
     num_rows = sum(part.shape[0] for part in parts)
     joined = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
     for index, part in enumerate(parts):
-        put_rows(joined, layout.spans(value.layout, index), part)
+        write_rows(joined, layout.spans(value.layout, index), part)
     return joined

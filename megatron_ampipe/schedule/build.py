@@ -61,7 +61,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 
 
 def _placed(schedule: Schedule, features: BlockFeatures) -> Schedule:
-    """The schedule with the stages that its builder does not know: those of kinds added to the block.
+    """The schedule with the stages of kinds that its builder does not know.
 
     Each is put right before the first stage that needs it.
     """
@@ -69,6 +69,8 @@ def _placed(schedule: Schedule, features: BlockFeatures) -> Schedule:
     def program(direction: Direction) -> Program:
         needs = needs_of(schedule, features, direction)
         known = schedule.program(direction)
+        if needs.keys() <= set(known.stages):
+            return known
         lane_of = {stage: order.lane for order in known.lanes for stage in order.stages}
         lanes: dict[str, list[Stage]] = {order.lane: [] for order in known.lanes}
         # Lanes that are cut out of one order which respects all dependencies never wait for each other.
@@ -79,8 +81,6 @@ def _placed(schedule: Schedule, features: BlockFeatures) -> Schedule:
             lanes.setdefault(lane_of.get(stage, own), []).append(stage)
         return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
 
-    if not features.added:
-        return schedule
     return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
 
 

@@ -87,7 +87,10 @@ def data_flow(features: BlockFeatures) -> DataFlow:
     rows = list(MOE_BLOCK)
     for kind in features.added:
         assert kind.after is not None, f"{kind} does not say which row it follows"
-        rows.insert(rows.index(kind.after) + 1, kind)
+        place = rows.index(kind.after) + 1
+        while place < len(rows) and rows[place].after is kind.after:
+            place += 1
+        rows.insert(place, kind)
     kinds = tuple(kind for kind in rows if features.has(kind.feature))
     latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
     sources: dict[StageKind, tuple[Source | None, ...]] = {}

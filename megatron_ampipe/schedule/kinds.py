@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 
-COMPUTE = "compute"
+from megatron_ampipe.timeline import COMPUTE as COMPUTE
+
 COMM = "comm"
 
 
@@ -29,6 +30,9 @@ class Lane:
     Attributes:
         name: As in schedules, traces and pictures.
         resource: What the lane occupies. Lanes of one resource share it; those of different ones overlap.
+
+    The compute lane is the only one whose stages are computed. Two lanes must not use the same process group:
+    a host issues each lane's collectives from a separate thread, so ranks could disagree about their order.
     """
 
     name: str

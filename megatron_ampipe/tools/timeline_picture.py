@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE, DIRECTIONS, PREDICTED, StageSpan, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,7 +137,7 @@ def _rows(timelines: Sequence[Timeline]) -> tuple[list[_Row], float]:
     for number, timeline in enumerate(timelines):
         stripe = _PREDICTED_STRIPE if timeline.is_predicted else _STRIPE
         lanes = {span.lane for span in timeline.spans}
-        for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE_LANE, lane)):
+        for lane in sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)):
             rows.append(_Row(number, lane, -depth_in - _ROW_IN / 2, stripe))
             depth_in += _ROW_IN
         depth_in += _RANK_GAP_IN

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.timeline import COMPUTE_LANE, DIRECTIONS, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
 from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 MARK = "ampipe:{direction}"
@@ -56,7 +56,7 @@ def read_profile(trace: Mapping[str, Any]) -> Profile:
         rank=0,
         spans=tuple(
             StageSpan(
-                lane="comm" if event["args"]["stream"] in link_streams else COMPUTE_LANE,
+                lane="comm" if event["args"]["stream"] in link_streams else COMPUTE,
                 stage=event["name"],
                 direction=DIRECTIONS[0],
                 layer=1,

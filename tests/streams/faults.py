@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_ampipe.runtime import cuda_executor
-from megatron_ampipe.runtime.stream_order import Mark, StreamOrder
+from megatron_ampipe.runtime.stream_order import StageEnd, StreamOrder
 from megatron_ampipe.schedule import Stage
 from tests.streams.cases import IssueOrder, block, lazy_issue
 from tests.streams.model import DEVICE, ModelStream
@@ -38,7 +38,7 @@ class Fault:
 class _NeverWaits(StreamOrder):
     """Assumes that the communication stream is ordered after all computation."""
 
-    def is_after(self, stream: str, mark: Mark) -> bool:
+    def is_after(self, stream: str, mark: StageEnd) -> bool:
         return (stream == "comm" and mark.stream == "compute") or super().is_after(stream, mark)
 
 
@@ -50,7 +50,7 @@ class _ReleasesEarly(StreamOrder):
 class _DropsComputation(StreamOrder):
     """Keeps the memory that collectives use, but not what computation uses."""
 
-    def keep(self, mark: Mark, memory: object) -> None:
+    def keep(self, mark: StageEnd, memory: object) -> None:
         if mark.stream != "compute":
             super().keep(mark, memory)
 

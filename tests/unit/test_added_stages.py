@@ -27,6 +27,7 @@ from megatron_ampipe.schedule import (
     dependencies,
     even_chunks,
     from_text,
+    graph,
     kinds,
     needs_of,
     to_text,
@@ -162,3 +163,27 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
     assert together.forward <= 2 * apart.forward
     timeline = predictor.timeline(two, lengths)
     assert {span.layer for span in timeline.spans} == {1, 2}
+
+
+def test_a_kind_in_the_table_needs_no_change_of_a_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its row stood in ``schedule/kinds.py``."""
+    place = MOE_BLOCK.index(kinds.EXPERT) + 1
+    monkeypatch.setattr(graph, "MOE_BLOCK", (*MOE_BLOCK[:place], DELAY, *MOE_BLOCK[place:]))
+    # Not the features of another test, whose data flow is remembered.
+    features = BlockFeatures(losses=True, ordered_routing=True, added=(AUDIT,))
+    for name in SCHEDULE_NAMES:
+        schedule = build(name, degree=3, features=features)
+        check(schedule, features)
+        assert {Stage(DELAY, chunk) for chunk in range(3)} <= set(schedule.backward.stages)
+    graph.data_flow.cache_clear()
+    build.cache_clear()
+
+
+def test_kinds_that_follow_the_same_row_keep_their_order() -> None:
+    first, second = (
+        StageKind(name, takes=DELAY.takes, gives=DELAY.gives, after=kinds.EXPERT)
+        for name in ("first", "second")
+    )
+    flow = graph.data_flow(BlockFeatures(added=(first, second)))
+    place = flow.kinds.index(kinds.EXPERT)
+    assert flow.kinds[place + 1 : place + 3] == (first, second)

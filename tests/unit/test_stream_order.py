@@ -63,22 +63,22 @@ def test_waits_are_transitive() -> None:
 def test_only_tensors_of_collectives_and_their_views_are_reported() -> None:
     crossing = Crossing()
     received, other = torch.zeros(4, 2), torch.zeros(4, 2)
-    crossing.travel([received])
+    crossing.note_transfer([received])
     assert len(crossing.take()) == 1
-    references = crossing.use([received[1:], other, None])
+    references = crossing.note_use([received[1:], other, None])
     assert len(references) == len(crossing.take()) == 1
-    crossing.use_again(references)
+    crossing.note_backward(references)
     assert [storage._cdata for storage in crossing.take()] == [received.untyped_storage()._cdata]
 
 
 def test_released_memory_is_not_kept_again() -> None:
     crossing = Crossing()
     received = torch.zeros(4)
-    crossing.travel([received])
-    references = crossing.use([received])
+    crossing.note_transfer([received])
+    references = crossing.note_use([received])
     crossing.take()
     del received
-    crossing.use_again(references)
+    crossing.note_backward(references)
     assert crossing.take() == []
 
 
