@@ -96,7 +96,7 @@ def audit(chunk: int | None, normed: Tensor) -> tuple[Tensor, ...]:
 
 
 def fork(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
-    """``[rows, B, D]`` of each chunk into separate memory."""
+    """``[rows, B, D]`` of each chunk into new memory."""
     return _copied(tensors)
 
 

@@ -23,7 +23,7 @@ from megatron_ampipe.schedule import Chunk, DataFlow, Direction, Layout, Source,
 Key = tuple[Source, int | None]
 """A value of a chunk, or of the whole sequence."""
 Note = Callable[[Sequence[Tensor | None]], object]
-"""Told of tensors that the current stage copies or adds (:meth:`.crossing.Crossing.use`)."""
+"""Told of tensors that the current stage copies or adds (:meth:`.crossing.Crossing.note_use`)."""
 
 
 class BlockLayout:
