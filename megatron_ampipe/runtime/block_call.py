@@ -56,7 +56,7 @@ class BlockCall:
         self._keys = KeyValueRows(self._layout, keep_graph=keep_graph)
         self._segments: dict[Stage, Segment] = {}
         self._crossing = Crossing() if executor.crosses_streams else None
-        self._note: Note = _nothing if self._crossing is None else self._crossing.use
+        self._note: Note = _nothing if self._crossing is None else self._crossing.note_use
         self._crossed_inputs: dict[Stage, tuple[StorageWeakRef, ...]] = {}
         self._sums = GradientSums()
 
