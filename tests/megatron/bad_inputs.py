@@ -236,7 +236,7 @@ _PLANNER = (
     Row("cluster-thousands-of-digits", _ON + "{here}/nines.cluster", ":3: YAML: a number of 5000 digits"),
     Row("cluster-infinite", _ON + "{here}/inf.cluster", ":7: intra.all_to_all.alpha_us inf: must be a num"),
     Row("cluster-huge", _ON + "{here}/huge.cluster", ":7: intra.all_to_all.alpha_us 1e+308: must be at most"),
-    Row("cluster-no-time", _ON + "{here}/zero.cluster", "has figures by which a block takes no time. Write"),
+    Row("cluster-no-time", _ON + "{here}/zero.cluster", "has figures with which the time of a block is 0. Write"),
     Row("cluster-word", _ON + "{here}/words.cluster", "alpha_us 'twenty': must be a number, at least 0, w"),
     Row(
         "cluster-no-date",
@@ -396,10 +396,10 @@ _FLAGS = (
     Row(
         "chunks-empty",
         "train --ampipe-chunks ''",
-        "--ampipe-chunks (empty): is not a list of numbers with com",
+        "--ampipe-chunks (empty): is not a list of numbers separa",
     ),
     Row(
-        "chunks-semicolon", "train --ampipe-chunks '0.5;0.5'", "is not a list of numbers with commas between"
+        "chunks-semicolon", "train --ampipe-chunks '0.5;0.5'", "is not a list of numbers separated by commas"
     ),
     Row(
         "chunks-nan", "train --ampipe-chunks nan,nan", "--ampipe-chunks nan,nan: every share must be above 0."

@@ -17,7 +17,7 @@ from megatron_ampipe.errors import EnvironmentMissing
 from tests.megatron.launcher import REPOSITORY, environment
 from tests.megatrons import OLDER, folder_of, megatron_of
 
-OF_OUR_ENTRY = {"launch/attach.py", "launch/gpt.py", "launch/pretrain.py"}
+OF_OUR_ENTRY = {"launch/gpt.py", "launch/pretrain.py"}
 """Files whose imports an older Megatron may lack: only megatron_ampipe.pretrain_gpt uses them."""
 OF_HYBRID_MODELS = {"layers/hybrid.py"}
 
