@@ -26,7 +26,7 @@ WRONG = {
         "{line}1: num-layer: there is no such flag. Did you mean num-layers", "num-layer: 2"
     ),
     "key-shortened": Wrong("layers: there is no such flag. Did you mean num-layers", "layers: 2"),
-    "key-underscores": Wrong("{line}2: num_layers: keys have hyphens", "# one\nnum_layers: 2"),
+    "key-underscores": Wrong("{line}2: num_layers: keys are written with hyphens", "# one\nnum_layers: 2"),
     "key-dashes": Wrong(
         "--num-layers: keys are written with hyphens, and without leading dashes. Write 'num-layers'",
         "--num-layers: 2",
