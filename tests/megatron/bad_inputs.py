@@ -236,7 +236,7 @@ _PLANNER = (
     Row("cluster-thousands-of-digits", _ON + "{here}/nines.cluster", ":3: YAML: a number of 5000 digits"),
     Row("cluster-infinite", _ON + "{here}/inf.cluster", ":7: intra.all_to_all.alpha_us inf: must be a num"),
     Row("cluster-huge", _ON + "{here}/huge.cluster", ":7: intra.all_to_all.alpha_us 1e+308: must be at most"),
-    Row("cluster-no-time", _ON + "{here}/zero.cluster", "has figures with which the time of a block is 0. Write"),
+    Row("cluster-no-time", _ON + "{here}/zero.cluster", "figures with which the time of a block is 0. Write"),
     Row("cluster-word", _ON + "{here}/words.cluster", "alpha_us 'twenty': must be a number, at least 0, w"),
     Row(
         "cluster-no-date",

@@ -126,7 +126,8 @@ def test_a_killed_rank_ends_the_job() -> None:
         job.kill()
     assert job.returncode != 0
     assert time.monotonic() - killed_at_s < 30
-    assert "Signal 9 (SIGKILL)" in output
+    # torchrun itself fails if it terminates the other rank while that one writes its error file.
+    assert "Signal 9 (SIGKILL)" in output or "Failed to parse reply file" in output
 
 
 def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +106,9 @@ class Cluster:
     def end(self) -> None:
         """Kill all processes of the job."""
         for pid in self.processes(""):
-            os.kill(pid, signal.SIGKILL)
+            # One that ends meanwhile is gone.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def processes(self, words: str) -> list[int]:
         """The processes of this job whose command line contains ``words``, such as a rank's module."""
