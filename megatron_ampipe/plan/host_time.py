@@ -1,9 +1,8 @@
 """How many calls the host makes to issue a stage to the device. A table of counts.
 
 The host needs some time for every call, independent of the size of the tensors, so more chunks need more of
-it: above some degree the device waits for the host. A cluster file gives the time to issue one stage on
-    average
-(``host.issue``); this module distributes it over the kinds of stages.
+it: above some degree the device waits for the host. A cluster file gives the mean time to issue one
+stage (``host.issue``); this module distributes it over the kinds of stages.
 
 The calls were counted on real blocks (``tests/streams/census.py``; its test compares them with this table):
 torch operations, collectives, and waits and records of events, with Megatron's local layers. Fused kernels

@@ -2,8 +2,8 @@
 
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
 gives. All else follows from the rows: which stage waits for which (:mod:`.graph`), which tensors pass between
-stages and when they are released (``runtime.block_call``). A new kind is one row here, one function in
-``layers/megatron_stages.py`` and one cost in ``plan/cost.py``; ``docs/design.md`` shows how.
+stages and when they are released (``runtime.values``). A new kind is one row here, one function in
+``layers/megatron_stages.py`` and one cost in ``plan/cost.py``; ``docs/design.md`` says what else it may need.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class StageKind:
             waited for on the spot.
         scope: Of a chunk, of the whole sequence, or either.
         takes: The arguments of its function, in order; in the backward pass the gradients it returns.
-        gives: The results of its function, in order; in the backward pass the gradients it receives.
+            Values of ``Layout.STATE``, and values that no row of the block gives, are left out.
+        gives: The results of its function, in order, without ``Layout.STATE``; in the backward pass the
+            gradients it receives.
         directions: In which passes it runs.
         feature: The field of :class:`~.graph.BlockFeatures` without which a block has no such stage.
         chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole

@@ -14,8 +14,9 @@ _CAPTION = (
     "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
     "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
     "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
-    "slowest rank kept busy. degree 1 is stock again and shows the noise."
+    "slowest rank kept busy."
 )
+_OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
 
 
 def heading(document: Mapping[str, Any]) -> str:
@@ -27,7 +28,9 @@ def heading(document: Mapping[str, Any]) -> str:
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
-    table = Table(title=heading(document), caption=_CAPTION, caption_justify="left")
+    again = any(row["degree"] == 1 for case in document["cases"] for row in case["rows"])
+    caption = _CAPTION + _OF_DEGREE_1 * again
+    table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
     predicted = "prediction" in document
