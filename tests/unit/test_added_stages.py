@@ -165,18 +165,20 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
     assert {span.layer for span in timeline.spans} == {1, 2}
 
 
-def test_a_kind_in_the_table_needs_no_change_of_a_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_in_the_table_needs_no_change_of_a_builder(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """As if its row stood in ``schedule/kinds.py``."""
     place = MOE_BLOCK.index(kinds.EXPERT) + 1
     monkeypatch.setattr(graph, "MOE_BLOCK", (*MOE_BLOCK[:place], DELAY, *MOE_BLOCK[place:]))
-    # Not the features of another test, whose data flow is remembered.
-    features = BlockFeatures(losses=True, ordered_routing=True, added=(AUDIT,))
+    for remembered in (graph.data_flow, build):
+        remembered.cache_clear()
+        request.addfinalizer(remembered.cache_clear)
+    features = BlockFeatures(losses=True, ordered_routing=True)
     for name in SCHEDULE_NAMES:
         schedule = build(name, degree=3, features=features)
         check(schedule, features)
         assert {Stage(DELAY, chunk) for chunk in range(3)} <= set(schedule.backward.stages)
-    graph.data_flow.cache_clear()
-    build.cache_clear()
 
 
 def test_kinds_that_follow_the_same_row_keep_their_order() -> None:

@@ -127,9 +127,9 @@ def test_values_are_the_words_a_command_line_would_have(
 def test_a_cluster_file_gives_its_flags_alone(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
     cluster = "description: x\nranks_per_node: 8\nflags:\n  num-layers: 3\n  ampipe:\n    degree: 2\n"
     assert words_of(parser, tmp_path, cluster) == ["--num-layers", "3", "--ampipe-degree", "2"]
-    for beside in ("lr: 2", "ampipe:\n  degree: 2"):
+    for other in ("lr: 2", "ampipe:\n  degree: 2"):
         with pytest.raises(BadInput, match="stands outside the section 'flags:', and would not be read"):
-            words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{beside}\n")
+            words_of(parser, tmp_path, f"flags:\n  num-layers: 3\n{other}\n")
 
 
 def test_what_the_parser_does_not_know_stays_on_the_command_line(

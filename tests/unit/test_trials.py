@@ -62,7 +62,7 @@ def test_a_difference_of_less_than_a_percent_buys_no_higher_degree() -> None:
     assert chosen(settle([1, 2, 4, 8], of_table(costs, costs))[0]) == (1, 1)
 
 
-def test_hopeless_degrees_are_not_tried_again() -> None:
+def test_clearly_slower_degrees_are_not_tried_again() -> None:
     costs = {1: 10.0, 2: 11.0, 4: 10.0 * DROPPED_FACTOR + 1}
     _, ran = settle([1, 2, 4], of_table(costs, costs))
     tried = [pipeline.degree for pipeline in ran]
