@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch import flags, host, patched, settings
+from megatron_ampipe.launch import flags, host, own_launcher, settings
 from megatron_ampipe.launch.refuse import report_parser_errors
 from megatron_ampipe.plan.plan_file import Plan
 
@@ -41,7 +41,7 @@ def import_megatron() -> bool:
             f"Megatron cannot be imported ({error}). Run: pip install 'megatron-core[training]>=0.19.2'"
         ) from error
     compat.require_peers()
-    patched.deactivate()
+    own_launcher.note_use()
     return on_gpu
 
 

@@ -15,22 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ampipe.errors import AMPipeError
-from megatron_ampipe.launch import flags
+from megatron_ampipe.launch import flags, own_launcher
 from megatron_ampipe.launch.ending import end_with
 
 _session: Any = None
-_is_active = True
-
-
-def deactivate() -> None:
-    """Do nothing from now on. Called by our launchers, which work on a patched tree as on any other."""
-    global _is_active
-    _is_active = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add AMPipe's flags; called in ``parse_args``, before it parses."""
-    if not _is_active:
+    if own_launcher.is_used():
         return parser
     if not any(word.startswith("--ampipe") for word in sys.argv):
         # What is wrong with a command line without AMPipe is Megatron's to say.
@@ -43,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def refuse_yaml(args: Any) -> None:
     """Refuse our flags next to a ``--yaml-cfg``, which replaces them; called at the end of ``parse_args``."""
-    if _is_active:
+    if not own_launcher.is_used():
         with _ended_with_message():
             _own_session().check_parsed(args)
 
 
 def accept(args: Any) -> None:
     """Check the arguments and print the start-up table; called at the end of ``validate_args``."""
-    if not _is_active:
+    if own_launcher.is_used():
         return
     from megatron_ampipe import compat
 
@@ -68,7 +61,7 @@ def layer_spec(spec: Any) -> Any:
 
 def forward_step(step: Any) -> Any:
     """The forward step, which tells the recorder its iteration; called in ``pretrain``."""
-    if not _is_active:
+    if own_launcher.is_used():
         return step
     with _ended_with_message():
         return _ending_the_process(_own_session().recorded(step))
