@@ -8,6 +8,7 @@ clock throttling, and the time that a rank waits for a slower one.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -79,6 +80,9 @@ class CostModel:
         # Models in fp8 compute attention in bf16.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
+        # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
+        self._chunk_rows = functools.lru_cache(maxsize=4096)(functools.partial(chunk_rows, workload))
+        self._known: defaultdict[tuple[StageKind, bool], dict[object, Pair]] = defaultdict(dict)
 
     def stages(
         self, lengths: Sequence[int], *, parts: int = 1, whole_attention: bool = False
@@ -91,24 +95,25 @@ class CostModel:
                 they are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
         """
-        chunks = chunk_rows(self.workload, lengths)
+        chunks = self._chunk_rows(tuple(lengths))
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
         for kind in self._kinds:
             if is_whole(kind, self.features, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
                 continue
-            known: dict[object, Pair] = {}
+            known = self._known[kind, chunked]
             for index in range(len(chunks) // parts):
                 group = chunks[index * parts : (index + 1) * parts]
                 # Chunks are computed one by one; a single collective sends the rows of all of them.
-                works = group if kind.lane.computes else (_joined(group),)
-                total = ZERO
+                works = group if kind.lane.computes and parts > 1 else (_joined(group),)
+                total: Pair | None = None
                 for rows in works:
                     key = rows if kind in _DEPENDS_ON_POSITION else rows.hidden
                     if key not in known:
                         known[key] = self._stage(kind, Work(rows, chunked=chunked))
-                    total += known[key]
+                    total = known[key] if total is None else total + known[key]
+                assert total is not None
                 found[Stage(kind, index)] = total
         return found
 

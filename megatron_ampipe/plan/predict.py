@@ -40,6 +40,7 @@ class Predictor:
         self.workload, self.cluster = workload, cluster
         self._model = CostModel(workload, cluster, added=added)
         self.features = self._model.features
+        self._times: dict[object, float] = {}
         kinds_of_block = data_flow(self.features).kinds
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._issue_factors = {
@@ -77,10 +78,15 @@ class Predictor:
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction, without a recompute."""
-        compiled, durations, issue = self.inputs(schedule, lengths, direction)
-        latency = self.latency(compiled)
-        _, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
-        return max(end) + self._block(direction)
+        # Schedules of two degrees share a direction with those of one.
+        program, degree = schedule.program(direction), schedule.degree_of(direction)
+        key = (program, degree, schedule.whole_attention, tuple(lengths))
+        if key not in self._times:
+            compiled, durations, issue = self.inputs(schedule, lengths, direction)
+            latency = self.latency(compiled)
+            _, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
+            self._times[key] = max(end) + self._block(direction)
+        return self._times[key]
 
     def inputs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction

@@ -5,7 +5,7 @@ Pure values: nothing here knows how a stage is computed (``layers``) or executed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ampipe.schedule.kinds import ATTENTION, Direction, StageKind
 
@@ -51,14 +51,31 @@ class Program:
     """One pass through the block: what each lane runs, in order.
 
     A communication stage that stands in the ``compute`` lane is waited for on the spot.
+
+    Attributes:
+        stages: All stages, lane by lane.
+        whole: Kinds of stages that run once for the whole sequence.
     """
 
     lanes: tuple[LaneOrder, ...]
+    stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
+    whole: frozenset[StageKind] = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """All stages, lane by lane."""
-        return tuple(stage for order in self.lanes for stage in order.stages)
+    def __post_init__(self) -> None:
+        stages = tuple(stage for order in self.lanes for stage in order.stages)
+        object.__setattr__(self, "stages", stages)
+        whole = frozenset(stage.kind for stage in stages if stage.chunk is None)
+        object.__setattr__(self, "whole", whole)
+        # A planner uses programs as keys many thousand times, and they have hundreds of stages.
+        object.__setattr__(self, "_hash", hash(self.lanes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Hashes differ from process to process.
+        return Program, (self.lanes,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +128,4 @@ class Schedule:
     @property
     def whole_attention(self) -> bool:
         """Whether attention runs once for the whole sequence instead of chunk by chunk."""
-        return Stage(ATTENTION) in self.forward.stages
+        return ATTENTION in self.forward.whole
