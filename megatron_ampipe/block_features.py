@@ -16,15 +16,19 @@ AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing types that come with a loss."""
 
 
-def features_of_settings(settings: Any, *, capacity_scope: str, with_losses: bool = True) -> BlockFeatures:
+def features_of_settings(
+    settings: Any, *, capacity_scope: str, with_losses: bool = True, dense: bool = False
+) -> BlockFeatures:
     """The features of the blocks that Megatron builds from these settings.
 
     Args:
         settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
         capacity_scope: ``sequence`` or ``chunk``, see :class:`~megatron_ampipe.config.AMPipeConfig`.
         with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
+        dense: Of a layer without experts.
     """
     return block_features(
+        dense=dense,
         losses=with_losses
         and router_has_losses(
             settings.moe_router_load_balancing_type,
@@ -41,6 +45,7 @@ def features_of_settings(settings: Any, *, capacity_scope: str, with_losses: boo
 
 def block_features(
     *,
+    dense: bool = False,
     losses: bool,
     shared_size: int | None,
     capacity_factor: float | None,
@@ -51,6 +56,7 @@ def block_features(
     """The features of a block.
 
     Args:
+        dense: A layer without experts, of which the rest of the settings of experts do not count.
         losses: The router has auxiliary or z losses.
         shared_size: Width inside the shared experts; None without.
         capacity_factor: None or below 0 if no token is dropped. A factor of 0 is a capacity: it drops all.
@@ -59,13 +65,16 @@ def block_features(
         latent: Multi-latent attention.
     """
     has_capacity = capacity_factor is not None and capacity_factor >= 0
+    # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
+    chunked_qkv = sequence_ranks == 1 and not latent
+    if dense:
+        return BlockFeatures(dense=True, chunked_qkv=chunked_qkv)
     return BlockFeatures(
         losses=losses,
         shared=shared_size is not None,
         # A chunk leaves the next one what is left of the capacity.
         ordered_routing=has_capacity and not capacity_per_chunk,
-        # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
-        chunked_qkv=sequence_ranks == 1 and not latent,
+        chunked_qkv=chunked_qkv,
     )
 
 

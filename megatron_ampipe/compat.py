@@ -149,6 +149,15 @@ def moe_class(mlp: Any) -> type | None:
     return found if isinstance(found, type) and issubclass(found, BaseMoELayer) else None
 
 
+def is_mlp(mlp: Any) -> bool:
+    """Whether the ``mlp`` of a layer's submodules builds Megatron's dense MLP, and no subclass of it."""
+    from megatron.core.transformer.mlp import MLP
+
+    found = getattr(mlp, "func", None) or getattr(mlp, "module", None)
+    # A partial of a class method since 0.18.
+    return getattr(found, "__self__", found) is MLP
+
+
 def moe_submodules(mlp: Any) -> Any:
     """The ``MoESubmodules`` of an ``mlp`` that builds an MoE layer."""
     return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules

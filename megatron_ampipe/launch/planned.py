@@ -67,7 +67,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
-        pipeline.schedule_of(features_of_args(args))
+        pipeline.schedule_of([features_of_args(args)])
     except BadInput as error:
         raise BadInput(
             "--ampipe-plan",

@@ -81,7 +81,7 @@ def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
     count = pipeline.num_chunks
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
     plan = Plan(
-        schedule=pipeline.schedule_of(features_of_args(args)),
+        schedule=pipeline.schedule_of([features_of_args(args)]),
         shares=pipeline.shares or (1 / count,) * count,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,

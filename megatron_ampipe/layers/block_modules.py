@@ -22,10 +22,11 @@ _RECOMPUTED = {
     "moe": {kinds.EXPERT, kinds.SHARED},
     "shared_experts": {kinds.SHARED},
     "mla_up_proj": {kinds.QKV},
+    "mlp": {kinds.MLP},
 }
 """Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
 
-Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`; a block has no dense MLP.
+Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
 """
 
 
@@ -34,7 +35,7 @@ class BlockModules:
 
     Args:
         attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow.
+        moe_layer: Whose norm, MoE layer and residual follow; a dense layer has an MLP in its place.
         capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
         added: Stages beyond those of the table.
     """
@@ -48,8 +49,11 @@ class BlockModules:
         added: Sequence[AddedStage] = (),
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
+        self.dense = not moe_layer.is_moe_layer
         self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
         self.recomputed_stages = self._take_over_recompute()
+        if self.dense:
+            return
         self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
             self.moe.num_local_experts,
             self.moe.local_expert_indices,
@@ -83,10 +87,15 @@ class BlockModules:
                 attention.linear_proj,
                 self.moe_layer.pre_mlp_layernorm,
             ],
-            kinds.ROUTE: [moe.router],
-            kinds.SHARED: [moe.shared_experts],
-            kinds.EXPERT: [moe.experts],
         }
+        if self.dense:
+            used[kinds.MLP] = [moe]
+        else:
+            used |= {
+                kinds.ROUTE: [moe.router],
+                kinds.SHARED: [moe.shared_experts],
+                kinds.EXPERT: [moe.experts],
+            }
         found = {
             kind: tuple(
                 parameter

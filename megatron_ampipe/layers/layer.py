@@ -1,4 +1,4 @@
-"""Megatron's transformer layer, with attention and MoE run as a pipeline of chunks.
+"""Megatron's transformer layer, run as a pipeline of chunks, alone or together with the layers after it.
 
 Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs. :mod:`.spec`
 puts it in place of the stock class.
@@ -13,22 +13,27 @@ from torch import Tensor
 
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.layer_run import LayerRun, PlaceInRun
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 
 
 class AMPipeTransformerLayer(TransformerLayer):
-    """A transformer layer whose attention and MoE layer are pipelined.
+    """A transformer layer whose attention and MoE layer, or MLP, are pipelined.
 
     Args:
         ampipe: State shared by all pipelined layers.
+        place: Among the layers that can share a schedule; the layer has one of its own if None.
         args: As for ``TransformerLayer``.
         kwargs: As for ``TransformerLayer``.
     """
 
-    def __init__(self, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, ampipe: AMPipeContext, place: PlaceInRun | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        assert self.is_moe_layer, "only MoE layers are built as AMPipe layers"
-        self._block = PipelinedBlock(self, self, ampipe)
+        # A layer of multi-token prediction is built from the specification of another layer.
+        self._run = LayerRun(ampipe) if place is None or self.is_mtp_layer else place.run()
+        self._place = self._run.add(PipelinedBlock(self, self, ampipe))
 
     def forward(
         self,
@@ -39,20 +44,23 @@ class AMPipeTransformerLayer(TransformerLayer):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass through the block.
+        """One pass through the block, and through those that share its schedule.
+
+        The first layer of such a stack runs all of it; the others return what they are given.
 
         Args:
             hidden_states: ``[S, B, D]``.
             attention_mask: Ignored: attention is causal, and start-up refuses other masks.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
-            inference_context: If given, the stock layer runs.
+            inference_context: If given, the stock layer runs. So does a dense layer on its own.
             kwargs: Megatron's other layer arguments; all must be None.
 
         Returns:
             ``[S, B, D]`` and ``context``.
         """
-        if inference_context is not None:
+        stack = self._run.stack_from(self._place)
+        if inference_context is not None or (stack is not None and stack.is_dense):
             output: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 attention_mask=attention_mask,
@@ -63,7 +71,9 @@ class AMPipeTransformerLayer(TransformerLayer):
             )
             return output
         assert_no_extra_arguments(kwargs)
-        return self._block(hidden_states, rotary_pos_emb), context
+        if stack is None:
+            return hidden_states, context
+        return stack(hidden_states, rotary_pos_emb), context
 
 
 def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:

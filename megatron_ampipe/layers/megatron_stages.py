@@ -57,9 +57,10 @@ class MegatronStages:
         self.chunks = chunks
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._whole = Chunk.joined(chunks)
-        self._routing = modules.moe.router.begin_block(num_tokens, per_chunk=modules.capacity_per_chunk)
-        # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
-        self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in chunks]
+        if not modules.dense:
+            self._routing = modules.moe.router.begin_block(num_tokens, per_chunk=modules.capacity_per_chunk)
+            # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
+            self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in chunks]
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
         self._added = {stage.kind: stage for stage in added}
@@ -162,6 +163,12 @@ class MegatronStages:
         modules = self._modules
         return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
 
+    def mlp(self, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
+        modules = self._modules
+        layer = modules.moe_layer
+        return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
+
     def _exchange(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
     ) -> Transfer:
@@ -180,6 +187,7 @@ _COMPUTE: Mapping[StageKind, ComputeFunction] = {
     kinds.SHARED: MegatronStages.shared,
     kinds.EXPERT: MegatronStages.expert,
     kinds.MERGE: MegatronStages.merge,
+    kinds.MLP: MegatronStages.mlp,
 }
 _COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
     kinds.COUNTS: MegatronStages.counts,

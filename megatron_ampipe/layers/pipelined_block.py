@@ -1,11 +1,12 @@
-"""An attention layer and an MoE layer of Megatron, run together as a pipeline of chunks.
+"""Megatron's layers, run together as a pipeline of chunks: an attention layer and an MoE layer, and stacks of them.
 
-Not a module: it owns no parameter, so checkpoints look as if it were not there. In a GPT both layers are
+Not modules: they own no parameter, so checkpoints look as if they were not there. In a GPT both layers are
 one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` and :mod:`.hybrid`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.megatron_stages import MegatronStages
-from megatron_ampipe.runtime.autograd_block import run_block
+from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
@@ -28,7 +29,8 @@ class PipelinedBlock:
 
     Args:
         attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer.
+        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an MLP
+            in place of experts, can share the schedule of other blocks.
         context: Shared settings and machinery.
     """
 
@@ -36,17 +38,69 @@ class PipelinedBlock:
         self, attention_layer: TransformerLayer, moe_layer: TransformerLayer, context: AMPipeContext
     ) -> None:
         self._context = context
-        self._modules = BlockModules(
+        self.modules = BlockModules(
             attention_layer,
             moe_layer,
             capacity_per_chunk=context.config.capacity_scope == "chunk",
             added=context.added,
         )
-        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._schedules: dict[tuple[Pipeline, BlockFeatures], CompiledSchedule] = {}
-        self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
         self._attend: ChunkAttention | None = None
-        groups, sharded = moe_layer.pg_collection, moe_layer.config.sequence_parallel
+
+    def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
+        """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
+        return BlockStack([self], self._context)(hidden, rotary_pos_emb)
+
+    def features(self) -> BlockFeatures:
+        """What the block contains in the current pass."""
+        modules = self.modules
+        return replace(
+            features_of_settings(
+                modules.config,
+                capacity_scope=self._context.config.capacity_scope,
+                # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
+                with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
+                dense=modules.dense,
+            ),
+            added=tuple(stage.kind for stage in self._context.added),
+        )
+
+    def stages(
+        self, chunks: Sequence[Chunk], hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None
+    ) -> MegatronStages:
+        """The stages of one pass."""
+        self.modules.add_first_weight_gradients()
+        return MegatronStages(
+            self.modules,
+            chunks=chunks,
+            attend=self._attention_of_chunks(on_gpu=hidden.is_cuda),
+            rotary_pos_emb=rotary_pos_emb,
+            num_tokens=hidden.shape[0] * hidden.shape[1],
+            added=self._context.added,
+        )
+
+    def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
+        if self._attend is None:
+            attention = self.modules.attention_layer.self_attention
+            kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu)
+            self._attend = ChunkAttention(attention, kernel=kernel)
+        return self._attend
+
+
+class BlockStack:
+    """Consecutive blocks that share a schedule.
+
+    Args:
+        blocks: From the first to the last.
+        context: Shared settings and machinery.
+    """
+
+    def __init__(self, blocks: Sequence[PipelinedBlock], context: AMPipeContext) -> None:
+        self._blocks, self._context = blocks, context
+        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
+        self._schedules: dict[tuple[Pipeline, tuple[BlockFeatures, ...]], CompiledSchedule] = {}
+        self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
+        layer = blocks[0].modules.moe_layer
+        groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
             tensor_ranks=groups.tp.size() if sharded else 1,
             tensor_rank=groups.tp.rank() if sharded else 0,
@@ -54,28 +108,24 @@ class PipelinedBlock:
             context_rank=groups.cp.rank(),
         )
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether no block has experts, so that there is nothing to hide."""
+        return all(block.modules.dense for block in self._blocks)
+
     def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
-        """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
-        on_gpu = hidden.is_cuda
-        self._modules.add_first_weight_gradients()
+        """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape."""
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
-        executor = self._context.executor_for(on_gpu=on_gpu)
-        stages = MegatronStages(
-            self._modules,
-            chunks=self._chunks_of(hidden.shape[0]),
-            attend=self._attention_of_chunks(on_gpu=on_gpu),
-            rotary_pos_emb=rotary_pos_emb,
-            num_tokens=hidden.shape[0] * hidden.shape[1],
-            added=self._context.added,
-        )
-        return run_block(
+        executor = self._context.executor_for(on_gpu=hidden.is_cuda)
+        chunks = self._chunks_of(hidden.shape[0])
+        return run_blocks(
             hidden,
-            stages=stages,
+            stages=[block.stages(chunks, hidden, rotary_pos_emb) for block in self._blocks],
             schedule=self._schedule(executor),
             executor=executor,
             recorder=self._context.recorder,
-            layer=self._modules.attention_layer.layer_number,
-            parameters=self._modules.parameters,
+            layer=self._blocks[0].modules.attention_layer.layer_number,
+            parameters=[block.modules.parameters for block in self._blocks],
         )
 
     def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
@@ -88,26 +138,9 @@ class PipelinedBlock:
         return self._chunks[key]
 
     def _schedule(self, executor: Executor) -> CompiledSchedule:
-        modules = self._modules
-        features = replace(
-            features_of_settings(
-                modules.config,
-                capacity_scope=self._context.config.capacity_scope,
-                # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
-                with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
-            ),
-            added=tuple(stage.kind for stage in self._context.added),
-        )
-        pipeline = self._context.pipeline
-        key = (pipeline, features)
+        pipeline, layers = self._context.pipeline, tuple(block.features() for block in self._blocks)
+        key = (pipeline, layers)
         if key not in self._schedules:
-            schedule = pipeline.schedule_of(features)
-            self._schedules[key] = CompiledSchedule.of(schedule, features=features, executor=executor)
+            schedule = pipeline.schedule_of(layers)
+            self._schedules[key] = CompiledSchedule.of(schedule, layers=layers, executor=executor)
         return self._schedules[key]
-
-    def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
-        if self._attend is None:
-            attention = self._modules.attention_layer.self_attention
-            kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu)
-            self._attend = ChunkAttention(attention, kernel=kernel)
-        return self._attend

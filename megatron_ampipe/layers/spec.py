@@ -1,11 +1,13 @@
 """Replaces the MoE layers of a Megatron layer specification by pipelined ones.
 
-Dense layers keep their stock classes, and at degree 1 all layers do. Called by ``launch``.
+At degree 1 all layers keep their stock classes, and dense layers do unless they can share a schedule with an
+MoE layer. Called by ``launch``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -19,7 +21,10 @@ from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+from megatron_ampipe.layers.layer_run import PlaceInRun, RunBuilder
 from megatron_ampipe.layers.router import ChunkRouter
+
+_ATTENTION = (SelfAttention, MLASelfAttention)
 
 
 def pipelined(
@@ -35,21 +40,53 @@ def pipelined(
     if isinstance(spec, ModuleSpec):
         return _pipelined_layer(spec, context)
     assert spec.layer_specs is not None
-    layers = [_pipelined_layer(layer, context) for layer in spec.layer_specs]
+    layers: list[ModuleSpec] = []
+    for can_share, of_run in itertools.groupby(
+        spec.layer_specs, key=lambda layer: _can_share(layer, context)
+    ):
+        found = list(of_run)
+        if not can_share or not any(_is_moe(layer) for layer in found):
+            layers += [_pipelined_layer(layer, context) for layer in found]
+            continue
+        builder = RunBuilder(context)
+        layers += [
+            _pipelined_layer(layer, context, place=PlaceInRun(builder, is_first=layer_index == 0))
+            for layer_index, layer in enumerate(found)
+        ]
     return dataclasses.replace(spec, layer_specs=layers)
 
 
-def _pipelined_layer(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
+def _pipelined_layer(
+    spec: ModuleSpec, context: AMPipeContext, *, place: PlaceInRun | None = None
+) -> ModuleSpec:
     moe = compat.moe_class(spec.submodules.mlp)
-    if moe is None:
+    if moe is None and place is None:
         return spec
-    _require(moe, (MoELayer,), "layer")
-    _require(spec.module, (TransformerLayer,), "block")
-    _require(spec.submodules.self_attention.module, (SelfAttention, MLASelfAttention), "attention")
+    if moe is not None:
+        _require(moe, (MoELayer,), "layer")
+        _require(spec.module, (TransformerLayer,), "block")
+        _require(spec.submodules.self_attention.module, _ATTENTION, "attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
-        params={**spec.params, "ampipe": context},
-        submodules=with_chunk_router(spec.submodules),
+        params={**spec.params, "ampipe": context, "place": place},
+        submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules),
+    )
+
+
+def _is_moe(spec: ModuleSpec) -> bool:
+    return compat.moe_class(spec.submodules.mlp) is not None
+
+
+def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
+    """Whether a layer can share a schedule with its neighbors."""
+    if context.config.pipeline.stack == 1 and not context.config.automatic:
+        return False
+    if _is_moe(spec):
+        return True
+    return (
+        spec.module is TransformerLayer
+        and spec.submodules.self_attention.module in _ATTENTION
+        and compat.is_mlp(spec.submodules.mlp)
     )
 
 

@@ -262,13 +262,25 @@ class CostModel:
     def shared(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
         assert work.shared_ffn is not None
+        return self._gated(rows, work.shared_ffn, chunked=chunked)
+
+    def _gated(self, rows: int, ffn: int, *, chunked: bool) -> Pair:
+        """Two products with an activation between them, over tensor-parallel ranks."""
+        work = self.workload
         gathered = rows * work.batch * work.tensor
-        inner = work.shared_ffn / work.tensor
+        inner = ffn / work.tensor
         up = (2 if work.gated else 1) * inner
         total = self._product(gathered, work.hidden, up, chunked=chunked)
         total += self._product(gathered, inner, work.hidden, chunked=chunked)
         both = self._gather(rows * work.batch * work.hidden, work.tensor)
         return total + self._pass_over(gathered * (up + inner)) + both + both
+
+    def mlp(self, rows: int, *, chunked: bool) -> Pair:
+        work = self.workload
+        assert work.dense_ffn is not None
+        return self._gated(rows, work.dense_ffn, chunked=chunked) + self._pass_over(
+            2 * rows * work.batch * work.hidden
+        )
 
     def losses(self) -> Pair:
         tokens = self.workload.rows * self.workload.batch
@@ -374,6 +386,7 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.EXPERT: lambda model, work: model.expert(work.rows.hidden, load=model.load(), chunked=work.chunked),
     kinds.COMBINE: lambda model, work: model.exchange(work.rows.hidden),
     kinds.MERGE: lambda model, work: model.merge(work.rows.hidden, load=model.load()),
+    kinds.MLP: lambda model, work: model.mlp(work.rows.hidden, chunked=work.chunked),
 }
 """The cost function of every kind of stage of the MoE block."""
 _DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})

@@ -92,7 +92,7 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
         """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
-        compiled = compile_named(schedule, self.features, direction)
+        compiled = compile_named(schedule, (self.features,), direction)
         parts = len(lengths) // schedule.degree_of(direction)
         costs = self.costs(tuple(lengths), parts, schedule.whole_attention)
         return (

@@ -141,7 +141,7 @@ def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candida
         # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
         if found.total_us < best.total_us * (1 - MINIMUM_SAVING):
             best = found
-    check(best.schedule, predictor.features)
+    check(best.schedule, [predictor.features])
     return best
 
 
@@ -164,7 +164,7 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
         programs[Direction.BACKWARD],
         schedule.backward_degree,
     )
-    check(found, predictor.features)
+    check(found, [predictor.features])
     return Candidate(found, start.lengths, predictor.pass_us(found, start.lengths))
 
 

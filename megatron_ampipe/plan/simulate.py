@@ -65,9 +65,9 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def compile_named(schedule: Schedule, features: BlockFeatures, direction: Direction) -> Compiled:
+def compile_named(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction) -> Compiled:
     """Compile one direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
-    return compile_program(schedule.program(direction), needs_of(schedule, features, direction))
+    return compile_program(schedule.program(direction), needs_of(schedule, layers, direction))
 
 
 def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) -> Compiled:

@@ -28,6 +28,7 @@ class Workload:
         ffn: Hidden size of an expert.
         gated: Experts have a gate in addition to the up-projection (SwiGLU).
         shared_ffn: Total hidden size of the shared experts; None if there are none.
+        dense_ffn: Hidden size of the MLP of layers without experts; None if all layers have experts.
         capacity: Capacity factor; None for dropless routing.
         capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
         padded: Megatron's own layer pads every expert's input to its capacity.
@@ -59,6 +60,7 @@ class Workload:
     ffn: int
     gated: bool
     shared_ffn: int | None = None
+    dense_ffn: int | None = None
     capacity: float | None = None
     capacity_per_chunk: bool = False
     padded: bool = False

@@ -1,7 +1,7 @@
-"""One transformer block as one autograd function whose inside runs by a schedule.
+"""Consecutive transformer blocks as one autograd function whose inside runs by a schedule.
 
-What a stage computes comes from the layer (:class:`~.block_stages.BlockStages`); in which order, from the
-schedule; where, from the executor; :class:`~.block_call.BlockCall` brings them together. Called by
+What a stage computes comes from the layers (:class:`~.block_stages.BlockStages`); in which order, from the
+schedule; where, from the executor; :class:`~.stack_call.StackCall` brings them together. Called by
 ``layers``.
 """
 
@@ -13,55 +13,66 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.block_call import BlockCall
 from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.segment import GradientSums
+from megatron_ampipe.runtime.stack_call import StackCall
 
 # S sequence rows, B batch, D hidden size.
 
 
-def run_block(
+def run_blocks(
     hidden: Tensor,
     *,
-    stages: BlockStages,
+    stages: Sequence[BlockStages],
     schedule: CompiledSchedule,
     executor: Executor,
     recorder: Recorder,
     layer: int,
-    parameters: Sequence[Parameter],
+    parameters: Sequence[Sequence[Parameter]],
 ) -> Tensor:
-    """Run a block; differentiable in ``hidden`` and ``parameters``.
+    """Run blocks that share a schedule; differentiable in ``hidden`` and ``parameters``.
 
     Args:
         hidden: ``[S, B, D]``, this rank's rows of the residual stream.
-        stages: What the layer computes.
+        stages: What each layer computes.
         schedule: In which order.
         executor: On what.
         recorder: Told of every stage.
-        layer: Layer number for the recorder.
-        parameters: All parameters the stages use.
+        layer: Number of the first layer, for the recorder.
+        parameters: For each layer all parameters that its stages use.
 
     Returns:
         ``[S, B, D]``. Under ``torch.no_grad`` nothing is kept.
     """
-    keep_graph = torch.is_grad_enabled() and (
-        hidden.requires_grad or any(parameter.requires_grad for parameter in parameters)
-    )
-    call = BlockCall(stages, schedule, executor, recorder, layer=layer, keep_graph=keep_graph)
+    trained = [tuple(parameter for parameter in one if parameter.requires_grad) for one in parameters]
+    keep_graph = torch.is_grad_enabled() and (hidden.requires_grad or any(trained))
+    call = StackCall(stages, schedule, executor, recorder, layer=layer, keep_graph=keep_graph)
     if not keep_graph:
         return call.forward(hidden)
-    trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
-    output: Tensor = _Block.apply(call, hidden, *trained)
+    anchor = hidden.new_empty(0).requires_grad_()
+    output: Tensor = _Blocks.apply(call, trained, anchor, hidden, *trained[0])
     return output
 
 
-class _Block(torch.autograd.Function):
-    """The autograd node: hands each parameter its gradient exactly once."""
+class _Blocks(torch.autograd.Function):
+    """The autograd node: hands each parameter its gradient exactly once.
+
+    Gradients of the first layer are what the node returns. Those of a later layer are complete earlier, and are
+    handed to their accumulation nodes then, whose hooks start the gradient reduction of data parallelism.
+    """
 
     @staticmethod
-    def forward(ctx, call: BlockCall, hidden: Tensor, *parameters: Parameter) -> Tensor:
-        ctx.call, ctx.parameters = call, parameters
+    def forward(
+        ctx,
+        call: StackCall,
+        trained: Sequence[Sequence[Parameter]],
+        anchor: Tensor,
+        hidden: Tensor,
+        *_: Parameter,
+    ) -> Tensor:
+        ctx.call, ctx.trained = call, trained
         return call.forward(hidden)
 
     @staticmethod
@@ -70,7 +81,21 @@ class _Block(torch.autograd.Function):
             raise RuntimeError(
                 "an AMPipe block was differentiated twice; its graph is gone after the first time"
             )
-        call, parameters = ctx.call, ctx.parameters
-        ctx.call = ctx.parameters = None
-        hidden_gradient, sums = call.backward(gradient)
-        return (None, hidden_gradient, *(sums.take(parameter) for parameter in parameters))
+        call, trained = ctx.call, ctx.trained
+        ctx.call = ctx.trained = None
+        of_first: list[Tensor | None] = []
+
+        def finished(layer: int, sums: GradientSums) -> None:
+            gradients = [sums.take(parameter) for parameter in trained[layer]]
+            if layer == 0:
+                of_first.extend(gradients)
+                return
+            known = [
+                (parameter, found)
+                for parameter, found in zip(trained[layer], gradients, strict=True)
+                if found is not None
+            ]
+            torch.autograd.backward([parameter for parameter, _ in known], [found for _, found in known])
+
+        hidden = call.backward(gradient, finished)
+        return (None, None, None, hidden, *of_first)

@@ -1,8 +1,8 @@
-"""One pass of one micro-batch through a block: what runs when the schedule says so, forward and backward.
+"""One block in one pass of one micro-batch: what runs when the schedule says so, forward and backward.
 
-:class:`BlockCall` holds everything of one forward pass and its backward, so that several micro-batches can be
-in flight in one layer. It runs stages of any kind by the table of :mod:`megatron_ampipe.schedule.kinds`:
-takes their inputs, calls their function, keeps their outputs. Called by :mod:`.autograd_block`.
+A :class:`BlockCall` runs stages of any kind by the table of :mod:`megatron_ampipe.schedule.kinds`: takes
+their inputs, calls their function, keeps their outputs. :mod:`.stack_call` makes one for every block that
+shares a schedule.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
+from megatron_ampipe.runtime.block_stages import BlockStages, CompiledBlock
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.gradients import Gradients
-from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.segment import GradientSums, Segment
 from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
 from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
@@ -33,81 +32,60 @@ class BlockCall:
 
     Args:
         stages: What the layer computes.
-        schedule: In which order.
-        executor: On what.
-        recorder: Told of every stage.
-        layer: Layer number for the recorder.
-        keep_graph: Whether :meth:`backward` will be called.
+        block: Its data flow.
+        crossing: Told of what several streams use; None where no stream is crossed.
+        keep_graph: Whether there will be a backward pass.
+
+    Attributes:
+        values: What the stages of the forward pass give, while it runs.
+        gradients: Their gradients, while the backward pass runs.
+        sums: Of the gradients of the parameters.
     """
 
     def __init__(
-        self,
-        stages: BlockStages,
-        schedule: CompiledSchedule,
-        executor: Executor,
-        recorder: Recorder,
-        *,
-        layer: int,
-        keep_graph: bool,
+        self, stages: BlockStages, block: CompiledBlock, crossing: Crossing | None, *, keep_graph: bool
     ) -> None:
-        self._stages, self._schedule, self._executor, self._recorder = stages, schedule, executor, recorder
-        self._layer, self._keep_graph = layer, keep_graph
-        self._layout = BlockLayout(schedule.flow, stages.chunks, schedule.whole)
+        self._stages, self._crossing, self._keep_graph = stages, crossing, keep_graph
+        self._layout = BlockLayout(block.flow, stages.chunks, block.whole)
         self._keys = KeyValueRows(self._layout, keep_graph=keep_graph)
         self._segments: dict[Stage, Segment] = {}
-        self._crossing = Crossing() if executor.crosses_streams else None
-        self._note: Note = _nothing if self._crossing is None else self._crossing.note_use
+        self._note: Note = _nothing if crossing is None else crossing.note_use
         self._crossed_inputs: dict[Stage, tuple[StorageWeakRef, ...]] = {}
-        self._sums = GradientSums()
+        self.sums = GradientSums()
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Run the forward program on ``hidden`` ``[S, B, D]``."""
-        self._values = Values(self._layout, hidden.detach(), self._keys, note=self._note)
-        self._execute(Direction.FORWARD)
-        output = self._values.output
-        assert output is not None
-        del self._values
-        return output
+    def begin_forward(self, below: Tensor | Values) -> Values:
+        """Get ready to run forward on ``hidden`` ``[S, B, D]``, or on what the block below gives."""
+        self.values = Values(self._layout, below, self._keys, note=self._note)
+        return self.values
 
-    def backward(self, gradient: Tensor) -> tuple[Tensor, GradientSums]:
-        """Run the backward program.
+    def end_forward(self) -> None:
+        """All stages of the forward pass have run."""
+        self.values.let_go()
+        del self.values
 
-        Args:
-            gradient: Of the output, ``[S, B, D]``.
+    def begin_backward(self, above: Tensor | Gradients, *, device: torch.device) -> Gradients:
+        """Get ready to differentiate, given the gradient of the output or the gradients of the block above."""
+        self.gradients = Gradients(self._layout, above, self._keys, device=device, note=self._note)
+        return self.gradients
 
-        Returns:
-            The gradient of ``hidden`` and the sums of the parameters' gradients.
-        """
-        self._gradients = Gradients(self._layout, gradient, self._keys, note=self._note)
-        self._execute(Direction.BACKWARD)
-        hidden = self._gradients.hidden
-        del self._gradients
-        return hidden, self._sums
+    def end_backward(self) -> None:
+        """All stages of the backward pass have run; :attr:`sums` are complete."""
+        self.gradients.let_go()
+        del self.gradients, self._keys
 
-    def _execute(self, direction: Direction) -> None:
-        parts = self._schedule.parts[direction]
+    def run(self, parts: Sequence[Stage], direction: Direction) -> Transfer | None:
+        """Run one stage, given as the same stage of each of its chunks."""
+        kind = parts[0].kind
+        if not kind.lane.computes:
+            return self._communicate(kind, [part.chunk for part in parts], direction)
         compute = self._compute if direction is Direction.FORWARD else self._differentiate
-
-        def run(stage: Stage) -> Transfer | None:
-            if stage.is_communication:
-                return self._communicate(stage.kind, [part.chunk for part in parts[stage]], direction)
-            for part in parts[stage]:
-                compute(part)
-            return None
-
-        self._recorder.enter(self._layer, direction)
-        with self._recorder.passes.timed(direction):
-            self._executor.execute(
-                self._schedule.order[direction],
-                self._schedule.needs[direction],
-                run,
-                self._recorder,
-                self._crossing,
-            )
+        for part in parts:
+            compute(part)
+        return None
 
     def _compute(self, stage: Stage) -> None:
         """Run the function of one stage of one chunk, or of the whole sequence."""
-        inputs = self._values.take(stage.kind, stage.chunk)
+        inputs = self.values.take(stage.kind, stage.chunk)
         crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
         extra: dict[str, Any] = {}
         if any(value.layout is Layout.KEYS for value in stage.kind.takes):
@@ -122,26 +100,26 @@ class BlockCall:
         if self._keep_graph:
             self._segments[stage] = segment
             self._crossed_inputs[stage] = crossed
-        self._values.give(stage.kind, stage.chunk, outputs)
+        self.values.give(stage.kind, stage.chunk, outputs)
 
     def _differentiate(self, stage: Stage) -> None:
         """The backward of :meth:`_compute`."""
-        gradients = self._gradients.take(stage.kind, stage.chunk)
+        gradients = self.gradients.take(stage.kind, stage.chunk)
         segment = self._segments.pop(stage)
         if self._crossing is not None:
             self._crossing.note_use(gradients)
             self._crossing.note_backward(self._crossed_inputs.pop(stage))
         parameters = self._stages.parameters.get(stage.kind, ())
-        found = segment.backward(gradients, parameters=parameters, sums=self._sums)
-        self._gradients.add(stage.kind, stage.chunk, found)
+        found = segment.backward(gradients, parameters=parameters, sums=self.sums)
+        self.gradients.add(stage.kind, stage.chunk, found)
 
     def _communicate(self, kind: StageKind, chunks: Sequence[int | None], direction: Direction) -> Transfer:
         """Start the transfer of some chunks: of values forward, of their gradients backward."""
         forward = direction is Direction.FORWARD
-        take = self._values.take if forward else self._gradients.take
+        take = self.values.take if forward else self.gradients.take
         tensors: list[list[Tensor]] = [take(kind, chunk) for chunk in chunks]
         transfer = self._stages.communicate(kind)(chunks, tensors, direction)
-        give = self._values.give if forward else self._gradients.add
+        give = self.values.give if forward else self.gradients.add
         count = len(transfer.outputs) // len(chunks)
         for place, chunk in enumerate(chunks):
             give(kind, chunk, transfer.outputs[place * count : (place + 1) * count])

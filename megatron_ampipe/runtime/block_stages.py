@@ -6,6 +6,7 @@ Both are read by :mod:`.block_call`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -92,31 +93,43 @@ class AddedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledSchedule:
-    """A schedule made ready for one executor: what can be derived once, for both directions.
+class CompiledBlock:
+    """What the runtime reads of one of the blocks of a schedule.
 
     Attributes:
         flow: Which stage takes what from which.
         whole: Kinds of stages that are of the whole sequence.
-        needs: What each stage waits for.
-        order: Lanes and stages in issue order.
-        parts: Each stage as the same stage of each of its chunks: several where the other direction has the
-            larger degree.
     """
 
     flow: DataFlow
     whole: frozenset[StageKind]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSchedule:
+    """A schedule made ready for one executor: what can be derived once, for both directions.
+
+    Attributes:
+        blocks: The blocks that share it, in order.
+        needs: What each stage waits for.
+        order: Lanes and stages in issue order.
+        parts: Each stage as the same stage of each of its chunks: several where the other direction has the
+            larger degree.
+        ends: Stages after which a block has no other stage left; a block that has none ends with the pass.
+    """
+
+    blocks: tuple[CompiledBlock, ...]
     needs: dict[Direction, dict[Stage, tuple[Stage, ...]]]
     order: dict[Direction, tuple[tuple[str, Stage], ...]]
     parts: dict[Direction, dict[Stage, tuple[Stage, ...]]]
+    ends: dict[Direction, frozenset[Stage]]
 
     @classmethod
-    def of(cls, schedule: Schedule, *, features: BlockFeatures, executor: Executor) -> CompiledSchedule:
-        """Derive both directions from a schedule of one block that was checked."""
-        assert schedule.num_layers == 1, "a block runs the stages of one layer"
-        flow = data_flow(features)
-        _check_transfers(flow)
-        needs = {direction: needs_of(schedule, features, direction) for direction in Direction}
+    def of(
+        cls, schedule: Schedule, *, layers: Sequence[BlockFeatures], executor: Executor
+    ) -> CompiledSchedule:
+        """Derive both directions from a schedule of these blocks that was checked."""
+        needs = {direction: needs_of(schedule, layers, direction) for direction in Direction}
         order = {
             direction: issue_order(
                 schedule.program(direction), needs[direction], host_waits=executor.host_waits
@@ -127,10 +140,38 @@ class CompiledSchedule:
             direction: {stage: schedule.chunks_of(stage, direction) for stage in needs[direction]}
             for direction in Direction
         }
-        whole = frozenset(
-            kind for kind in flow.kinds if is_whole(kind, features, whole_attention=schedule.whole_attention)
-        )
-        return cls(flow, whole, needs, order, parts)
+        blocks = []
+        for features in layers:
+            flow = data_flow(features)
+            _check_transfers(flow)
+            whole = (
+                kind
+                for kind in flow.kinds
+                if is_whole(kind, features, whole_attention=schedule.whole_attention)
+            )
+            blocks.append(CompiledBlock(flow, frozenset(whole)))
+        ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
+        return cls(tuple(blocks), needs, order, parts, ends)
+
+
+def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> frozenset[Stage]:
+    """For each block its last computed stage, if all of its transfers have ended by then."""
+    left = Counter(stage.layer for _, stage in order)
+    ended: set[Stage] = set()
+    found = []
+    for _, stage in order:
+        if not stage.kind.lane.computes:
+            continue
+        pending = [stage]
+        while pending:
+            one = pending.pop()
+            if one not in ended:
+                ended.add(one)
+                left[one.layer] -= 1
+                pending += needs[one]
+        if not left[stage.layer]:
+            found.append(stage)
+    return frozenset(found)
 
 
 def _check_transfers(flow: DataFlow) -> None:

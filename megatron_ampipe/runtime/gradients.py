@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,23 @@ class Gradients:
 
     Args:
         layout: Of the block.
-        gradient: ``[S, B, D]``, of what the block returned.
+        above: ``[S, B, D]``, the gradient of what the block returned, or the gradients of the block that took it.
         keys: Where the gradients of keys and values are added up.
+        device: Of all tensors.
         note: Told of what a stage adds up before or after its own backward.
     """
 
-    def __init__(self, layout: BlockLayout, gradient: Tensor, keys: KeyValueRows, *, note: Note) -> None:
-        self._layout, self._gradient, self._keys, self._note = layout, gradient, keys, note
+    def __init__(
+        self,
+        layout: BlockLayout,
+        above: Tensor | Gradients,
+        keys: KeyValueRows,
+        *,
+        device: torch.device,
+        note: Note,
+    ) -> None:
+        self._layout, self._keys, self._device, self._note = layout, keys, device, note
+        self._above: Tensor | Gradients | None = above
         self._tensors: dict[Key, Tensor | None] = {}
         self._adds: Counter[Key] = Counter()
         # Of values that are kept whole: rows that stages of a chunk have written, and which chunks those are.
@@ -46,15 +56,24 @@ class Gradients:
 
     @property
     def hidden(self) -> Tensor:
-        """``[S, B, D]``, of what the block was given. To be read once."""
+        """``[S, B, D]``, of what the block was given, once all of its stages have run."""
+        return self._hidden_with(range(len(self._layout.chunks)))
+
+    def let_go(self) -> None:
+        """The gradient of what the block returned is not taken any more."""
+        self._above = None
+
+    def _hidden_with(self, chunks: Iterable[int]) -> Tensor:
+        """``[S, B, D]``, of which the rows of these chunks are complete."""
         source = Source(None, HIDDEN_STATES.name)
         if self._hidden is None:
             assert self._layout.is_kept_whole(source)
             self._hidden = self._take_sum(source, None)
         assert self._hidden is not None, "no stage has taken what the block was given"
-        for chunk in range(len(self._layout.chunks)):
+        for chunk in chunks:
             rows = self._layout.spans(HIDDEN_STATES.layout, chunk)
             for _, parts in self._arriving.pop((source, chunk), ()):
+                self._note(parts)
                 write_sum(self._hidden, rows, _whole(parts), take_rows(self._hidden, rows))
         return self._hidden
 
@@ -89,11 +108,16 @@ class Gradients:
 
     def _take(self, value: Value, source: Source, chunk: int | None) -> Tensor | None:
         if source == self._layout.flow.output:
-            return take_rows(self._gradient, self._layout.spans(value.layout, chunk))
+            gradient = self._above
+            if isinstance(gradient, Gradients):
+                every = range(len(self._layout.chunks))
+                gradient = gradient._hidden_with(every if chunk is None else (chunk,))
+            assert gradient is not None, "a block is differentiated before the one above it"
+            return take_rows(gradient, self._layout.spans(value.layout, chunk))
         if value.layout is Layout.KEYS:
             return self._keys.take_gradient(value.name, chunk)
         if value.layout is Layout.SCALAR:
-            return torch.zeros((), device=self._gradient.device)
+            return torch.zeros((), device=self._device)
         return self._take_sum(source, chunk) if self._layout.gradient_givers(source) else None
 
     def _add_when_taken(
@@ -137,8 +161,7 @@ class Gradients:
                 total = part if total is None else total + part
                 continue
             if of_chunks is None:
-                num_rows = sum(span.length for span in self._layout.joined.hidden)
-                of_chunks = part.new_zeros((num_rows, *part.shape[1:]))
+                of_chunks = part.new_zeros((self._layout.num_rows(Layout.HIDDEN), *part.shape[1:]))
             write_sum(of_chunks, rows, part, take_rows(of_chunks, rows))
         if total is None or of_chunks is None:
             return of_chunks if total is None else total
@@ -155,7 +178,7 @@ class Gradients:
             # The last gradient of these rows: the sum is written to where the rows are returned.
             assert gradient is not None
             if self._hidden is None:
-                self._hidden = torch.empty_like(self._gradient, dtype=gradient.dtype)
+                self._hidden = gradient.new_empty((self._layout.num_rows(value.layout), *gradient.shape[1:]))
             rows = self._layout.spans(value.layout, chunk)
             if self._tensors.pop(key, None) is None:
                 write_rows(self._hidden, rows, gradient)
@@ -176,7 +199,7 @@ class Gradients:
             self._tensors[source, None] = gradient if earlier is None else earlier + gradient
             return
         if source not in self._rows:
-            num_rows = sum(span.length for span in self._layout.spans(value.layout, None))
+            num_rows = self._layout.num_rows(value.layout)
             self._rows[source] = gradient.new_empty((num_rows, *gradient.shape[1:]))
         rows, written = self._rows[source], (source, chunk)
         spans = self._layout.spans(value.layout, chunk)

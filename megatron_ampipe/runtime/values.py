@@ -44,6 +44,10 @@ class BlockLayout:
         found = self.joined if chunk is None else self.chunks[chunk]
         return found.hidden if layout is Layout.HIDDEN else found.queries
 
+    def num_rows(self, layout: Layout) -> int:
+        """How many rows a value of the whole sequence has."""
+        return sum(span.length for span in self.spans(layout, None))
+
     def num_keys(self, chunk: int | None) -> int:
         """How many rows of keys and values the queries of a chunk see."""
         return (self.joined if chunk is None else self.chunks[chunk]).num_keys
@@ -126,13 +130,16 @@ class Values:
 
     Args:
         layout: Of the block.
-        hidden: ``[S, B, D]``, what the block is given.
+        below: ``[S, B, D]``, what the block is given, or the values of the block that gives it.
         keys: Where keys and values are put.
         note: Told of what a stage copies before its function runs.
     """
 
-    def __init__(self, layout: BlockLayout, hidden: Tensor, keys: KeyValueRows, *, note: Note) -> None:
-        self._layout, self._hidden, self._keys, self._note = layout, hidden, keys, note
+    def __init__(
+        self, layout: BlockLayout, below: Tensor | Values, keys: KeyValueRows, *, note: Note
+    ) -> None:
+        self._layout, self._keys, self._note = layout, keys, note
+        self._below: Tensor | Values | None = below
         self._tensors: dict[Key, Tensor] = {}
         self._reads: Counter[Key] = Counter()
         self._lock = threading.Lock()
@@ -144,7 +151,7 @@ class Values:
         for (value, source), tensor in zip(self._layout.flow.given[kind], outputs, strict=True):
             if source == self._layout.flow.output:
                 if self.output is None:
-                    self.output = tensor.new_empty(self._hidden.shape)
+                    self.output = tensor.new_empty((self._layout.num_rows(value.layout), *tensor.shape[1:]))
                 write_rows(self.output, self._layout.spans(value.layout, chunk), tensor)
             elif value.layout is Layout.KEYS:
                 self._keys.give(value.name, chunk, tensor)
@@ -159,10 +166,16 @@ class Values:
             for tensor in self._take(value, source, chunk)
         ]
 
+    def let_go(self) -> None:
+        """What was given to the block is not taken any more."""
+        self._below = None
+
     def _take(self, value: Value, source: Source, chunk: int | None) -> Sequence[Tensor]:
         layout = self._layout
         if source.giver is None:
-            return (take_rows(self._hidden, layout.spans(value.layout, chunk)),)
+            hidden = self._below.output if isinstance(self._below, Values) else self._below
+            assert hidden is not None, "a block runs before the one below it"
+            return (take_rows(hidden, layout.spans(value.layout, chunk)),)
         if value.layout is Layout.KEYS:
             return (self._keys.take(value.name, chunk),)
         if layout.is_kept_whole(source):

@@ -1,4 +1,4 @@
-"""What runs when inside one transformer block, as data: stages, lanes, orders, and their checks."""
+"""What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
 from megatron_ampipe.schedule.build import SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.check import check
@@ -18,11 +18,11 @@ from megatron_ampipe.schedule.graph import (
     dependencies,
     is_whole,
     needs_of,
-    restrict,
 )
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
 from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares
+from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
@@ -57,9 +57,10 @@ __all__ = [
     "issue_order",
     "needs_of",
     "parse_shares",
-    "restrict",
+    "period",
     "row_unit",
     "stage_from_text",
     "stream_of",
     "to_text",
+    "unrolled",
 ]

@@ -52,22 +52,22 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
             rule=f"is not one of {', '.join(_BUILDERS)}",
             remedy="Use --ampipe-schedule ampipe.",
         )
-    schedule = _placed(_BUILDERS[name](degree, features), features)
+    schedule = placed(_BUILDERS[name](degree, features), [features])
     if backward_degree in (None, degree):
         return schedule
     assert backward_degree is not None
-    backward = _placed(_BUILDERS[name](backward_degree, features), features).backward
+    backward = placed(_BUILDERS[name](backward_degree, features), [features]).backward
     return replace(schedule, backward=backward, backward_degree=backward_degree)
 
 
-def _placed(schedule: Schedule, features: BlockFeatures) -> Schedule:
-    """The schedule with the stages of kinds that its builder does not know.
+def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
+    """The schedule with the stages of its blocks that it lacks.
 
     Each is put right before the first stage that needs it.
     """
 
     def program(direction: Direction) -> Program:
-        needs = needs_of(schedule, features, direction)
+        needs = needs_of(schedule, layers, direction)
         known = schedule.program(direction)
         if needs.keys() <= set(known.stages):
             return known
@@ -101,7 +101,7 @@ def _completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) -
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
     """One lane, chunk after chunk in the order of the table: every collective is waited for on the spot."""
-    needs = dependencies(features, degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([features], degree=degree, whole_attention=False, direction=Direction.FORWARD)
     needed = {earlier for found in needs.values() for earlier in found}
 
     def chunk_of(stage: Stage) -> int:

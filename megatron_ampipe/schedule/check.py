@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
@@ -12,8 +13,12 @@ from megatron_ampipe.schedule.types import Program, Schedule, Stage
 _REMEDY = "Use one of the named schedules, or fix the text form of this one."
 
 
-def check(schedule: Schedule, features: BlockFeatures) -> None:
-    """Verify that a schedule runs every stage of the block once and never waits for itself.
+def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
+    """Verify that a schedule runs every stage of its blocks once and never waits for itself.
+
+    Args:
+        schedule: What :func:`~.stack.unrolled` returns, if it repeats.
+        layers: The features of the blocks that share the schedule.
 
     Raises:
         BadInput: naming the direction and the first stage that is wrong.
@@ -27,7 +32,7 @@ def check(schedule: Schedule, features: BlockFeatures) -> None:
         )
     for direction in Direction:
         program = schedule.program(direction)
-        needs = needs_of(schedule, features, direction)
+        needs = needs_of(schedule, layers, direction)
         _check_stages(schedule, direction, program, needs)
         _check_lanes(schedule, direction, program)
         _check_feasible(schedule, direction, program, needs)

@@ -6,8 +6,8 @@ The checker, the issue order, the planner and the runtime all read it from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ampipe.schedule.kinds import (
@@ -19,14 +19,15 @@ from megatron_ampipe.schedule.kinds import (
     StageKind,
     Value,
 )
-from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import Schedule, Stage
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFeatures:
-    """What a block contains besides attention and routed experts.
+    """What a block contains besides attention.
 
     Attributes:
+        dense: An MLP in place of routed experts.
         losses: The router has auxiliary or z losses.
         shared: There are shared experts.
         ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
@@ -36,11 +37,17 @@ class BlockFeatures:
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
+    dense: bool = False
     losses: bool = False
     shared: bool = False
     ordered_routing: bool = False
     chunked_qkv: bool = False
     added: tuple[StageKind, ...] = ()
+
+    @property
+    def experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return not self.dense
 
     def has(self, field: str | None) -> bool:
         """Whether the field that a row names is set; True for a row that names none."""
@@ -126,27 +133,26 @@ def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool)
 
 
 def dependencies(
-    features: BlockFeatures,
+    layers: Sequence[BlockFeatures],
     *,
     degree: int,
     whole_attention: bool,
     direction: Direction,
-    num_layers: int = 1,
 ) -> dict[Stage, tuple[Stage, ...]]:
     """Every stage of one direction with the stages that must have run before it.
 
     The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
 
     Args:
-        features: Of the blocks.
+        layers: The features of consecutive blocks that share a schedule: each takes what the one before it
+            returns.
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
-        num_layers: Consecutive blocks that share a schedule: each takes what the one before it returns.
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}
-    for layer in range(num_layers):
-        forward |= _forward(features, degree=degree, whole_attention=whole_attention, layer=layer)
+    for layer in range(len(layers)):
+        forward |= _forward(layers, degree=degree, whole_attention=whole_attention, layer=layer)
     if direction is Direction.FORWARD:
         return forward
     backward: dict[Stage, list[Stage]] = {
@@ -160,45 +166,28 @@ def dependencies(
     return {stage: tuple(needed) for stage, needed in backward.items()}
 
 
-def restrict(schedule: Schedule, features: BlockFeatures) -> Schedule:
-    """A schedule without the stages that a block of these features does not have.
-
-    A pass without gradients has no losses: the order that was found for training serves it as well.
-    """
-
-    def program(direction: Direction) -> Program:
-        needs = needs_of(schedule, features, direction)
-        return Program(
-            tuple(
-                LaneOrder(order.lane, tuple(stage for stage in order.stages if stage in needs))
-                for order in schedule.program(direction).lanes
-            )
-        )
-
-    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
-
-
 def needs_of(
-    schedule: Schedule, features: BlockFeatures, direction: Direction
+    schedule: Schedule, layers: Sequence[BlockFeatures], direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
     """:func:`dependencies` of one direction of a schedule."""
     return dependencies(
-        features,
+        layers,
         degree=schedule.degree_of(direction),
         whole_attention=schedule.whole_attention,
         direction=direction,
-        num_layers=schedule.num_layers,
     )
 
 
 def _forward(
-    features: BlockFeatures, *, degree: int, whole_attention: bool, layer: int
+    layers: Sequence[BlockFeatures], *, degree: int, whole_attention: bool, layer: int
 ) -> dict[Stage, tuple[Stage, ...]]:
     """One layer of the forward graph."""
+    features = layers[layer]
     flow = data_flow(features)
 
-    def stages_of(kind: StageKind) -> list[int | None]:
-        return [None] if is_whole(kind, features, whole_attention=whole_attention) else list(range(degree))
+    def stages_of(kind: StageKind, of_layer: int = layer) -> list[int | None]:
+        whole = is_whole(kind, layers[of_layer], whole_attention=whole_attention)
+        return [None] if whole else list(range(degree))
 
     def givers(kind: StageKind, chunk: int | None) -> Iterable[Stage]:
         for value, source in zip(kind.takes, flow.sources[kind], strict=True):
@@ -207,11 +196,11 @@ def _forward(
             giver, of_layer = (source.giver, layer)
             if giver is None:
                 # The first layer takes what the schedule is given.
-                giver, of_layer = flow.output.giver, layer - 1
-                if of_layer < 0:
+                if not layer:
                     continue
+                giver, of_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
             assert giver is not None
-            for given in stages_of(giver):
+            for given in stages_of(giver, of_layer):
                 if given is None or chunk is None or given == chunk:
                     yield Stage(giver, given, of_layer)
                 elif value.layout is Layout.KEYS and given < chunk:

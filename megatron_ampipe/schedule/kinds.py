@@ -164,6 +164,7 @@ ROUTE = StageKind(
     "route",
     takes=(_NORMED,),
     gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING),
+    feature="experts",
     ordered_by="ordered_routing",
 )
 """Router and permutation of the tokens by expert."""
@@ -177,21 +178,35 @@ COUNTS = StageKind(
     takes=(_ROUTING,),
     gives=(_SPLITS,),
     directions=(Direction.FORWARD,),
+    feature="experts",
     host_reads=True,
 )
 """Exchange of the number of tokens each rank sends to each expert."""
-DISPATCH = StageKind("dispatch", lane=COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
+DISPATCH = StageKind(
+    "dispatch",
+    lane=COMM_LANE,
+    takes=(_TOKENS, _PROBS, _SPLITS),
+    gives=(_TOKENS, _PROBS),
+    feature="experts",
+)
 """All-to-all that brings the tokens to the ranks of their experts."""
-EXPERT = StageKind("expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT,), covers_wait=True)
+EXPERT = StageKind(
+    "expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT,), feature="experts", covers_wait=True
+)
 """The local experts."""
-COMBINE = StageKind("combine", lane=COMM_LANE, takes=(_EXPERT_OUTPUT,), gives=(_EXPERT_OUTPUT,))
+COMBINE = StageKind(
+    "combine", lane=COMM_LANE, takes=(_EXPERT_OUTPUT,), gives=(_EXPERT_OUTPUT,), feature="experts"
+)
 """All-to-all that brings the expert outputs back."""
 MERGE = StageKind(
     "merge",
     takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
     gives=(HIDDEN_STATES,),
+    feature="experts",
 )
 """Unpermutation, shared expert output, residual."""
+MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), feature="dense", covers_wait=True)
+"""Of a layer without experts: its MLP, residual."""
 
-MOE_BLOCK = (QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE)
-"""The rows of a transformer block with an MoE layer. A row takes what rows above it give."""
+MOE_BLOCK = (QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP)
+"""The rows of a transformer block with an MoE layer, or with a dense one. A row takes what rows above it give."""

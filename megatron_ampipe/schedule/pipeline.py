@@ -8,6 +8,7 @@ of benchmarks, and ``--ampipe-degree auto`` replaces it between two iterations. 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -15,7 +16,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
-from megatron_ampipe.schedule.graph import BlockFeatures, restrict
+from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.types import Schedule
 
 _ROUNDING_OF_SHARES = 0.015
@@ -35,10 +37,12 @@ class Pipeline:
         shares: Shares of the sequence, with a sum of 1: one for each chunk, or one for each group of chunks
             of the forward pass, which are then equal. All chunks are equal if None.
         schedule: Name of the order of the stages.
-        order: An order of the stages that replaces the named one; it has these degrees.
+        order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
+            one that repeats.
+        stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
 
     Raises:
-        BadInput: a degree is invalid, or degrees and shares contradict each other.
+        BadInput: a degree or the stack is invalid, or degrees and shares contradict each other.
     """
 
     degree: int
@@ -46,6 +50,7 @@ class Pipeline:
     shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
     order: Schedule | None = None
+    stack: int = 1
     _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
@@ -57,6 +62,7 @@ class Pipeline:
         shares: tuple[float, ...] | None = None,
         schedule: str = "ampipe",
         order: Schedule | None = None,
+        stack: int = 1,
     ) -> Self:
         """A pipeline whose backward degree defaults to the forward degree."""
         return cls(
@@ -65,13 +71,14 @@ class Pipeline:
             shares=shares,
             schedule=schedule,
             order=order,
+            stack=stack,
         )
 
     def __post_init__(self) -> None:
         self._check()
         if self.order is not None:
             assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
-        values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order)
+        values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order, self.stack)
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
@@ -93,6 +100,13 @@ class Pipeline:
                 backward,
                 rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
                 remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
+            )
+        if self.stack < 0:
+            raise BadInput(
+                "--ampipe-stack",
+                self.stack,
+                rule="must be a whole number of layers, at least 1, or 'all'",
+                remedy="Use --ampipe-stack all, or 1 to run block by block.",
             )
         if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
             raise BadInput(
@@ -128,16 +142,22 @@ class Pipeline:
             shares = tuple(share / parts for share in shares for _ in range(parts))
         return chunk_sequence(sequence_length, degree=self.num_chunks, shares=shares, layout=layout)
 
-    def schedule_of(self, features: BlockFeatures) -> Schedule:
-        """The checked schedule of a block with these features."""
-        if self.order is not None:
-            schedule = restrict(self.order, features)
-        else:
-            schedule = build(
+    def schedule_of(self, layers: Sequence[BlockFeatures]) -> Schedule:
+        """The checked schedule of consecutive blocks with these features, which share it."""
+        found = self.order
+        if found is None:
+            # The builders know blocks with experts; what is of a dense one is added.
+            features = next((one for one in layers if one.experts), layers[0])
+            found = build(
                 self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
             )
-        check(schedule, features)
+        schedule = unrolled(found if len(layers) == 1 else period(found), layers)
+        check(schedule, layers)
         return schedule
+
+    def stack_of(self, num_layers: int) -> int:
+        """How many of this number of consecutive layers share a schedule at most."""
+        return min(self.stack, num_layers) if self.stack else num_layers
 
     @property
     def labels(self) -> dict[str, str]:
@@ -147,6 +167,8 @@ class Pipeline:
             labels["backward degree"] = str(self.backward_degree)
         if self.shares is not None:
             labels["shares"] = self._shares
+        if self.stack != 1:
+            labels["layers that share a schedule"] = str(self.stack or "all")
         return labels
 
     @property
@@ -163,7 +185,8 @@ class Pipeline:
         if self.backward_degree != self.degree:
             degree += f" forward, {self.backward_degree} backward"
         shares = "" if self.shares is None else f", shares {self._shares}"
-        return f"{degree}{shares}, schedule {self.name}"
+        stack = "" if self.stack == 1 else f", {self.stack or 'all'} layers together"
+        return f"{degree}{shares}, schedule {self.name}{stack}"
 
 
 def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:

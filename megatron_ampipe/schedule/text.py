@@ -8,8 +8,10 @@
     backward compute: ...
     backward comm: ...
 
-Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``.
 Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
+Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A first
+line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that the pass
+has gone through before this one, ``@1`` the one that follows.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ def to_text(schedule: Schedule) -> str:
     header = f"schedule {schedule.name} degree {schedule.degree}"
     if schedule.backward_degree != schedule.degree:
         header += f" backward {schedule.backward_degree}"
+    if schedule.repeats:
+        header += f" {_REPEATS}"
     lines = [header]
     for direction in Direction:
         for order in schedule.program(direction).lanes:
@@ -46,12 +50,15 @@ def from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Schedule:
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = lines[0][1].split() if lines else []
+    repeats = header[-1:] == [_REPEATS]
+    header = header[: len(header) - repeats]
     words = ["schedule", "degree", "backward"][: len(header) // 2]
     if len(header) not in (4, 6) or header[0::2] != words or not all(map(_is_positive, header[3::2])):
         raise BadInput(
             "schedule line 1",
             lines[0][1] if lines else "(empty)",
-            rule="is not 'schedule NAME degree N' or 'schedule NAME degree N backward M', both at least 1",
+            rule="is not 'schedule NAME degree N' or 'schedule NAME degree N backward M', both at least 1, "
+            "with or without 'repeats' at the end",
             remedy="Write for example 'schedule mine degree 4'.",
         )
     degree = int(header[3])
@@ -78,6 +85,7 @@ def from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Schedule:
         Program(tuple(programs[Direction.FORWARD])),
         Program(tuple(programs[Direction.BACKWARD])),
         degrees[Direction.BACKWARD],
+        repeats,
     )
 
 
@@ -99,8 +107,9 @@ def _fits(scope: Scope, chunk: str | None) -> bool:
     return scope is Scope.EITHER or (chunk is None) is (scope is Scope.WHOLE)
 
 
+_REPEATS = "repeats"
 _STAGE = re.compile(
-    r"(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{1,9}))?(@(?P<layer>[1-9][0-9]{0,8}))?", re.ASCII
+    r"(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{1,9}))?(@(?P<layer>-?[1-9][0-9]{0,8}))?", re.ASCII
 )
 
 

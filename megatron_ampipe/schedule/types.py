@@ -17,7 +17,9 @@ class Stage:
     Attributes:
         kind: What is done.
         chunk: Of which chunk, from 0; None when it is done once for the whole sequence.
-        layer: Of which of the blocks that share a schedule, from 0.
+        layer: Of which of the blocks that share a schedule, from 0. In a schedule that repeats
+            (``Schedule.repeats``): how many blocks further, in the order of the pass; negative for a block
+            that the pass has gone through before.
     """
 
     kind: StageKind
@@ -90,6 +92,7 @@ class Schedule:
         backward_degree: Number of parts of the backward pass. One of the two degrees divides the other. The
             sequence is cut into as many chunks as the larger one says, and a stage of the other direction is
             of several adjacent chunks.
+        repeats: It is one period of a schedule of any number of blocks, which :func:`~.stack.unrolled` makes.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Schedule:
     forward: Program
     backward: Program
     backward_degree: int
+    repeats: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -119,11 +123,6 @@ class Schedule:
     def program(self, direction: Direction) -> Program:
         """The program of one direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
-
-    @property
-    def num_layers(self) -> int:
-        """How many consecutive blocks share the schedule."""
-        return 1 + max((stage.layer for stage in self.forward.stages), default=0)
 
     @property
     def whole_attention(self) -> bool:

@@ -70,7 +70,7 @@ def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str)
             remedy=f"Use --trace-of {rows} or less.",
         )
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
-    schedule = pipeline.schedule_of(predictor.workload.features)
+    schedule = pipeline.schedule_of([predictor.workload.features])
     return predictor.timeline(schedule, lengths, labels={PREDICTED: source, **pipeline.labels})
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
@@ -34,7 +35,7 @@ HIDDEN = 32
 def transformer_config(case: Case) -> TransformerConfig:
     """Megatron's configuration of one small fp32 layer."""
     fields: dict[str, Any] = {
-        "num_layers": 1,
+        "num_layers": len(case.layers),
         "hidden_size": HIDDEN,
         "num_attention_heads": HEADS,
         "ffn_hidden_size": 64,
@@ -75,16 +76,7 @@ def build_layers(
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
-    spec = get_gpt_layer_local_spec(
-        config.num_moe_experts,
-        False,
-        config.qk_layernorm,
-        config.multi_latent_attention,
-        normalization=config.normalization,
-    )
-    if config.multi_latent_attention:
-        # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
-        spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
+    specs = [_layer_spec(config, dense=kind == "d") for kind in case.layers]
     context = AMPipeContext(
         AMPipeConfig(pipeline=case.pipeline),
         recorder=recorder or Recorder(),
@@ -93,8 +85,14 @@ def build_layers(
         added=added,
     )
     torch.manual_seed(11)
-    stock = build_module(spec, config=config, layer_number=1)
-    ours = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+    if len(specs) == 1:
+        stock = build_module(specs[0], config=config, layer_number=1)
+        ours = build_module(pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1)
+    else:
+        stock = Layers(TransformerBlockSubmodules(layer_specs=specs), config)
+        ours = Layers(
+            pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
+        )
     # Random values everywhere: biases and norms are initialized to constants, which would hide errors.
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -104,6 +102,37 @@ def build_layers(
     for layer in (stock, ours):
         layer.train(case.training)
     return stock, ours
+
+
+def _layer_spec(config: TransformerConfig, *, dense: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        None if dense else config.num_moe_experts,
+        False,
+        config.qk_layernorm,
+        config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    if config.multi_latent_attention:
+        # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
+        spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
+    return spec
+
+
+class Layers(torch.nn.Module):
+    """Consecutive layers, built and called as Megatron's ``TransformerBlock`` does."""
+
+    def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            build_module(layer, config=config, layer_number=number)
+            for number, layer in enumerate(spec.layer_specs, 1)
+        )
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """As of a layer, through all layers."""
+        for layer in self.layers:
+            hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
+        return hidden_states, None
 
 
 class Inputs(NamedTuple):

@@ -33,6 +33,10 @@ class Case:
     """Use a zero gradient for the output, so that only the router's losses have gradients."""
     training: bool = True
     model: dict[str, Any] = field(default_factory=dict)
+    stack: int = 1
+    """How many layers share a schedule; 0 for all."""
+    layers: str = "m"
+    """The layers, one after the other: ``m`` with experts, ``d`` dense."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -40,7 +44,11 @@ class Case:
     def pipeline(self) -> Pipeline:
         """What the AMPipe layer runs."""
         return Pipeline.of(
-            self.degree, backward_degree=self.backward_degree, shares=self.shares, schedule=self.schedule
+            self.degree,
+            backward_degree=self.backward_degree,
+            shares=self.shares,
+            schedule=self.schedule,
+            stack=self.stack,
         )
 
 
@@ -56,6 +64,24 @@ TIGHT = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
 LOOSE = {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"}
 
 PARITY = [
+    *(
+        Case(
+            f"stack{stack}-degree{degree}-{schedule}-{executor}",
+            degree=degree,
+            schedule=schedule,
+            executor=executor,
+            layers="mmm",
+            stack=stack,
+        )
+        for stack in (0, 2)
+        for degree in (2, 4)
+        for schedule in ("ampipe", "moe-only", "sequential")
+        for executor in ("sequential", "thread")
+    ),
+    *(Case(f"stack-{layers}", layers=layers, stack=stack) for layers, stack in (("dmdm", 0), ("ddmm", 2))),
+    Case("stack-two-degrees", layers="mdm", stack=0, degree=2, backward_degree=4),
+    Case("stack-two-degrees-other-way", layers="mdm", stack=0, degree=6, backward_degree=3, sequence_length=37),
+    Case("stack-shares", layers="mm", stack=0, degree=3, shares=(0.5, 0.3, 0.2)),
     *(
         Case(f"degree{degree}-{schedule}-{executor}", degree=degree, schedule=schedule, executor=executor)
         for degree in (1, 2, 3, 4, 8)

@@ -38,7 +38,7 @@ def main() -> None:
                 "differences": differences(expected, found),
                 "largest": {key: value.abs().max().item() for key, value in expected.items()},
                 "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
-                "class": type(ours).__name__,
+                "classes": sorted({type(layer).__name__ for layer in getattr(ours, "layers", [ours])}),
                 "stages": [(span.direction, span.stage) for span in spans],
             }
         except Exception:

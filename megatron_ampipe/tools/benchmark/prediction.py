@@ -100,7 +100,7 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor) -> float:
         pipeline = variant.pipeline
         workload = predictor.workload
         lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(workload.sequence_length)]
-        time = predictor.pass_us(pipeline.schedule_of(workload.features), lengths)
+        time = predictor.pass_us(pipeline.schedule_of([workload.features]), lengths)
     return (time.forward + time.backward) / 1e3
 
 
