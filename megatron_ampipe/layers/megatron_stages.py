@@ -22,7 +22,6 @@ from megatron_ampipe.layers.chunk_attention import (
     ChunkAttention,
     RotaryEmbedding,
     project_qkv,
-    rotary_for_spans,
 )
 from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
@@ -86,8 +85,13 @@ class MegatronStages:
     def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
         layer = self._modules.attention_layer
-        embedding = rotary_for_spans(self._rotary_pos_emb, self._rows_of(chunk).queries)
-        return project_qkv(layer.self_attention, layer.input_layernorm(hidden), embedding)
+        return project_qkv(
+            layer.self_attention,
+            layer.input_layernorm(hidden),
+            self._rotary_pos_emb,
+            spans=self._rows_of(chunk).queries,
+            num_keys=self._whole.num_keys,
+        )
 
     def attention(
         self,

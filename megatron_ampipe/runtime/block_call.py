@@ -64,7 +64,7 @@ class BlockCall:
         del self.values
 
     def begin_backward(self, above: Tensor | Gradients, *, device: torch.device) -> Gradients:
-        """Get ready to differentiate, given the gradient of the output or the gradients of the block above."""
+        """Get ready to differentiate, given the gradient of the output, or those of the block above."""
         self.gradients = Gradients(self._layout, above, self._keys, device=device, note=self._note)
         return self.gradients
 

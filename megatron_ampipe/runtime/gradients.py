@@ -27,7 +27,8 @@ class Gradients:
 
     Args:
         layout: Of the block.
-        above: ``[S, B, D]``, the gradient of what the block returned, or the gradients of the block that took it.
+        above: ``[S, B, D]``, the gradient of what the block returned, or the gradients of the block that
+            took it.
         keys: Where the gradients of keys and values are added up.
         device: Of all tensors.
         note: Told of what a stage adds up before or after its own backward.

@@ -9,9 +9,9 @@
     backward comm: ...
 
 Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
-Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A first
-line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that the pass
-has gone through before this one, ``@1`` the one that follows.
+Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A
+first line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that
+the pass has gone through before this one, ``@1`` the one that follows.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -174,12 +175,17 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -
     output, hidden = run_pass(layer, inputs)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
-        found[f"gradient of {name}"] = (
-            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        )
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if getattr(parameter, "sequence_parallel", False):
+            # Of the rows of this rank alone: Megatron sums them in ``finalize_model_grads``.
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=get_tensor_model_parallel_group())
+        found[f"gradient of {name}"] = gradient
     for name, buffer in layer.named_buffers():
         found[f"buffer {name}"] = buffer.clone()
     for name, values in logged_losses.by_name().items():
+        # Megatron adds them up, too, before it prints them.
+        torch.distributed.all_reduce(values, group=get_tensor_model_parallel_group())
         found[f"logged {name}"] = values
     return found
 

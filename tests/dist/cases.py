@@ -80,7 +80,29 @@ PARITY = [
     ),
     *(Case(f"stack-{layers}", layers=layers, stack=stack) for layers, stack in (("dmdm", 0), ("ddmm", 2))),
     Case("stack-two-degrees", layers="mdm", stack=0, degree=2, backward_degree=4),
-    Case("stack-two-degrees-other-way", layers="mdm", stack=0, degree=6, backward_degree=3, sequence_length=37),
+    Case(
+        "stack-two-degrees-other-way", layers="mdm", stack=0, degree=6, backward_degree=3, sequence_length=37
+    ),
+    *(
+        Case(
+            f"stack-tp2{name}-degree{degree}-{backward or degree}",
+            degree=degree,
+            backward_degree=backward,
+            layers="mdm",
+            stack=0,
+            batch=2,
+            rope=True,
+            model=model,
+            parallel={"tensor_model_parallel_size": 2, **parallel},
+            sequence_length=36,
+        )
+        for degree, backward in ((2, None), (3, None), (2, 4))
+        for name, parallel, model in (
+            ("", {}, SEVERAL_AUX | Z),
+            ("-ep2", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, SEVERAL_AUX),
+            ("-capacity", {}, TIGHT),
+        )
+    ),
     Case("stack-shares", layers="mm", stack=0, degree=3, shares=(0.5, 0.3, 0.2)),
     *(
         Case(f"degree{degree}-{schedule}-{executor}", degree=degree, schedule=schedule, executor=executor)
@@ -260,6 +282,15 @@ PARALLEL = [
         model={**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"},
     ),
     Case("mla-tp", parallel=TP, model=LATENT),
+    *(
+        Case(f"stack-mla{name}", parallel=parallel, layers="mdm", stack=0, model=model | LARGE)
+        for name, parallel, model in (
+            ("", {}, LATENT),
+            ("-yarn", {}, {**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"}),
+            ("-tp", TP, LATENT),
+            ("-cp", CP, LATENT),
+        )
+    ),
     Case("mla-cp", parallel=CP, model=LATENT),
     *(Case(f"window-{kernel}", kernel=kernel, model={"window_size": (5, 0)}) for kernel in ("exact", "sdpa")),
     Case("window-wide-degree8", degree=8, model={"window_size": (20, 0)}),
