@@ -27,6 +27,7 @@ def main() -> None:
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,9 +35,9 @@ def main() -> None:
     from megatron_ampipe.layers.layer import AMPipeContext
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-    from megatron_ampipe.schedule import Pipeline
     from megatron_ampipe.tools.measuring.blocks import KernelAttention
-    from tests.dist.blocks import transformer_config
+    from tests.dist import logged_losses
+    from tests.dist.blocks import Layers, transformer_config
 
     class Meter:
         """Bytes of all storages that were allocated since :meth:`restart` and are still alive."""
@@ -118,12 +119,16 @@ def main() -> None:
             module=KernelAttention, params={"kernel": case.kernel}
         )
         context = AMPipeContext(
-            AMPipeConfig(pipeline=Pipeline.of(case.degree, schedule=case.schedule)),
+            AMPipeConfig(pipeline=case.pipeline),
             executor=executors[case.executor](),
             kernel=case.kernel,
         )
         torch.manual_seed(3 + rank)
-        layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+        if len(case.layers) == 1:
+            layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+        else:
+            specs = TransformerBlockSubmodules(layer_specs=[spec] * len(case.layers))
+            layer = Layers(pipelined(specs, context), dataclasses.replace(config))
         layer.train()
         return layer
 
@@ -135,8 +140,10 @@ def main() -> None:
         return meter._now
 
     def measure(case: Case, allowed_left: float) -> dict[str, Any]:
+        # Megatron's logger of router losses is made for a number of layers.
+        logged_losses.clear()
         layer = build(case)
-        shape = (case.sequence_length, case.batch, layer.config.hidden_size)
+        shape = (case.sequence_length, case.batch, case.model["hidden_size"])
         hidden, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
         best: dict[str, Any] = {"peak_bytes": 0}
         for _ in range(PASSES):
@@ -166,7 +173,7 @@ def main() -> None:
         reports: list[dict[str, Any]] = []
         allowed: dict[str, int] = {}
         for case in cases:
-            model = json.dumps(case.model)
+            model = json.dumps([case.model, case.layers])
             reports.append(measure(case, allowed.get(model, math.inf)))
             allowed.setdefault(model, reports[-1]["left_bytes"])
         return reports
