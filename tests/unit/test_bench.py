@@ -320,7 +320,7 @@ ONE_EACH = {kind: 1.0 for kind in MOE_BLOCK}
 
 
 def test_forward_bound_counts_head_and_tail() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COUNTS: 0.0, kinds.DISPATCH: 10.0}), needs)
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
     assert bound == DirectionBound(
@@ -335,7 +335,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
 
 
 def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH), needs)
     assert (bound.head, bound.tail) == (1.0, 3.0)
     assert bound.time == bound.compute_with_waits == bound.compute == 17.0
@@ -343,7 +343,7 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
 
 def test_the_compute_lane_waits_for_the_first_collective() -> None:
     """In backward, only merges can run before the first combine has arrived."""
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # A merge and its combine, then four each of expert, route, attention, and qkv.
     assert bound.compute_with_waits == 10.0 + 13.0
@@ -351,21 +351,21 @@ def test_the_compute_lane_waits_for_the_first_collective() -> None:
 
 def test_something_follows_the_last_collective() -> None:
     """In forward, combine and merge of every chunk come after its expert."""
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
     assert bound.compute_with_waits == 13.0 + 10.0
 
 
 def test_whole_attention_is_all_head() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=True, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=True, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.ATTENTION: 8.0, kinds.DISPATCH: 20.0}), needs)
     assert bound.head == 1.0 + 8.0 + 1.0
     assert bound.time == bound.head + bound.communication + bound.tail
 
 
 def test_the_head_is_that_of_the_cheapest_chunk() -> None:
-    needs = dependencies(BlockFeatures(), degree=2, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
     times[Stage(kinds.ATTENTION, 0)], times[Stage(kinds.ATTENTION, 1)] = 5.0, 3.0
     assert direction_bound(times, needs).head == 1.0 + 3.0 + 1.0
@@ -373,7 +373,7 @@ def test_the_head_is_that_of_the_cheapest_chunk() -> None:
 
 def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
     features = BlockFeatures(ordered_routing=True)
-    needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([features], degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
     times[Stage(kinds.ATTENTION, 0)] = 5.0
     assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
@@ -382,7 +382,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
 def test_every_resource_has_a_bound() -> None:
     """Transfers over two resources overlap; the one that bounds is the one that is shown."""
     features = BlockFeatures(added=(DELAY, COPY))
-    needs = dependencies(features, degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([features], degree=4, whole_attention=False, direction=Direction.FORWARD)
 
     def bound(copy: float) -> DirectionBound:
         return direction_bound(times_of(needs, ONE_EACH | {DELAY: 1.0, COPY: copy}), needs)
@@ -402,7 +402,7 @@ def test_no_schedule_beats_the_bound(name: str, communication: float, direction:
     """The lanes run like executors: in order, each stage when its lane and its dependencies are ready."""
     features = BlockFeatures(shared=True)
     schedule = build(name, degree=3, features=features)
-    needs = dependencies(features, degree=3, whole_attention=schedule.whole_attention, direction=direction)
+    needs = dependencies([features], degree=3, whole_attention=schedule.whole_attention, direction=direction)
     times = {
         stage: communication if stage.is_communication else 1.0 + 0.1 * (stage.chunk or 0) for stage in needs
     }
@@ -449,7 +449,7 @@ def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
         direction.value: {
             str(stage): list(map(str, needed))
             for stage, needed in dependencies(
-                BlockFeatures(), degree=variant.cut.degree, whole_attention=whole, direction=direction
+                [BlockFeatures()], degree=variant.cut.degree, whole_attention=whole, direction=direction
             ).items()
         }
         for direction in Direction
