@@ -556,6 +556,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "needs": needs,
         "starved": [None if found is None else {} for found in needs],
         "difference": difference,
+        "peak_bytes": [1_048_576 * (1 + place) for place in range(len(variants))],
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
@@ -613,6 +614,7 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
+    assert (case["stock_peak_bytes"], control["peak_bytes"]) == (2**20, 2 * 2**20)
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
 
 
@@ -632,13 +634,17 @@ def shown(found: dict[str, Any], path: Path) -> list[str]:
 def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
     older, empty = document(), document()
     words = shown(document(), tmp_path / "x.json")
-    assert "busy" in words
+    assert {"busy", "MiB"} <= set(words)
+    assert "1.0" in words
     assert words[words.index("most") + 1] == "3.16"
     case = older["cases"][0]
-    del case["stock_busy_cores"]
+    for key in ("busy_cores", "peak_bytes"):
+        del case[f"stock_{key}"]
+        for row in case["rows"]:
+            del row[key]
     for row in case["rows"]:
-        del row["busy_cores"]
-    assert "busy" not in shown(older, tmp_path / "x.json")
+        del row["layers"], row["stack"]
+    assert not {"busy", "MiB"} & set(shown(older, tmp_path / "x.json"))
     empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
     assert "60.00" in shown(empty, tmp_path / "x.json")
 
