@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
@@ -24,7 +25,7 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import plot, result
+from megatron_ampipe.tools.benchmark import plot, prediction, result
 from megatron_ampipe.tools.benchmark.arguments import stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
@@ -152,8 +153,7 @@ def test_a_slow_network_needs_iproute2(
         (["--layers", "4", "--stack", "0"], "--stack 0: is not a list of whole numbers of layers"),
         (["--layers", "4", "--stack", "x"], "--stack x: is not a list of whole numbers of layers"),
         (["--layers", "4", "--stack", "1,"], "Use --stack 1,all"),
-        (["--layers", "2", "--predict", "x"], "--predict x: the planner knows one block"),
-        (["--layers", "2", "--planned", "x"], "--planned x: the planner knows one block"),
+        (["--layers", "2", "--planned", "x"], "--planned x: the planner plans one block"),
         (["--from", "/absent.json"], "--from /absent.json"),
     ],
 )
@@ -453,8 +453,8 @@ def test_layers_that_share_a_schedule_lose_the_edges_once() -> None:
 
     one, three = bound(1), bound(3)
     # Of one block qkv, attention and route of a chunk come first, and its merge last.
-    assert one == DirectionBound(20.0, 21.0, 44.0, head=3.0, tail=1.0)
-    assert three == DirectionBound(60.0, 61.0, 132.0, head=3.0, tail=1.0)
+    assert (one.head, one.communication, one.tail, one.time) == (3.0, 44.0, 1.0, 48.0)
+    assert (three.head, three.communication, three.tail) == (3.0, 132.0, 1.0)
     assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
@@ -658,6 +658,26 @@ def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
     assert "stack" in words
     assert words[words.index("tiny,") + 1] == "4"
     assert plot._series(several) == ["ampipe", "sequential, 4 layers together", "sequential"]
+
+
+def test_layers_are_predicted_stack_by_stack() -> None:
+    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+
+    def predicted(layers: int, stack: int) -> tuple[float, float]:
+        found = document() | {"layers": layers}
+        (case,) = found["cases"]
+        # A block of real size: in the others, the overhead of a stage is all.
+        case["block"] |= {"sequence_length": 2048, "hidden": 256, "ffn": 1024}
+        case["rows"] = [case["rows"][1] | {"stack": stack}]
+        prediction.predict(found, cluster)
+        assert case["choice"]["stack"] == stack
+        return case["predicted_stock_ms"], case["rows"][0]["predicted_ms"]
+
+    stock, one = predicted(1, 1)
+    assert predicted(4, 1) == pytest.approx((4 * stock, 4 * one), rel=1e-6)
+    (_, two), (_, four), (_, mixed) = predicted(4, 2), predicted(4, 4), predicted(4, 3)
+    assert 4 * one > two > four
+    assert predicted(3, 3)[1] + one == pytest.approx(mixed, rel=1e-6)
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:
