@@ -17,7 +17,7 @@ _CAPTION = (
     "slowest rank kept busy. MiB: the most that a pass holds at once, beyond weights and input."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
-_OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
+OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
 
 def heading(document: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     num_layers = document.get("layers", 1)
     stacked = num_layers > 1
     passed = f"{num_layers} layers" if stacked else "one block"
-    caption = _CAPTION.format(passed=passed) + _OF_STACKS * stacked + _OF_DEGREE_1 * again
+    caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
