@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
@@ -28,7 +29,6 @@ from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result
 from megatron_ampipe.tools.benchmark.arguments import stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
@@ -376,6 +376,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
         communication=44.0,
         head=3.0,
         tail=1.0,
+        chain=16.0,
     )
     assert bound.time == 48.0
 
@@ -455,6 +456,8 @@ def test_layers_that_share_a_schedule_lose_the_edges_once() -> None:
     # Of one block qkv, attention and route of a chunk come first, and its merge last.
     assert (one.head, one.communication, one.tail, one.time) == (3.0, 44.0, 1.0, 48.0)
     assert (three.head, three.communication, three.tail) == (3.0, 132.0, 1.0)
+    # Each layer waits for the last one, chunk by chunk.
+    assert three.chain == 3 * one.chain
     assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
@@ -609,6 +612,7 @@ def test_a_case_holds_what_scripts_read() -> None:
         "communication_ms": 6.0,
         "head_ms": 3.0,
         "tail_ms": 1.0,
+        "chain_ms": 8.0,
     }
     # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
