@@ -200,22 +200,25 @@ def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
     document, shown = bench(
-        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "1", "--link", link
+        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "3", "--link", link
     )
-    assert "ampipe" in shown
-    assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 1, 1)
+    assert {"ampipe", "stack"} <= set(shown.split())
+    assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 3, 1)
+    assert document["stacks"] == [1, 3]
     (case,) = document["cases"]
     assert case["name"] == "rich"
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
-    (row,) = case["rows"]
-    for kind in (case["stock"], row):
+    assert case["layers"] == 3
+    assert [(row["layers"], row["stack"]) for row in case["rows"]] == [(3, 1), (3, 3)]
+    for kind in (case["stock"], *case["rows"]):
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
         assert kind["ms"] > 0
         # The model learns: the first loss is about the logarithm of the vocabulary size.
         assert 6.5 > found["lm_loss"][0] > found["lm_loss"][-1] > 0
-    assert (row["schedule"], row["degree"]) == ("ampipe", 4)
-    assert row["loss_difference"] <= training.TOLERANCE
+    for row in case["rows"]:
+        assert (row["schedule"], row["degree"]) == ("ampipe", 4)
+        assert row["loss_difference"] <= training.TOLERANCE
 
 
 COMPARE = """
