@@ -25,7 +25,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, result
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
+from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
@@ -330,6 +330,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
         communication=44.0,
         head=3.0,
         tail=1.0,
+        chain=16.0,
     )
     assert bound.time == 48.0
 

@@ -1,4 +1,4 @@
-"""The time that no order of a block's stages can beat, from how long each stage takes alone. Pure arithmetic.
+"""The time that no order of blocks' stages can beat, from how long each stage takes alone. Pure arithmetic.
 
 Computation has one lane; every other lane occupies a resource (``schedule.Lane``), such as the network.
 Whatever the order,
@@ -12,25 +12,28 @@ Whatever the order,
   other resources that leads to it (the *head*). After some last transfer all that depends on it still has
   to run (the *tail*). Between the two, the resource needs the sum of its transfers.
 
-So a direction takes at least the maximum of compute with its waits, and of head + communication + tail of
-every resource; and a block the sum of both directions, because the backward pass begins with the gradient of
-the whole output. Head, tail and waits are taken as the smallest possible: the bound holds for every order,
-not only for the one that was run.
+So a direction takes at least the maximum of compute with its waits, of head + communication + tail of
+every resource, and of the longest chain of stages that wait for one another; and the blocks take the sum of
+both directions, because the backward pass begins with the gradient of the whole output. Where several blocks
+share a schedule, the sums are over all of them; head, tail and waits count once: they are the edges of a
+pass. They are taken as the smallest possible: the bound holds for every order, not only for the one that was
+run. Used for predictions (:mod:`.predict`) and by ``ampipe bench``.
 
-The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
-for a peer that comes later, and no lane slowed by another. Times from an overlapped run would count
-its losses as unavoidable; nor may they include what a GPU waits for its host, which other work can cover. A
-shaped link that idles saves up, and lets that pass at once: collectives are timed without it, but for the
-first of a direction, because an order saves up only while the link idles, which takes as long as is saved.
+Measured stage times must be those of stages that run alone (``tools.measuring.stage_times``): a collective
+without the wait for a peer that comes later, and no lane slowed by another. Times from an overlapped run
+would count its losses as unavoidable; nor may they include what a GPU waits for its host, which other work
+can cover. A shaped link that idles saves up, and lets that pass at once: collectives are timed without it,
+but for the first of a direction, because an order saves up only while the link idles, which takes as long as
+is saved.
 What runs outside stages (autograd's own work, Python between stages) is in no bound: it is part of what a
 run loses.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from megatron_ampipe.schedule import Stage
 
@@ -48,6 +51,7 @@ class DirectionBound:
         communication: Sum of the transfers over the resource for which the three together are largest.
         head: The least time before a transfer over it can start.
         tail: The least time after a transfer over it.
+        chain: The longest chain of stages that wait for one another.
     """
 
     compute: float
@@ -55,11 +59,12 @@ class DirectionBound:
     communication: float
     head: float
     tail: float
+    chain: float
 
     @property
     def time(self) -> float:
         """No order is faster."""
-        return max(self.compute_with_waits, self.head + self.communication + self.tail)
+        return max(self.compute_with_waits, self.head + self.communication + self.tail, self.chain)
 
 
 def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBound:
@@ -85,14 +90,14 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
 
     def least(stages: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]]) -> float:
         """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
-        return min(
-            max(computing(_reachable(stage, edges)), _longest_path(stage, edges, times)) for stage in stages
-        )
+        longest = before if edges is needs else behind
+        return min(max(computing(_reachable(stage, edges)), longest[stage]) for stage in stages)
 
-    fed = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, needs))}
-    feeding = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, after))}
-    first = min((_longest_path(stage, needs, times) for stage in fed), default=0.0)
-    last = min((_longest_path(stage, after, times) for stage in feeding), default=0.0)
+    before, behind = _longest_paths(needs, times), _longest_paths(after, times)
+    fed = _with_transfer(needs)
+    feeding = _with_transfer(after)
+    first = min((before[stage] for stage in fed), default=0.0)
+    last = min((behind[stage] for stage in feeding), default=0.0)
     both = fed & feeding
     parts = [
         (sum(times[stage] for stage in stages), least(stages, needs), least(stages, after))
@@ -110,23 +115,32 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
         communication=communication,
         head=head,
         tail=tail,
+        chain=max(before[stage] + times[stage] for stage in times),
     )
 
 
-def _has_transfer(stages: Iterable[Stage]) -> bool:
-    return any(stage.is_communication for stage in stages)
+def _in_order(edges: Mapping[Stage, Iterable[Stage]]) -> list[Stage]:
+    """All stages, each after those that ``edges`` leads to from it."""
+    return list(TopologicalSorter(edges).static_order())
 
 
-def _longest_path(
-    stage: Stage, edges: Mapping[Stage, Iterable[Stage]], times: Mapping[Stage, float]
-) -> float:
-    """The time of the longest chain of stages that leads to ``stage``, without itself."""
+def _with_transfer(edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
+    """The compute stages from which ``edges`` leads to a transfer."""
+    found: set[Stage] = set()
+    for stage in _in_order(edges):
+        if any(other.is_communication or other in found for other in edges[stage]):
+            found.add(stage)
+    return {stage for stage in found if not stage.is_communication}
 
-    @functools.cache
-    def longest(at: Stage) -> float:
-        return max((times[before] + longest(before) for before in edges[at]), default=0.0)
 
-    return longest(stage)
+def _longest_paths(
+    edges: Mapping[Stage, Iterable[Stage]], times: Mapping[Stage, float]
+) -> dict[Stage, float]:
+    """The time of the longest chain of stages that leads to each stage, without itself."""
+    longest: dict[Stage, float] = {}
+    for stage in _in_order(edges):
+        longest[stage] = max((times[before] + longest[before] for before in edges[stage]), default=0.0)
+    return longest
 
 
 def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
