@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
@@ -25,7 +26,6 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, result
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
