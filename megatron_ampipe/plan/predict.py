@@ -179,4 +179,9 @@ class Predictor:
 def durations_of(stages: Sequence[Stage], costs: Mapping[Stage, Pair], direction: Direction) -> list[float]:
     """The time of each stage alone in one direction. ``costs`` are those of one layer."""
     index = 0 if direction is Direction.FORWARD else 1
-    return [costs[Stage(stage.kind, stage.chunk) if stage.layer else stage][index] for stage in stages]
+    return [
+        costs[Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage][
+            0 if stage.again else index
+        ]
+        for stage in stages
+    ]
