@@ -183,8 +183,9 @@ class Values:
         return hidden
 
     def let_go(self) -> None:
-        """What was given to the block is not taken any more."""
+        """All stages of the block have run: only :attr:`output` is read, by the block above."""
         self._below = None
+        del self._keys
 
     def _take(self, value: Value, source: Source, chunk: int | None) -> Sequence[Tensor]:
         layout = self._layout

@@ -26,17 +26,18 @@ def main() -> None:
     rank, _ = start()
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.layer import AMPipeContext
+    from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-    from megatron_ampipe.schedule import Pipeline
     from megatron_ampipe.tools.measuring.blocks import KernelAttention
-    from tests.dist.blocks import transformer_config
+    from tests.dist.blocks import Layers, transformer_config
 
     class Meter:
         """Bytes of all storages that were allocated since :meth:`restart` and are still alive."""
@@ -111,21 +112,23 @@ def main() -> None:
     executors = {"sequential": WatchedSequential, "thread": WatchedThread}
 
     def build(case: Case) -> torch.nn.Module:
-        """A stock layer with the attention kernel of the chunks, as in ``ampipe bench``."""
+        """Layers with the attention kernel of the chunks also in stock ones, as in ``ampipe bench``."""
         config = transformer_config(case)
         spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
             module=KernelAttention, params={"kernel": case.kernel}
         )
         context = AMPipeContext(
-            AMPipeConfig(pipeline=Pipeline.of(case.degree, schedule=case.schedule)),
+            AMPipeConfig(pipeline=case.pipeline),
             executor=executors[case.executor](),
             kernel=case.kernel,
+            recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
         torch.manual_seed(3 + rank)
-        layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
-        layer.train()
-        return layer
+        layers = TransformerBlockSubmodules(layer_specs=[spec] * len(case.layers))
+        found = Layers(pipelined(layers, context), dataclasses.replace(config))
+        found.train()
+        return found
 
     def left_bytes(allowed: float) -> int:
         """Bytes that are alive; waits a while if there are more than allowed."""
@@ -136,7 +139,7 @@ def main() -> None:
 
     def measure(case: Case, allowed_left: float) -> dict[str, Any]:
         layer = build(case)
-        shape = (case.sequence_length, case.batch, layer.config.hidden_size)
+        shape = (case.sequence_length, case.batch, case.model["hidden_size"])
         hidden, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
         best: dict[str, Any] = {"peak_bytes": 0}
         for _ in range(PASSES):
@@ -166,7 +169,7 @@ def main() -> None:
         reports: list[dict[str, Any]] = []
         allowed: dict[str, int] = {}
         for case in cases:
-            model = json.dumps(case.model)
+            model = json.dumps([case.model, case.layers])
             reports.append(measure(case, allowed.get(model, math.inf)))
             allowed.setdefault(model, reports[-1]["left_bytes"])
         return reports

@@ -52,11 +52,28 @@ CASES = [
     for schedule, executor in (("ampipe", "sequential"), ("ampipe", "thread"), ("moe-only", "thread"))
 ]
 
+# Without recompute, one of two layers and one of four; then four layers of which each keeps its input.
+TWO, FOUR, *RECOMPUTED = (
+    dataclasses.replace(
+        case("top1", degree=4, executor=executor),
+        name=f"{layers} {executor} recompute {recompute}",
+        layers=layers,
+        stack=0,
+        recompute=recompute,
+    )
+    for layers, executor, recompute in (
+        ("mm", "sequential", None),
+        ("mmmm", "sequential", None),
+        ("mmmm", "sequential", ("uniform", 1)),
+        ("mmmm", "thread", ("uniform", 1)),
+    )
+)
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports by rank and case name."""
-    cases = [*STOCK.values(), *CASES]
+    cases = [*STOCK.values(), *CASES, TWO, FOUR, *RECOMPUTED]
     found = run_workers(
         "tests.dist.memory_worker",
         [json.dumps([dataclasses.asdict(case) for case in cases])],
@@ -79,6 +96,17 @@ def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str,
         print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
         largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
         assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Alive then:\n{largest}"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda case: case.executor)
+def test_recomputed_layers_take_the_memory_of_two(
+    case: Case, reports: list[dict[str, dict[str, Any]]]
+) -> None:
+    for report in reports:
+        two, four, recomputed = (report[one.name]["peak_bytes"] for one in (TWO, FOUR, case))
+        assert recomputed <= ABOVE_STOCK * two
+        assert recomputed <= 0.55 * four
 
 
 @pytest.mark.world_size(2)
