@@ -45,7 +45,7 @@ def appendix_c_problem(
 ) -> tuple[OrderProblem, Lanes]:
     """A forward pass as in appendix C: three kinds of stages, equal chunks, no cost for splitting."""
     schedule = build("ampipe", degree=degree, features=PLAIN)
-    needs = dependencies(PLAIN, degree=degree, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([PLAIN], degree=degree, whole_attention=False, direction=Direction.FORWARD)
     whole = {
         kinds.ATTENTION: attention,
         kinds.DISPATCH: communication,

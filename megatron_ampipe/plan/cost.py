@@ -16,7 +16,16 @@ from typing import NamedTuple
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import MOE_BLOCK, Direction, Stage, StageKind, data_flow, is_whole, kinds
+from megatron_ampipe.schedule import (
+    MOE_BLOCK,
+    BlockFeatures,
+    Direction,
+    Stage,
+    StageKind,
+    data_flow,
+    is_whole,
+    kinds,
+)
 
 COUNT_BYTES = 8
 PROBABILITY_BYTES = 4
@@ -74,7 +83,9 @@ class CostModel:
         self.workload, self.cluster = workload, cluster
         self._costs = {**COSTS, **(added or {})}
         self.features = replace(workload.features, added=tuple(added or ()))
-        self._kinds = data_flow(self.features).kinds
+        self.dense_features = BlockFeatures(
+            dense=True, chunked_qkv=self.features.chunked_qkv, added=self.features.added
+        )
         (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._gemm = cluster.gemm(workload.dtype)
         # Models in fp8 compute attention in bf16.
@@ -85,7 +96,12 @@ class CostModel:
         self._known: defaultdict[tuple[StageKind, bool], dict[object, Pair]] = defaultdict(dict)
 
     def stages(
-        self, lengths: Sequence[int], *, parts: int = 1, whole_attention: bool = False
+        self,
+        lengths: Sequence[int],
+        *,
+        parts: int = 1,
+        whole_attention: bool = False,
+        features: BlockFeatures | None = None,
     ) -> dict[Stage, Pair]:
         """The time of every stage of the block with chunks of these lengths, including its overhead.
 
@@ -94,12 +110,14 @@ class CostModel:
             parts: Number of adjacent chunks that form one stage, as in the direction with the smaller degree:
                 they are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
+            features: What the block contains; experts if None.
         """
+        features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
         chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
-        for kind in self._kinds:
-            if is_whole(kind, self.features, whole_attention=whole_attention):
+        for kind in data_flow(features).kinds:
+            if is_whole(kind, features, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
                 continue
             known = self._known[kind, chunked]
@@ -128,14 +146,23 @@ class CostModel:
             pair.backward * overhead.backward_factor + overhead.backward_us,
         )
 
-    def stock(self) -> Pair:
-        """The time of Megatron's own layer: the same work without chunks and without overlap."""
+    def stock(self, *, dense: bool = False) -> Pair:
+        """The time of Megatron's own layer: the same work without chunks and without overlap.
+
+        Args:
+            dense: Of a layer without experts.
+        """
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
+        parts = [self.qkv(rows.hidden, chunked=False), self.attention(rows, chunked=False)]
+        parts += [self.mlp(rows.hidden, chunked=False)] if dense else self._stock_experts(rows)
+        total = functools.reduce(Pair.__add__, parts, ZERO)
+        overhead = self.cluster.host.stock
+        return total + Pair(overhead.forward_us, overhead.backward_us)
+
+    def _stock_experts(self, rows: Rows) -> list[Pair]:
         load = self.load(padded=self.workload.padded)
         exchange = self.exchange(rows.hidden, stock=True)
         parts = [
-            self.qkv(rows.hidden, chunked=False),
-            self.attention(rows, chunked=False),
             self.route(rows.hidden, load=load),
             self.counts(),
             exchange,
@@ -147,9 +174,7 @@ class CostModel:
             parts.append(self.losses())
         if self.workload.shared_ffn is not None:
             parts.append(self.shared(rows.hidden, chunked=False))
-        total = functools.reduce(Pair.__add__, parts, ZERO)
-        overhead = self.cluster.host.stock
-        return total + Pair(overhead.forward_us, overhead.backward_us)
+        return parts
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that its two all-to-alls take."""

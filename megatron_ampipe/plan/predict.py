@@ -1,20 +1,29 @@
-"""Predicts one block on one cluster: the time of a schedule, and its timeline.
+"""Predicts one block, or several that share a schedule, on one cluster: the time of a schedule, its timeline.
 
-Combines :mod:`.cost` and :mod:`.simulate`. Times are microseconds of one forward or backward pass of one
-block and one micro-batch, on the rank with the most tokens.
+Combines :mod:`.cost` and :mod:`.simulate`. Times are microseconds of one forward or backward pass of all of
+these blocks and one micro-batch, on the rank with the most tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.cost import CostFunction, CostModel, Pair
+from megatron_ampipe.plan.cost import ZERO, CostFunction, CostModel, Pair
 from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Schedule, Stage, StageKind, data_flow
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Direction,
+    Schedule,
+    Stage,
+    StageKind,
+    data_flow,
+    period,
+    unrolled,
+)
 from megatron_ampipe.timeline import COMPUTE, StageSpan, Timeline
 
 
@@ -25,6 +34,8 @@ class Predictor:
         workload: The block.
         cluster: The times of its operations.
         added: Cost functions of kinds of stages that are not in :data:`.cost.COSTS`.
+        num_layers: How many such blocks share a schedule.
+        dense: Which of them have no experts, counted from 0.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -36,12 +47,20 @@ class Predictor:
         cluster: Cluster,
         *,
         added: Mapping[StageKind, CostFunction] | None = None,
+        num_layers: int = 1,
+        dense: Collection[int] = (),
     ) -> None:
         self.workload, self.cluster = workload, cluster
+        self._added = added
         self._model = CostModel(workload, cluster, added=added)
         self.features = self._model.features
+        """Of a block with experts."""
+        self.layers: tuple[BlockFeatures, ...] = tuple(
+            self._model.dense_features if layer in dense else self.features for layer in range(num_layers)
+        )
+        """Of each block that shares the schedule."""
         self._times: dict[object, float] = {}
-        kinds_of_block = data_flow(self.features).kinds
+        kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._issue_factors = {
             direction: {kind: issue_factor(kind, direction, workload) for kind in kinds_of_block}
@@ -54,30 +73,52 @@ class Predictor:
             "busy_latency_us": cluster.overlap.latency_us,
         }
 
-    def _costs(self, lengths: tuple[int, ...], parts: int, whole_attention: bool) -> dict[Stage, Pair]:
-        return self._model.stages(lengths, parts=parts, whole_attention=whole_attention)
+    def _costs(
+        self, lengths: tuple[int, ...], parts: int, whole_attention: bool, dense: bool = False
+    ) -> dict[Stage, Pair]:
+        features = self._model.dense_features if dense else self.features
+        return self._model.stages(lengths, parts=parts, whole_attention=whole_attention, features=features)
+
+    def of_layers(self, num_layers: int, *, dense: Collection[int] = ()) -> Predictor:
+        """A predictor of another number of the same blocks."""
+        return Predictor(self.workload, self.cluster, added=self._added, num_layers=num_layers, dense=dense)
 
     def stock(self) -> Pair:
-        """Time of Megatron's own layer."""
-        return self._recomputed(self._model.stock())
+        """Time of Megatron's own layers."""
+        total = ZERO
+        for features in self.layers:
+            total += self._model.stock(dense=features.dense)
+        return self._recomputed(total)
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
         whole = self.costs((self.workload.rows,), 1, False)
-        return sum(cost.forward + cost.backward for stage, cost in whole.items() if stage.is_communication)
+        with_experts = sum(features.experts for features in self.layers)
+        return with_experts * sum(
+            cost.forward + cost.backward for stage, cost in whole.items() if stage.is_communication
+        )
+
+    def whole(self, schedule: Schedule) -> Schedule:
+        """The schedule of all of the layers, made from that of one block, from a period, or itself."""
+        if not schedule.repeats and (
+            len(self.layers) == 1 or any(stage.layer for stage in schedule.forward.stages)
+        ):
+            return schedule
+        return _unrolled(schedule, self.layers)
 
     def pass_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
         """Time of a forward and a backward pass with a schedule.
 
         Args:
-            schedule: A checked schedule.
+            schedule: A checked schedule of all of the layers; one of a block, or a period, is repeated.
             lengths: Rows of one rank in each of the schedule's chunks.
         """
+        schedule = self.whole(schedule)
         forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
         return self._recomputed(Pair(forward, backward))
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
-        """Time of one direction, without a recompute."""
+        """Time of one direction of a schedule of all of the layers, without a recompute."""
         # Schedules of two degrees share a direction with those of one.
         program, degree = schedule.program(direction), schedule.degree_of(direction)
         key = (program, degree, schedule.whole_attention, tuple(lengths))
@@ -92,12 +133,15 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
         """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
-        compiled = compile_named(schedule, (self.features,), direction)
+        compiled = compile_named(schedule, self.layers, direction)
         parts = len(lengths) // schedule.degree_of(direction)
-        costs = self.costs(tuple(lengths), parts, schedule.whole_attention)
+        costs = {
+            features: self.costs(tuple(lengths), parts, schedule.whole_attention, features.dense)
+            for features in {*self.layers}
+        }
         return (
             compiled,
-            durations_of(compiled.stages, costs, direction),
+            durations_of(compiled.stages, [costs[features] for features in self.layers], direction),
             self.issue(compiled, direction, parts),
         )
 
@@ -139,10 +183,11 @@ class Predictor:
         """The start and end of every stage, forward and then backward.
 
         Args:
-            schedule: A checked schedule.
+            schedule: As for :meth:`pass_us`.
             lengths: Rows of one rank in each of the schedule's chunks.
             labels: Text for a drawing.
         """
+        schedule = self.whole(schedule)
         spans: list[StageSpan] = []
         offset = 0.0
         for direction in Direction:
@@ -167,8 +212,10 @@ class Predictor:
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
     def _block(self, direction: Direction) -> float:
+        # Every layer of a stack makes its own call, and its parameters their own gradients.
         figure = self.cluster.host.block
-        return figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+        one = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+        return one * len(self.layers)
 
     def _recomputed(self, pair: Pair) -> Pair:
         if not self.workload.recomputes:
@@ -176,12 +223,19 @@ class Predictor:
         return Pair(pair.forward, pair.forward + pair.backward)
 
 
-def durations_of(stages: Sequence[Stage], costs: Mapping[Stage, Pair], direction: Direction) -> list[float]:
-    """The time of each stage alone in one direction. ``costs`` are those of one layer."""
-    index = 0 if direction is Direction.FORWARD else 1
-    return [
-        costs[Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage][
-            0 if stage.again else index
-        ]
-        for stage in stages
-    ]
+@functools.lru_cache(maxsize=256)
+def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule:
+    return unrolled(period(schedule), layers)
+
+
+def durations_of(
+    stages: Sequence[Stage], costs: Sequence[Mapping[Stage, Pair]], direction: Direction
+) -> list[float]:
+    """The time of each stage alone in one direction. ``costs`` are those of each layer."""
+    forward = direction is Direction.FORWARD
+    found = []
+    for stage in stages:
+        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
+        pair = costs[stage.layer][alone]
+        found.append(pair.forward if forward or stage.again else pair.backward)
+    return found

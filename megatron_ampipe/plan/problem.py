@@ -64,7 +64,7 @@ class OrderProblem:
     ) -> OrderProblem:
         """The problem of one direction of a schedule on a cluster."""
         compiled, durations, issue = predictor.inputs(schedule, lengths, direction)
-        needs = needs_of(schedule, [predictor.features], direction)
+        needs = needs_of(schedule, predictor.layers, direction)
         times = dict(zip(compiled.stages, durations, strict=True))
         latency = predictor.latency(compiled)
         issues, latencies = (

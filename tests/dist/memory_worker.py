@@ -26,7 +26,7 @@ def main() -> None:
     rank, _ = start()
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,6 +37,7 @@ def main() -> None:
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.tools.measuring.blocks import KernelAttention
+    from tests.dist import logged_losses
     from tests.dist.blocks import Layers, transformer_config
 
     class Meter:
@@ -112,7 +113,7 @@ def main() -> None:
     executors = {"sequential": WatchedSequential, "thread": WatchedThread}
 
     def build(case: Case) -> torch.nn.Module:
-        """Layers with the attention kernel of the chunks also in stock ones, as in ``ampipe bench``."""
+        """A stock layer with the attention kernel of the chunks, as in ``ampipe bench``."""
         config = transformer_config(case)
         spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
@@ -125,10 +126,13 @@ def main() -> None:
             recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
         torch.manual_seed(3 + rank)
-        layers = TransformerBlockSubmodules(layer_specs=[spec] * len(case.layers))
-        found = Layers(pipelined(layers, context), dataclasses.replace(config))
-        found.train()
-        return found
+        if len(case.layers) == 1:
+            layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+        else:
+            specs = TransformerBlockSubmodules(layer_specs=[spec] * len(case.layers))
+            layer = Layers(pipelined(specs, context), dataclasses.replace(config))
+        layer.train()
+        return layer
 
     def left_bytes(allowed: float) -> int:
         """Bytes that are alive; waits a while if there are more than allowed."""
@@ -138,6 +142,8 @@ def main() -> None:
         return meter._now
 
     def measure(case: Case, allowed_left: float) -> dict[str, Any]:
+        # Megatron's logger of router losses is made for a number of layers.
+        logged_losses.clear()
         layer = build(case)
         shape = (case.sequence_length, case.batch, case.model["hidden_size"])
         hidden, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)

@@ -46,18 +46,18 @@ ALL_KINDS = (*MOE_BLOCK, DELAY, COPY, AUDIT)
 def test_every_named_schedule_places_them(name: str, degrees: tuple[int, int], added: tuple) -> None:  # type: ignore[type-arg]
     features = BlockFeatures(losses=True, shared=True, chunked_qkv=True, added=added)
     schedule = build(name, degree=degrees[0], backward_degree=degrees[1], features=features)
-    check(schedule, features)
+    check(schedule, [features])
     assert from_text(to_text(schedule), kinds=ALL_KINDS) == schedule
     with pytest.raises(BadInput, match="is not a stage"):
         from_text(to_text(schedule))
     plain = build(name, degree=degrees[0], backward_degree=degrees[1], features=BlockFeatures())
     with pytest.raises(BadInput):
-        check(plain, features)
+        check(plain, [features])
 
 
 def test_they_stand_between_their_neighbours_in_both_directions() -> None:
     schedule = build("ampipe", degree=2, features=FEATURES)
-    forward, backward = (needs_of(schedule, FEATURES, direction) for direction in Direction)
+    forward, backward = (needs_of(schedule, [FEATURES], direction) for direction in Direction)
     assert forward[Stage(DELAY, 1)] == (Stage(kinds.EXPERT, 1),)
     assert forward[Stage(COPY, 1)] == (Stage(DELAY, 1),)
     assert forward[Stage(kinds.COMBINE, 1)] == (Stage(COPY, 1),)
@@ -81,7 +81,7 @@ def test_a_prediction_counts_them_and_a_search_orders_them() -> None:
     overlapped = predictor.pass_us(build("ampipe", degree=4, features=predictor.features), lengths)
     assert overlapped.forward < after.forward
     planned = full_plan(predictor, (2, 4))
-    check(planned.schedule, predictor.features)
+    check(planned.schedule, [predictor.features])
     assert planned.total_us <= min(
         sum(
             predictor.pass_us(
@@ -141,25 +141,25 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
         )
 
     two = Schedule("two", 2, stacked(one.forward, (0, 1)), stacked(one.backward, (1, 0)), 2)
-    assert two.num_layers == 2
-    check(two, features)
+    check(two, [features] * 2)
     text = to_text(two)
     assert "expert.1@1" in text
     assert from_text(text) == two
-    needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD, num_layers=2)
+    needs = dependencies([features] * 2, degree=2, whole_attention=False, direction=Direction.FORWARD)
     first = Stage(kinds.QKV, 0 if chunked_qkv else None, 1)
     merged = (Stage(kinds.MERGE, 0), Stage(kinds.MERGE, 1))
     assert needs[first] == (merged[:1] if chunked_qkv else merged)
-    back = needs_of(two, features, Direction.BACKWARD)
+    back = needs_of(two, [features] * 2, Direction.BACKWARD)
     assert Stage(kinds.QKV, 1 if chunked_qkv else None, 1) in back[Stage(kinds.MERGE, 1)]
     assert Stage(kinds.ATTENTION, 1, 1) in back[Stage(kinds.MERGE, 1)]
     with pytest.raises(BadInput, match="can never finish"):
-        check(replace(two, forward=stacked(one.forward, (1, 0))), features)
-    predictor = Predictor(workload(latent=not chunked_qkv), cluster())
-    assert predictor.features == features
-    lengths = even_chunks(8192, 2)
-    assert len(compile_named(two, features, Direction.FORWARD).stages) == 2 * len(one.forward.stages)
-    apart, together = predictor.pass_us(one, lengths), predictor.pass_us(two, lengths)
+        check(replace(two, forward=stacked(one.forward, (1, 0))), [features] * 2)
+    block = workload(context=1 if chunked_qkv else 2)
+    alone, predictor = Predictor(block, cluster()), Predictor(block, cluster(), num_layers=2)
+    assert predictor.layers == (features,) * 2
+    lengths = even_chunks(block.rows, 2)
+    assert len(compile_named(two, (features,) * 2, Direction.FORWARD).stages) == 2 * len(one.forward.stages)
+    apart, together = alone.pass_us(one, lengths), predictor.pass_us(two, lengths)
     assert together.forward <= 2 * apart.forward
     timeline = predictor.timeline(two, lengths)
     assert {span.layer for span in timeline.spans} == {1, 2}
@@ -177,7 +177,7 @@ def test_a_kind_in_the_table_needs_no_change_of_a_builder(
     features = BlockFeatures(losses=True, ordered_routing=True)
     for name in SCHEDULE_NAMES:
         schedule = build(name, degree=3, features=features)
-        check(schedule, features)
+        check(schedule, [features])
         assert {Stage(DELAY, chunk) for chunk in range(3)} <= set(schedule.backward.stages)
 
 

@@ -94,7 +94,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
     ),
     "tensor-parallel": ({"tensor_model_parallel_size": 2}, "sequence", BlockFeatures()),
     "context-parallel": ({"context_parallel_size": 2}, "sequence", BlockFeatures()),
-    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures()),
+    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures(chunked_qkv=True)),
     "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, "sequence", BlockFeatures(losses=True, chunked_qkv=True)),
 }
 

@@ -161,7 +161,7 @@ def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]
     for degree, whole in itertools.product((1, 2, 4), (False, True)):
         costs = model.stages(even_chunks(block.rows, degree), whole_attention=whole)
         needs = dependencies(
-            block.features, degree=degree, whole_attention=whole, direction=Direction.FORWARD
+            [block.features], degree=degree, whole_attention=whole, direction=Direction.FORWARD
         )
         assert costs.keys() == needs.keys()
         assert all(cost.forward > 0 for cost in costs.values())

@@ -35,7 +35,7 @@ def simulated_ms(row: dict[str, Any], slowdowns: dict[str, float]) -> float:
             {stage_from_text(name): statistics.median(times) for name, times in rank[direction.value].items()}
             for rank in row["stages_us_by_rank"]
         ]
-        compiled = compile_named(schedule, features, direction)
+        compiled = compile_named(schedule, (features,), direction)
         durations = [
             (min if stage.is_communication else max)(times[stage] for times in by_rank)
             for stage in compiled.stages

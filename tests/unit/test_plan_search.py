@@ -45,7 +45,7 @@ def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, Bloc
     )
     direction = draw(st.sampled_from(Direction))
     schedule = build("ampipe", degree=degree, features=features)
-    needs = dependencies(features, degree=degree, whole_attention=False, direction=direction)
+    needs = dependencies([features], degree=degree, whole_attention=False, direction=direction)
     times = {stage: draw(TIMES) for stage in needs}
     compute, communication = draw(SLOWDOWNS)
     problem = OrderProblem.from_graph(
@@ -107,8 +107,8 @@ def test_searched_orders_are_valid_and_not_slower(
     else:
         backward = program
     searched = Schedule("searched", schedule.degree, forward, backward, schedule.degree)
-    check(searched, features)
-    needs = dependencies(features, degree=schedule.degree, whole_attention=False, direction=direction)
+    check(searched, [features])
+    needs = dependencies([features], degree=schedule.degree, whole_attention=False, direction=direction)
     for host_waits in (False, True):
         # The issue order depends only on the schedule, with collectives in the order of their lane.
         order = issue_order(program, needs, host_waits=host_waits)
@@ -131,7 +131,7 @@ def test_a_plan_is_never_slower_than_any_named_schedule(block: object, device: b
     predictor = Predictor(block, source)  # type: ignore[arg-type]
     degrees = [degree for degree in DEGREES if degree <= 8]
     found = full_plan(predictor, degrees)
-    check(found.schedule, predictor.workload.features)
+    check(found.schedule, [predictor.workload.features])
     assert sum(found.lengths) == predictor.workload.rows and min(found.lengths) > 0
     assert len(found.lengths) == found.schedule.num_chunks
     assert found.time == predictor.pass_us(found.schedule, found.lengths)

@@ -42,7 +42,7 @@ def ends(
 ) -> dict[str, tuple[float, float]]:
     """Start and end of every forward stage."""
     schedule = build(name, degree=degree, features=PLAIN)
-    compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
+    compiled = compile_named(schedule, (PLAIN,), Direction.FORWARD)
     issue = settings.pop("issue", None)
     issues = None if issue is None else [issue] * len(compiled.stages)
     durations = [times[stage.kind] for stage in compiled.stages]
@@ -133,7 +133,7 @@ def test_the_host_waits_for_the_counts_of_a_dispatch() -> None:
 
 def test_latency_overlaps_with_the_previous_collective() -> None:
     schedule = build("ampipe", degree=2, features=PLAIN)
-    compiled = compile_named(schedule, PLAIN, Direction.FORWARD)
+    compiled = compile_named(schedule, (PLAIN,), Direction.FORWARD)
     times = TIMES | {kinds.ATTENTION: 1.0, kinds.DISPATCH: 6.0}
     durations = [times[stage.kind] for stage in compiled.stages]
     latency = [2.0 if stage.kind in (kinds.DISPATCH, kinds.COUNTS) else 0.0 for stage in compiled.stages]
@@ -149,7 +149,7 @@ def test_latency_overlaps_with_the_previous_collective() -> None:
 
 
 def test_a_deadlock_gives_an_infinite_time() -> None:
-    needs = dependencies(PLAIN, degree=2, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([PLAIN], degree=2, whole_attention=False, direction=Direction.FORWARD)
     good = build("ampipe", degree=2, features=PLAIN).forward
     compute, comm = good.lanes
     swapped = list(comm.stages)

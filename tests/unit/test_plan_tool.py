@@ -158,7 +158,7 @@ def test_a_written_plan_is_read_back_unchanged(changes: dict[str, Any], tmp_path
     found = Plan.read(tmp_path / "plan.yaml")
     assert found == plan or found.shares == pytest.approx(plan.shares)
     assert found.schedule == plan.schedule
-    check(found.schedule, workload(**changes).features)
+    check(found.schedule, [workload(**changes).features])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The time that no order of a block's stages can beat, from how long each stage takes alone. Pure arithmetic.
+"""The time that no order of stages can beat, from how long each stage takes alone. Pure arithmetic.
+
+The stages are those of one block, or of consecutive blocks that share a schedule. Blocks that do not share
+one follow one another, and so do their bounds: what the edges of a block cost is then lost in every block.
 
 Computation has one lane; every other lane occupies a resource (``schedule.Lane``), such as the network.
 Whatever the order,
@@ -13,8 +16,8 @@ Whatever the order,
   to run (the *tail*). Between the two, the resource needs the sum of its transfers.
 
 So a direction takes at least the maximum of compute with its waits, and of head + communication + tail of
-every resource; and a block the sum of both directions, because the backward pass begins with the gradient of
-the whole output. Head, tail and waits are taken as the smallest possible: the bound holds for every order,
+every resource; and both directions their sum, because the backward pass begins with the gradient of the whole
+output. Head, tail and waits are taken as the smallest possible: the bound holds for every order,
 not only for the one that was run.
 
 The stage times must be those of stages that run alone (:mod:`.stage_times`): a collective without the wait
@@ -28,9 +31,10 @@ run loses.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import NamedTuple
 
 from megatron_ampipe.schedule import Stage
 
@@ -83,19 +87,26 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     def computing(stages: Iterable[Stage]) -> float:
         return sum(times[stage] for stage in stages if not stage.is_communication)
 
-    def least(stages: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]]) -> float:
-        """The least time that one of the stages must wait for all that ``edges`` leads to from it."""
-        return min(
-            max(computing(_reachable(stage, edges)), _longest_path(stage, edges, times)) for stage in stages
-        )
+    order = tuple(TopologicalSorter(needs).static_order())
+    before, behind = _walk(order, needs, times), _walk(order[::-1], after, times)
 
-    fed = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, needs))}
-    feeding = {s for s in times if not s.is_communication and _has_transfer(_reachable(s, after))}
-    first = min((_longest_path(stage, needs, times) for stage in fed), default=0.0)
-    last = min((_longest_path(stage, after, times) for stage in feeding), default=0.0)
+    def least(stages: Iterable[Stage], found: Mapping[Stage, _Reached]) -> float:
+        """The least time that all that was reached from one of the stages takes."""
+        return min(max(computing(found[stage].stages), found[stage].longest) for stage in stages)
+
+    def computes_with_transfer(found: Mapping[Stage, _Reached]) -> set[Stage]:
+        return {
+            stage
+            for stage in times
+            if not stage.is_communication and any(one.is_communication for one in found[stage].stages)
+        }
+
+    fed, feeding = computes_with_transfer(before), computes_with_transfer(behind)
+    first = min((before[stage].longest for stage in fed), default=0.0)
+    last = min((behind[stage].longest for stage in feeding), default=0.0)
     both = fed & feeding
     parts = [
-        (sum(times[stage] for stage in stages), least(stages, needs), least(stages, after))
+        (sum(times[stage] for stage in stages), least(stages, before), least(stages, behind))
         for stages in transfers.values()
     ]
     communication, head, tail = max(parts, key=sum, default=(0.0, 0.0, 0.0))
@@ -113,29 +124,27 @@ def direction_bound(times: Mapping[Stage, float], needs: Needs) -> DirectionBoun
     )
 
 
-def _has_transfer(stages: Iterable[Stage]) -> bool:
-    return any(stage.is_communication for stage in stages)
+class _Reached(NamedTuple):
+    """What edges lead to from a stage, without itself.
+
+    Attributes:
+        stages: All of it.
+        longest: The time of the longest chain.
+    """
+
+    stages: frozenset[Stage]
+    longest: float
 
 
-def _longest_path(
-    stage: Stage, edges: Mapping[Stage, Iterable[Stage]], times: Mapping[Stage, float]
-) -> float:
-    """The time of the longest chain of stages that leads to ``stage``, without itself."""
-
-    @functools.cache
-    def longest(at: Stage) -> float:
-        return max((times[before] + longest(before) for before in edges[at]), default=0.0)
-
-    return longest(stage)
-
-
-def _reachable(stage: Stage, edges: Mapping[Stage, Iterable[Stage]]) -> set[Stage]:
-    """Everything that ``stage`` leads to, without itself."""
-    found: set[Stage] = set()
-    waiting = list(edges[stage])
-    while waiting:
-        following = waiting.pop()
-        if following not in found:
-            found.add(following)
-            waiting.extend(edges[following])
+def _walk(
+    order: Iterable[Stage], edges: Mapping[Stage, Iterable[Stage]], times: Mapping[Stage, float]
+) -> dict[Stage, _Reached]:
+    """What each stage reaches; ``order`` has the end of every edge before its start."""
+    found: dict[Stage, _Reached] = {}
+    for stage in order:
+        to = edges[stage]
+        found[stage] = _Reached(
+            frozenset(to).union(*(found[one].stages for one in to)),
+            max((times[one] + found[one].longest for one in to), default=0.0),
+        )
     return found

@@ -1,9 +1,9 @@
 """The measurement of one case on one rank: whether all variants compute the same, then their times.
 
-One pass is forward and backward of one block. Before it the ranks meet at a barrier; its time is this rank's,
-from there until its gradients are there, and the command takes the maximum over ranks. Stock and every
-variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine that
-becomes slower affects all equally. Called by :mod:`.block_worker`.
+One pass is forward and backward of all layers. Before it the ranks meet at a barrier; its time is this
+rank's, from there until its gradients are there, and the command takes the maximum over ranks. Stock and
+every variant run once in each repeat, in an order that is rotated from repeat to repeat, so that a machine
+that becomes slower affects all equally. Called by :mod:`.block_worker`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(
     """Measure one case.
 
     Args:
-        case: The block.
+        case: The block, of which there are ``job.layers`` one after another.
         variants: What is compared; stock first.
         job: How, and how often.
         rank: Of this process.
@@ -58,7 +58,9 @@ def measure(
         DifferenceFound: on every rank, if some variant differs from stock on some rank.
     """
     on_cuda = job.device == "cuda"
-    factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
+    factory = BlockFactory(
+        case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed, layers=job.layers
+    )
     passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = _compare(passes, layers, variants, rank=rank, case=case)
@@ -203,7 +205,7 @@ def _compare(
         # Written so that NaN is a difference.
         if not value <= limit:
             raise DifferenceFound(
-                f"case {case.name}: {variant} does not compute what Megatron's layer does: "
+                f"case {case.name}: {variant} does not compute what Megatron's layers do: "
                 f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
                 f"allowed is {limit:.0e}. Nothing was measured. A tie between experts can do this: try "
                 "another --seed."

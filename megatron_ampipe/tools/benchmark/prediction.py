@@ -39,6 +39,9 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     Raises:
         BadInput: the cluster has no figure for something that a block does.
     """
+    if document.get("layers", 1) > 1:
+        rule = "is a result of several layers, and the planner knows one block"
+        raise BadInput("--from", document["grid"], rule=rule, remedy="Leave --predict out.")
     for case in document["cases"]:
         predictor = Predictor(_workload(case, document["ranks"]), cluster)
         stock = predictor.stock()

@@ -11,30 +11,37 @@ from rich.table import Table
 from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
-    "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
+    "ms: forward + backward of {passed}, median over repeats of the slowest rank. speedup: median of "
     "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
     "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
     "slowest rank kept busy."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
+_OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
 
 def heading(document: Mapping[str, Any]) -> str:
     """What was measured, in one line; says so when the link was emulated."""
     link = f"link {document['link']}" + (" (emulated)" if document["emulated"] else "")
     ranks = f"{document['ranks']} ranks" + (", all but one pretended" if document.get("pretended") else "")
-    return f"grid {document['grid']} · {link} · {ranks}"
+    # Absent from older results.
+    num_layers = document.get("layers", 1)
+    layers = f", {num_layers} layers" if num_layers > 1 else ""
+    return f"grid {document['grid']}{layers} · {link} · {ranks}"
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
     again = any(row["degree"] == 1 for case in document["cases"] for row in case["rows"])
-    caption = _CAPTION + _OF_DEGREE_1 * again
+    num_layers = document.get("layers", 1)
+    stacked = num_layers > 1
+    passed = f"{num_layers} layers" if stacked else "one block"
+    caption = _CAPTION.format(passed=passed) + _OF_STACKS * stacked + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
     predicted = "prediction" in document
-    columns = ["degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
+    columns = [*["stack"] * stacked, "degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
     # Not measured on a GPU, and absent from older results.
     counted = all(case.get("stock_busy_cores") for case in document["cases"])
     for column in columns + ["busy"] * counted + ["predicted", "off by"] * predicted:
@@ -44,12 +51,14 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         stock_busy = [f"{case['stock_busy_cores']:.2f}"] if counted else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
-        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}", limit, *[""] * 3, *stock_busy)
+        blank = [""] * (1 + stacked)
+        table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *stock_busy)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
                 "",
                 row["schedule"],
+                *([str(row["stack"])] if stacked else []),
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",

@@ -79,6 +79,8 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         flags = ("--ampipe-degree", str(cut.degree))
     if cut.backward_degree != cut.degree:
         flags += ("--ampipe-backward-degree", str(cut.backward_degree))
+    if variant.stack > 1:
+        flags += ("--ampipe-stack", str(variant.stack))
     return (*flags, "--ampipe-schedule", variant.schedule)
 
 
