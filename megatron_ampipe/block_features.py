@@ -88,6 +88,21 @@ def block_features(
     )
 
 
+def boundary(settings: Any) -> str | None:
+    """Why consecutive layers cannot share a schedule; None if they can.
+
+    Args:
+        settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
+    """
+    if settings.context_parallel_size > 1:
+        return "with context parallelism, a layer gathers keys and values of the whole sequence"
+    if settings.tensor_model_parallel_size > 1 and not moves_rows(settings.moe_expert_capacity_factor):
+        return "with tensor parallelism, which tokens a capacity drops depends on the whole sequence"
+    if settings.recompute_granularity == "full":
+        return "full recompute runs one layer again at a time"
+    return None
+
+
 def moves_rows(capacity_factor: float | None) -> bool:
     """Whether layers that share a schedule can spread each chunk over the tensor-parallel ranks.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
 
@@ -45,10 +46,8 @@ class LayerRun:
         return self._stacks[key]
 
     def _size(self) -> int:
-        """How many layers share a schedule: one where a stage of the whole sequence is a boundary."""
-        block = self._blocks[0]
-        config, features = block.modules.config, block.features(shares_schedule=True)
-        if not features.chunked_qkv or config.recompute_granularity == "full":
+        """How many layers share a schedule."""
+        if boundary(self._blocks[0].modules.config) is not None:
             return 1
         return self._context.pipeline.stack_of(len(self._blocks))
 
