@@ -19,6 +19,7 @@ from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbeddi
 from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.megatron_stages import MegatronStages
+from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
@@ -33,12 +34,18 @@ class PipelinedBlock:
         moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an
             MLP in place of experts, can share the schedule of other blocks.
         context: Shared settings and machinery.
+        recomputed: In training, keep only what the block is given, and run it again in the backward pass.
     """
 
     def __init__(
-        self, attention_layer: TransformerLayer, moe_layer: TransformerLayer, context: AMPipeContext
+        self,
+        attention_layer: TransformerLayer,
+        moe_layer: TransformerLayer,
+        context: AMPipeContext,
+        *,
+        recomputed: bool = False,
     ) -> None:
-        self._context = context
+        self._context, self._recomputed = context, recomputed
         self.modules = BlockModules(
             attention_layer,
             moe_layer,
@@ -63,8 +70,14 @@ class PipelinedBlock:
                 dense=modules.dense,
                 shares_schedule=shares_schedule,
             ),
+            recomputed=self.recomputes,
             added=tuple(stage.kind for stage in self._context.added),
         )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the current pass will run again in its backward pass."""
+        return self._recomputed and self.modules.moe_layer.training and torch.is_grad_enabled()
 
     def stages(
         self, chunks: Sequence[Chunk], hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None
@@ -78,6 +91,19 @@ class PipelinedBlock:
             rotary_pos_emb=rotary_pos_emb,
             num_tokens=hidden.shape[0] * hidden.shape[1],
             added=self._context.added,
+            random=RandomStates() if self.recomputes and self._draws else None,
+        )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether stages may draw random numbers."""
+        config = self.modules.config
+        return bool(
+            config.attention_dropout
+            or config.hidden_dropout
+            or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing
+            or self._context.added
         )
 
     def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:

@@ -61,8 +61,9 @@ class Gradients:
         return self._hidden_with(range(len(self._layout.chunks)))
 
     def let_go(self) -> None:
-        """The gradient of what the block returned is not taken any more."""
+        """All stages of the block have run: only :attr:`hidden` is read, by the block below."""
         self._above = None
+        del self._keys
 
     def _hidden_with(self, chunks: Iterable[int]) -> Tensor:
         """``[S, B, D]``, of which the rows of these chunks are complete."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from megatron_ampipe.errors import BadInput
@@ -140,8 +140,8 @@ class Pipeline:
         """The checked schedule of consecutive blocks with these features, which share it."""
         found = self.order
         if found is None:
-            # The builders know blocks with experts; what is of a dense one is added.
-            features = next((one for one in layers if one.experts), layers[0])
+            # The builders know blocks with experts; what is of a dense one is added, and what runs again.
+            features = replace(next((one for one in layers if one.experts), layers[0]), recomputed=False)
             found = build(
                 self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
             )

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.block_stages import AddedStage
@@ -85,6 +86,7 @@ def build_layers(
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
         added=added,
+        recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
     torch.manual_seed(11)
     if len(specs) == 1:

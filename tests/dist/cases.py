@@ -37,6 +37,8 @@ class Case:
     """How many layers share a schedule; 0 for all."""
     layers: str = "m"
     """The layers, one after the other: ``m`` with experts, ``d`` dense."""
+    recompute: tuple[str, int] | None = None
+    """Full recompute inside the schedule: method and number of layers."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -421,6 +423,64 @@ OTHER_CUTS = [
     ),
 ]
 
-PARITY += PARALLEL + OTHER_CUTS
+UNIFORM = ("uniform", 1)
+RECOMPUTE = [
+    *(
+        Case(
+            f"stack-recompute-degree{degree}-{schedule}-{executor}",
+            degree=degree,
+            schedule=schedule,
+            executor=executor,
+            layers="mmm",
+            stack=0,
+            model=LARGE,
+            recompute=UNIFORM,
+        )
+        for degree in (2, 4)
+        for schedule in ("ampipe", "moe-only", "sequential")
+        for executor in ("sequential", "thread")
+    ),
+    *(
+        Case(f"stack-recompute-{name}", **{"layers": "mmm", "stack": 0, "recompute": UNIFORM} | settings)
+        for name, settings in {
+            "alone": {"layers": "m", "stack": 1, "model": LARGE},
+            "by-block": {"layers": "mdm", "stack": 1, "model": LARGE},
+            "of-two": {"stack": 2, "model": LARGE},
+            "dense": {"layers": "dmdm", "model": LARGE},
+            "dense-first": {"layers": "ddmm", "stack": 2, "model": LARGE},
+            "block": {"layers": "mmmm", "recompute": ("block", 2), "model": LARGE},
+            "block-dense": {"layers": "dmdm", "recompute": ("block", 1), "model": LARGE},
+            "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4, "model": LARGE},
+            "two-degrees-other-way": {
+                "layers": "mdm", "degree": 6, "backward_degree": 3, "sequence_length": 37, "model": LARGE,
+            },
+            "shares": {"shares": UNEQUAL, "batch": 3, "rope": True},
+            "several-losses": {"model": SEVERAL_AUX | Z | {"moe_router_topk": 2}},
+            "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
+            "capacity": {"model": TIGHT | AUX, "batch": 3},
+            "capacity-two-degrees": {"model": TIGHT | AUX, "degree": 4, "backward_degree": 2},
+            "shared": {"model": LARGE | {"moe_shared_expert_intermediate_size": 48}},
+            "expert-bias": {
+                "model": {
+                    "moe_router_score_function": "sigmoid",
+                    "moe_router_enable_expert_bias": True,
+                    "moe_router_topk": 2,
+                },
+            },
+            "allgather": {"model": LARGE | TIGHT | {"moe_token_dispatcher_type": "allgather"}, "batch": 3},
+            "one-expert-each": {"model": {"num_moe_experts": 2}},
+            "latent": {"model": LATENT | LARGE},
+            "evaluation": {"training": False, "model": AUX},
+            "ep1": {"world_size": 1, "model": LARGE},
+            "ep4": {"world_size": 4, "model": LARGE},
+            "tp": {"parallel": TP, "rope": True, "model": LARGE},
+            "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
+            "cp": {"parallel": CP, "rope": True, "model": LARGE},
+            "cuda-executor": {"executor": "cuda", "layers": "mdm", "model": LARGE | TIGHT},
+        }.items()
+    ),
+]  # fmt: skip
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -26,6 +26,7 @@ def main() -> None:
 
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.layer import AMPipeContext
+    from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
@@ -47,6 +48,7 @@ def main() -> None:
             AMPipeConfig(pipeline=case.pipeline),
             executor=WatchedExecutor(executors[case.executor](), meter),
             kernel=case.kernel,
+            recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
         torch.manual_seed(3 + rank)
         if len(case.layers) == 1:

@@ -62,6 +62,22 @@ CASES = [
 ]
 
 
+# Without recompute, one schedule of two layers and one of four; then four layers that keep their inputs.
+TWO, FOUR, *RECOMPUTED = (
+    dataclasses.replace(
+        case("top1", degree=4, executor=executor),
+        name=f"{layers} {executor} recompute {recompute}",
+        layers=layers,
+        stack=0,
+        recompute=recompute,
+    )
+    for layers, executor, recompute in (
+        ("mm", "sequential", None),
+        ("mmmm", "sequential", None),
+        ("mmmm", "sequential", ("uniform", 1)),
+        ("mmmm", "thread", ("uniform", 1)),
+    )
+)
 STACKS = [
     stacks("top1", degree=2, executor="thread"),
     stacks("top1", degree=4, executor="sequential"),
@@ -72,7 +88,7 @@ STACKS = [
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports by rank and case name."""
-    cases = [*STOCK.values(), *CASES, *itertools.chain(*STACKS)]
+    cases = [*STOCK.values(), *CASES, *itertools.chain(*STACKS), TWO, FOUR, *RECOMPUTED]
     found = run_workers(
         "tests.dist.memory_worker",
         [json.dumps([dataclasses.asdict(case) for case in cases])],
@@ -112,6 +128,17 @@ def test_peak_of_a_stack_is_that_of_its_blocks(
         assert ratio <= ABOVE_BLOCK_BY_BLOCK, f"{ratio:.3f}. Alive then:\n{largest}"
         # Nothing of a pass stays alive in a stack either.
         assert report[stack.name]["left_bytes"] <= report[blocks.name]["left_bytes"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda case: case.executor)
+def test_recomputed_layers_take_the_memory_of_two(
+    case: Case, reports: list[dict[str, dict[str, Any]]]
+) -> None:
+    for report in reports:
+        two, four, recomputed = (report[one.name]["peak_bytes"] for one in (TWO, FOUR, case))
+        assert recomputed <= ABOVE_STOCK * two
+        assert recomputed <= 0.55 * four
 
 
 @pytest.mark.world_size(2)
