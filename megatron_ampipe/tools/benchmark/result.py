@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import stage_from_text
 from megatron_ampipe.plan.bound import DirectionBound, direction_bound
+from megatron_ampipe.schedule import stage_from_text
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Variant
