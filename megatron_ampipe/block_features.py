@@ -17,7 +17,12 @@ AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def features_of_settings(
-    settings: Any, *, capacity_scope: str, with_losses: bool = True, dense: bool = False
+    settings: Any,
+    *,
+    capacity_scope: str,
+    with_losses: bool = True,
+    dense: bool = False,
+    shares_schedule: bool = False,
 ) -> BlockFeatures:
     """The features of the blocks that Megatron builds from these settings.
 
@@ -26,6 +31,7 @@ def features_of_settings(
         capacity_scope: ``sequence`` or ``chunk``, see :class:`~megatron_ampipe.config.AMPipeConfig`.
         with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
         dense: Of a layer without experts.
+        shares_schedule: Several layers share a schedule.
     """
     return block_features(
         dense=dense,
@@ -38,8 +44,9 @@ def features_of_settings(
         shared_size=settings.moe_shared_expert_intermediate_size,
         capacity_factor=settings.moe_expert_capacity_factor,
         capacity_per_chunk=capacity_scope == "chunk",
-        sequence_ranks=settings.tensor_model_parallel_size * settings.context_parallel_size,
-        latent=settings.multi_latent_attention,
+        tensor_ranks=settings.tensor_model_parallel_size,
+        context_ranks=settings.context_parallel_size,
+        shares_schedule=shares_schedule,
     )
 
 
@@ -50,8 +57,9 @@ def block_features(
     shared_size: int | None,
     capacity_factor: float | None,
     capacity_per_chunk: bool,
-    sequence_ranks: int,
-    latent: bool,
+    tensor_ranks: int,
+    context_ranks: int,
+    shares_schedule: bool = False,
 ) -> BlockFeatures:
     """The features of a block.
 
@@ -61,12 +69,14 @@ def block_features(
         shared_size: Width inside the shared experts; None without.
         capacity_factor: None or below 0 if no token is dropped. A factor of 0 is a capacity: it drops all.
         capacity_per_chunk: Every chunk has its own capacity.
-        sequence_ranks: Over how many ranks a sequence is spread, by tensor and context parallelism.
-        latent: Multi-latent attention.
+        tensor_ranks: Over how many ranks tensor parallelism spreads a sequence.
+        context_ranks: Over how many ranks context parallelism does.
+        shares_schedule: Several layers share a schedule.
     """
     has_capacity = capacity_factor is not None and capacity_factor >= 0
-    # Gathers over tensor or context ranks, and the positions of latent attention, need whole sequences.
-    chunked_qkv = sequence_ranks == 1 and not latent
+    chunked_qkv = context_ranks == 1 and (
+        tensor_ranks == 1 or (shares_schedule and moves_rows(capacity_factor))
+    )
     if dense:
         return BlockFeatures(dense=True, chunked_qkv=chunked_qkv)
     return BlockFeatures(
@@ -76,6 +86,30 @@ def block_features(
         ordered_routing=has_capacity and not capacity_per_chunk,
         chunked_qkv=chunked_qkv,
     )
+
+
+def boundary(settings: Any) -> str | None:
+    """Why consecutive layers cannot share a schedule; None if they can.
+
+    Args:
+        settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
+    """
+    if settings.context_parallel_size > 1:
+        return "with context parallelism, a layer gathers keys and values of the whole sequence"
+    if settings.tensor_model_parallel_size > 1 and not moves_rows(settings.moe_expert_capacity_factor):
+        return "with tensor parallelism, which tokens a capacity drops depends on the whole sequence"
+    if settings.recompute_granularity == "full":
+        return "full recompute runs one layer again at a time"
+    return None
+
+
+def moves_rows(capacity_factor: float | None) -> bool:
+    """Whether layers that share a schedule can spread each chunk over the tensor-parallel ranks.
+
+    Megatron spreads the whole sequence: a chunk then consists of rows from everywhere in it, whose attention
+    needs the keys of all chunks. With a capacity, the dropped tokens depend on which rank holds them.
+    """
+    return capacity_factor is None or capacity_factor < 0
 
 
 def router_has_losses(

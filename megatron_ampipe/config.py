@@ -29,6 +29,7 @@ SETTING_NAMES = (
     "plan",
     "save-plan",
     "schedule",
+    "stack",
     "capacity-scope",
     "trace-dir",
 )

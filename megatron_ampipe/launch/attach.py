@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.training import training
 
 from megatron_ampipe import compat
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments
@@ -25,7 +26,7 @@ from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Chunk, SequenceLayout
+from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, stack_to_text
 
 
 def make_context(
@@ -75,6 +76,7 @@ def make_context(
     rows = [
         megatron,
         *_choose(args, context, layout, plan),
+        _stack_row(args, context.pipeline),
         _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -128,6 +130,29 @@ def _choose(
         *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
         *_saved(config.save_plan),
     ]
+
+
+def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:
+    """How many layers share a schedule, and where the boundaries between schedules are."""
+    name, reason = "layers per schedule", boundary(args)
+    if pipeline.stack == 1:
+        return name, "1", "layer by layer; --ampipe-stack all lets consecutive layers share a schedule"
+    if reason is not None:
+        return (
+            name,
+            f"1, in place of {stack_to_text(pipeline.stack)}",
+            f"a boundary after every layer: {reason}",
+        )
+    where = (
+        "pipeline stages"
+        if pipeline.stack == 0
+        else f"pipeline stages, and after every {pipeline.stack} layers"
+    )
+    if args.virtual_pipeline_model_parallel_size is not None:
+        where = where.replace("pipeline stages", "virtual pipeline stages")
+    if args.mtp_num_layers:
+        where += "; each MTP layer has its own schedule"
+    return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
 
 
 def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:

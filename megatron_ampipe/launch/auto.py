@@ -127,7 +127,8 @@ class AutoDegree:
             self._settle(choice)
         else:
             degrees = candidates(shape[0])
-            self._trials = Trials(degrees, schedule=self._context.config.pipeline.schedule)
+            given = self._context.config.pipeline
+            self._trials = Trials(degrees, schedule=given.schedule, stack=given.stack)
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
             left, needed = self._iterations_left(), most_iterations(len(degrees))

@@ -17,7 +17,7 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 PlanReader = Callable[[Path], Plan]
@@ -91,6 +91,15 @@ def add_arguments(
         default=None,
         help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
         "experts alone, sequential not at all (default: ampipe)",
+    )
+    group.add_argument(
+        "--ampipe-stack",
+        default=None,
+        metavar="N",
+        help="how many consecutive layers share a schedule: the next layer then begins with its first chunk "
+        "while the tokens of the last one's other chunks still travel. all: every layer of a pipeline stage; "
+        "1: layer by layer. Changes no result; the start-up table shows where layers cannot share one "
+        "(default: 1)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -172,18 +181,22 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     shares = None
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
+    stack = 1
+    if args.ampipe_stack is not None:
+        stack = parse_stack(args.ampipe_stack, flag="--ampipe-stack")
     if args.ampipe_plan is not None:
         _refuse_next_to_plan(args)
         return _of_plan(args, args.ampipe_plan, read_plan)
-    if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
-        raise BadInput(
-            "--ampipe-schedule",
-            args.ampipe_schedule,
-            rule="is what a plan from --ampipe-cluster chooses",
-            remedy="Leave one of the two out.",
-        )
+    for flag, value in (("--ampipe-schedule", args.ampipe_schedule), ("--ampipe-stack", args.ampipe_stack)):
+        if args.ampipe_cluster is not None and value is not None:
+            raise BadInput(
+                flag,
+                value,
+                rule="is what a plan from --ampipe-cluster chooses",
+                remedy="Leave one of the two out.",
+            )
     config = AMPipeConfig(
-        pipeline=_pipeline(args, shares),
+        pipeline=_pipeline(args, shares, stack),
         automatic=args.ampipe_degree == AUTO,
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
@@ -197,6 +210,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             ("--ampipe-backward-degree", args.ampipe_backward_degree),
             ("--ampipe-chunks", args.ampipe_chunks),
             ("--ampipe-schedule", args.ampipe_schedule),
+            ("--ampipe-stack", args.ampipe_stack),
             ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
             ("--ampipe-trace-dir", args.ampipe_trace_dir),
         ):
@@ -210,14 +224,14 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     return config
 
 
-def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None) -> Pipeline:
+def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int) -> Pipeline:
     """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
     degree, backward = args.ampipe_degree, args.ampipe_backward_degree
     schedule = args.ampipe_schedule or SCHEDULE_NAMES[0]
     if degree != AUTO:
         if degree is None:
             degree = 1 if shares is None else len(shares)
-        return Pipeline.of(degree, backward_degree=backward, shares=shares, schedule=schedule)
+        return Pipeline.of(degree, backward_degree=backward, shares=shares, schedule=schedule, stack=stack)
     if shares is not None or backward is not None:
         flag, value = "--ampipe-backward-degree", str(backward)
         if shares is not None:
@@ -228,19 +242,23 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None) -> Pip
             rule="is what --ampipe-degree auto chooses",
             remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
         )
-    return Pipeline.of(1, schedule=schedule)
+    return Pipeline.of(1, schedule=schedule, stack=stack)
 
 
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of what an earlier run of this command line chose."""
-    chosen = read_plan(Path(args.ampipe_save_plan)).schedule.name
-    if args.ampipe_schedule not in (None, chosen):
-        raise BadInput(
-            "--ampipe-schedule",
-            args.ampipe_schedule,
-            rule=f"is not that of the plan in {args.ampipe_save_plan}, which is {chosen}",
-            remedy="Remove the file, or name another one, to choose again.",
-        )
+    chosen = read_plan(Path(args.ampipe_save_plan)).pipeline()
+    for flag, value, of_plan in (
+        ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
+        ("--ampipe-stack", args.ampipe_stack, stack_to_text(chosen.stack)),
+    ):
+        if value not in (None, of_plan):
+            raise BadInput(
+                flag,
+                value,
+                rule=f"is not that of the plan in {args.ampipe_save_plan}, which is {of_plan}",
+                remedy="Remove the file, or name another one, to choose again.",
+            )
     return _of_plan(args, args.ampipe_save_plan, read_plan)
 
 
@@ -255,7 +273,7 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
 
 
 def _refuse_next_to_plan(args: argparse.Namespace) -> None:
-    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule"):
+    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule", "stack"):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"
         if value is not None:

@@ -65,10 +65,11 @@ class Trials:
     Args:
         degrees: The degrees to try.
         schedule: Name of the order of stages, for all degrees.
+        stack: How many layers share a schedule, as in ``Pipeline.stack``.
     """
 
-    def __init__(self, degrees: Sequence[int], *, schedule: str) -> None:
-        self._schedule = schedule
+    def __init__(self, degrees: Sequence[int], *, schedule: str, stack: int = 1) -> None:
+        self._schedule, self._stack = schedule, stack
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
@@ -148,7 +149,7 @@ class Trials:
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
-        return Pipeline.of(degree, backward_degree=backward, schedule=self._schedule)
+        return Pipeline.of(degree, backward_degree=backward, schedule=self._schedule, stack=self._stack)
 
 
 def _degrees(pipeline: Pipeline) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,24 +35,34 @@ RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
 
 def project_qkv(
-    attention: Attention, normed: Tensor, rotary_pos_emb: RotaryEmbedding | None
+    attention: Attention,
+    normed: Tensor,
+    rotary_pos_emb: RotaryEmbedding | None,
+    *,
+    spans: Sequence[Span],
+    num_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of this rank, and keys and values of the whole sequence, with the rotary embedding applied.
+    """Queries, keys and values of some rows, with the rotary embedding applied.
 
     Args:
         attention: Megatron's module.
         normed: ``[rows of this rank, B, D]``, the output of the input norm.
-        rotary_pos_emb: As Megatron passes it to a layer; None for latent attention, which computes its own.
+        rotary_pos_emb: As Megatron passes it to a layer, for the whole sequence; None for latent attention,
+            which computes its own.
+        spans: Which rows of the local queries they are.
+        num_keys: Rows of the whole sequence.
 
     Returns:
-        Queries ``[S / context ranks, B, H, C]``, keys ``[S, B, G, C]``, values ``[S, B, G, V]``.
+        Queries ``[R, B, H, C]``; keys ``[R, B, G, C]`` and values ``[R, B, G, V]``, under context parallelism
+        those of the whole sequence.
     """
     if isinstance(attention, MultiLatentAttention):
-        query, key, value, *_ = attention.get_query_key_value_tensors(normed)
+        with _rotary_of_rows(attention, spans, num_keys):
+            query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
         query, key, value = attention.get_query_key_value_tensors(normed, None)
-        query, key = _rotate(attention, query, key, rotary_pos_emb)
+        query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, spans))
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
@@ -63,6 +74,43 @@ def rotary_for_spans(rotary_pos_emb: RotaryEmbedding | None, spans: Sequence[Spa
     if isinstance(rotary_pos_emb, tuple):
         return tuple(part if part is None else take_rows(part, spans) for part in rotary_pos_emb)
     return take_rows(rotary_pos_emb, spans)
+
+
+@contextlib.contextmanager
+def _rotary_of_rows(attention: MultiLatentAttention, spans: Sequence[Span], num_keys: int) -> Iterator[None]:
+    """Let latent attention, which numbers the rows that it is given from 0, use their real positions."""
+    if attention.pg_collection.cp.size() > 1:
+        # Megatron's embedding knows which rows of the sequence a rank holds; they are never cut into chunks.
+        yield
+        return
+    modules, name = attention._modules, "rotary_pos_emb"
+    whole = modules[name]
+    modules[name] = _RotaryOfRows(whole, spans, num_keys)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        modules[name] = whole
+
+
+class _RotaryOfRows:
+    """A rotary embedding of Megatron, of which only some rows are returned."""
+
+    def __init__(self, whole: Any, spans: Sequence[Span], num_keys: int) -> None:
+        self._whole, self._spans, self._num_keys = whole, spans, num_keys
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        return self._num_keys
+
+    def __call__(self, length: int, **kwargs: Any) -> Any:
+        found = self._whole(length, **kwargs)
+        # YaRN also returns a factor.
+        return (self._rows(found[0]), *found[1:]) if isinstance(found, tuple) else self._rows(found)
+
+    def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(self._rows(part) for part in self._whole.get_cached_cos_sin(length, **kwargs))
+
+    def _rows(self, embedding: Tensor) -> Tensor:
+        return take_rows(embedding, self._spans)
 
 
 def _rotate(

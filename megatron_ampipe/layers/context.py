@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
@@ -22,6 +23,8 @@ class AMPipeContext:
         executor: Runs the stages; if None, chosen by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
         added: Stages beyond those of the table, in every block that is built from then on.
+        recompute: Full recompute inside the schedules, in every block that is built from then on; None where
+            Megatron recomputes around the layers, or not at all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
         predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
             ``pipeline``, from its first stage to its last; None without a plan. Only logged.
@@ -32,6 +35,7 @@ class AMPipeContext:
     executor: Executor | None = None
     kernel: str | None = None
     added: tuple[AddedStage, ...] = ()
+    recompute: FullRecompute | None = None
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 

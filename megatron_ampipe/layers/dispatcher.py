@@ -7,7 +7,7 @@ flight has a separate dispatcher.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute
@@ -24,6 +24,11 @@ from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, T
 
 class AllToAllChunk(MoEAlltoAllTokenDispatcher):
     """The all-to-all dispatcher, with ``preprocess`` split where it waits for the other ranks' counts."""
+
+    FROM_COUNTS: ClassVar = (
+        "input_splits", "output_splits", "output_splits_tp", "tokens_per_expert",
+        "num_global_tokens_per_local_expert",
+    )  # fmt: skip
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +104,8 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
 class AllGatherChunk(MoEAllGatherTokenDispatcher):
     """The all-gather dispatcher; its ranks exchange the routing map itself instead of counts."""
 
+    FROM_COUNTS: ClassVar = ("routing_map", "_tokens_per_expert")
+
     @property
     def counts_group(self) -> dist.ProcessGroup:
         """The ranks that exchange :attr:`counts`."""
@@ -155,7 +162,27 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return output
 
 
-CHUNK_DISPATCHERS: dict[str, type[AllToAllChunk] | type[AllGatherChunk]] = {
+ChunkDispatcher = AllToAllChunk | AllGatherChunk
+
+
+class KnownCounts:
+    """What a dispatcher knows from the other ranks, for a second run that does not exchange it again.
+
+    Args:
+        dispatcher: Of a chunk whose tokens have been dispatched.
+    """
+
+    def __init__(self, dispatcher: ChunkDispatcher) -> None:
+        self._values = {
+            name: value for name, value in vars(dispatcher).items() if name in dispatcher.FROM_COUNTS
+        }
+
+    def set_in(self, dispatcher: ChunkDispatcher) -> None:
+        """Give it to a dispatcher that has routed the same tokens."""
+        vars(dispatcher).update(self._values)
+
+
+CHUNK_DISPATCHERS: dict[str, type[ChunkDispatcher]] = {
     "alltoall": AllToAllChunk,
     "allgather": AllGatherChunk,
 }

@@ -6,8 +6,10 @@ puts it in place of the stock class.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -33,7 +35,17 @@ class AMPipeTransformerLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
         self._run = LayerRun(ampipe) if place is None or self.is_mtp_layer else place.run()
-        self._place = self._run.add(PipelinedBlock(self, self, ampipe))
+        self._block = PipelinedBlock(
+            self, self, ampipe, recomputed=self._is_recomputed(ampipe, kwargs.get("layer_number", 1))
+        )
+        self._place = self._run.add(self._block)
+
+    def _is_recomputed(self, context: AMPipeContext, number: int) -> bool:
+        """Whether the layer is recomputed inside its schedule; ``number`` counts from 1 in its stage."""
+        recompute = context.recompute
+        if recompute is None:
+            return False
+        return recompute.covers_mtp if self.is_mtp_layer else recompute.covers(number - 1)
 
     def forward(
         self,
@@ -61,13 +73,16 @@ class AMPipeTransformerLayer(TransformerLayer):
         """
         stack = self._run.stack_from(self._place)
         if inference_context is not None or (stack is not None and stack.is_dense):
-            output: tuple[Tensor, Tensor | None] = super().forward(
-                hidden_states,
+            stock = functools.partial(
+                super().forward,
                 attention_mask=attention_mask,
                 context=context,
                 rotary_pos_emb=rotary_pos_emb,
                 inference_context=inference_context,
                 **kwargs,
+            )
+            output: tuple[Tensor, Tensor | None] = (
+                checkpoint(stock, False, hidden_states) if self._block.recomputes else stock(hidden_states)
             )
             return output
         assert_no_extra_arguments(kwargs)

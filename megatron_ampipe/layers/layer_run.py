@@ -1,7 +1,8 @@
 """Which layers share a schedule: consecutive ones of a ``TransformerBlock`` of Megatron, cut into stacks.
 
 Megatron builds the layers of a block one after the other and calls them one after the other. While they are
-built, each adds itself to a :class:`LayerRun`; when they are called, the first layer of a stack runs all of it.
+built, each adds itself to a :class:`LayerRun`; when they are called, the first layer of a stack runs all of
+it.
 Used by :mod:`.layer`; :mod:`.spec` says which layers are consecutive.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
 
@@ -44,9 +46,8 @@ class LayerRun:
         return self._stacks[key]
 
     def _size(self) -> int:
-        """How many layers share a schedule: one where a stage of the whole sequence is a boundary."""
-        block = self._blocks[0]
-        if not block.features().chunked_qkv or block.modules.config.recompute_granularity == "full":
+        """How many layers share a schedule."""
+        if boundary(self._blocks[0].modules.config) is not None:
             return 1
         return self._context.pipeline.stack_of(len(self._blocks))
 

@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from megatron_ampipe.layers.chunk_attention import (
     ChunkAttention,
     RotaryEmbedding,
     project_qkv,
-    rotary_for_spans,
 )
+from megatron_ampipe.layers.dispatcher import KnownCounts
+from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -42,6 +44,7 @@ class MegatronStages:
         rotary_pos_emb: As Megatron passes it to the layer.
         num_tokens: Tokens of this rank in the block, ``S * B``.
         added: Stages beyond those of the table.
+        random: Keeps the random states of the stages, for :meth:`again`; None where no number is drawn twice.
     """
 
     def __init__(
@@ -53,17 +56,35 @@ class MegatronStages:
         rotary_pos_emb: RotaryEmbedding | None,
         num_tokens: int,
         added: Sequence[AddedStage] = (),
+        random: RandomStates | None = None,
     ) -> None:
         self.chunks = chunks
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._whole = Chunk.joined(chunks)
-        if not modules.dense:
-            self._routing = modules.moe.router.begin_block(num_tokens, per_chunk=modules.capacity_per_chunk)
-            # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
-            self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in chunks]
+        self._num_tokens, self._random, self._is_again = num_tokens, random, False
+        self._known_counts: Sequence[KnownCounts] = ()
+        self._begin()
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
         self._added = {stage.kind: stage for stage in added}
+
+    def _begin(self) -> None:
+        modules = self._modules
+        if not modules.dense:
+            self._routing = modules.moe.router.begin_block(
+                self._num_tokens, per_chunk=modules.capacity_per_chunk
+            )
+            # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
+            self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in self.chunks]
+
+    def again(self) -> MegatronStages:
+        """See ``BlockStages``."""
+        found = copy.copy(self)
+        found._is_again = True
+        if not self._modules.dense:
+            found._known_counts = [KnownCounts(dispatcher) for dispatcher in self._dispatchers]
+        found._begin()
+        return found
 
     # Bound methods are made when they are asked for: kept here, they would be a cycle that holds activations.
 
@@ -72,8 +93,20 @@ class MegatronStages:
         if kind in self._added:
             function = self._added[kind].compute
             assert function is not None, f"{kind} is not computed"
-            return function
-        return functools.partial(_COMPUTE[kind], self)
+        else:
+            function = functools.partial(_COMPUTE[kind], self)
+        return function if self._random is None else functools.partial(self._draw, kind, function)
+
+    def _draw(
+        self, kind: StageKind, function: ComputeFunction, chunk: int | None, *tensors: Tensor, **extra: Any
+    ) -> tuple[Tensor, ...]:
+        """Run a function so that a second run draws the random numbers of the first."""
+        assert self._random is not None
+        if not self._is_again:
+            self._random.record((kind, chunk))
+            return function(chunk, *tensors, **extra)
+        with self._random.restored((kind, chunk)):
+            return function(chunk, *tensors, **extra)
 
     def communicate(self, kind: StageKind) -> CommunicationFunction:
         """See ``BlockStages``."""
@@ -86,8 +119,13 @@ class MegatronStages:
     def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
         layer = self._modules.attention_layer
-        embedding = rotary_for_spans(self._rotary_pos_emb, self._rows_of(chunk).queries)
-        return project_qkv(layer.self_attention, layer.input_layernorm(hidden), embedding)
+        return project_qkv(
+            layer.self_attention,
+            layer.input_layernorm(hidden),
+            self._rotary_pos_emb,
+            spans=self._rows_of(chunk).queries,
+            num_keys=self._whole.num_keys,
+        )
 
     def attention(
         self,
@@ -113,7 +151,10 @@ class MegatronStages:
     def route(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
         probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing)
-        tokens, token_probs = self._dispatchers[chunk].dispatch_preprocess(normed, routing_map, probs)
+        dispatcher = self._dispatchers[chunk]
+        tokens, token_probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
+        if self._known_counts:
+            self._known_counts[chunk].set_in(dispatcher)
         return tokens, token_probs, logits
 
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:

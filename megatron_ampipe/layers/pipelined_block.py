@@ -1,4 +1,4 @@
-"""Megatron's layers, run together as a pipeline of chunks: an attention layer and an MoE layer, and stacks of them.
+"""An attention layer and an MoE layer of Megatron, run as a pipeline of chunks, and stacks of such blocks.
 
 Not modules: they own no parameter, so checkpoints look as if they were not there. In a GPT both layers are
 one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` and :mod:`.hybrid`.
@@ -16,8 +16,10 @@ from torch import Tensor
 from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
+from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.megatron_stages import MegatronStages
+from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
@@ -29,15 +31,21 @@ class PipelinedBlock:
 
     Args:
         attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an MLP
-            in place of experts, can share the schedule of other blocks.
+        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an
+            MLP in place of experts, can share the schedule of other blocks.
         context: Shared settings and machinery.
+        recomputed: In training, keep only what the block is given, and run it again in the backward pass.
     """
 
     def __init__(
-        self, attention_layer: TransformerLayer, moe_layer: TransformerLayer, context: AMPipeContext
+        self,
+        attention_layer: TransformerLayer,
+        moe_layer: TransformerLayer,
+        context: AMPipeContext,
+        *,
+        recomputed: bool = False,
     ) -> None:
-        self._context = context
+        self._context, self._recomputed = context, recomputed
         self.modules = BlockModules(
             attention_layer,
             moe_layer,
@@ -50,7 +58,7 @@ class PipelinedBlock:
         """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
         return BlockStack([self], self._context)(hidden, rotary_pos_emb)
 
-    def features(self) -> BlockFeatures:
+    def features(self, *, shares_schedule: bool = False) -> BlockFeatures:
         """What the block contains in the current pass."""
         modules = self.modules
         return replace(
@@ -60,9 +68,16 @@ class PipelinedBlock:
                 # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
                 with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
                 dense=modules.dense,
+                shares_schedule=shares_schedule,
             ),
+            recomputed=self.recomputes,
             added=tuple(stage.kind for stage in self._context.added),
         )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the current pass will run again in its backward pass."""
+        return self._recomputed and self.modules.moe_layer.training and torch.is_grad_enabled()
 
     def stages(
         self, chunks: Sequence[Chunk], hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None
@@ -76,6 +91,19 @@ class PipelinedBlock:
             rotary_pos_emb=rotary_pos_emb,
             num_tokens=hidden.shape[0] * hidden.shape[1],
             added=self._context.added,
+            random=RandomStates() if self.recomputes and self._draws else None,
+        )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether stages may draw random numbers."""
+        config = self.modules.config
+        return bool(
+            config.attention_dropout
+            or config.hidden_dropout
+            or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing
+            or self._context.added
         )
 
     def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
@@ -99,6 +127,7 @@ class BlockStack:
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
         self._schedules: dict[tuple[Pipeline, tuple[BlockFeatures, ...]], CompiledSchedule] = {}
         self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
+        self._sharding: dict[tuple[Chunk, ...], ChunkSharding] = {}
         layer = blocks[0].modules.moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -106,7 +135,9 @@ class BlockStack:
             tensor_rank=groups.tp.rank() if sharded else 0,
             context_ranks=groups.cp.size(),
             context_rank=groups.cp.rank(),
+            by_chunk=sharded and len(blocks) > 1,
         )
+        self._tensor_ranks = groups.tp
 
     @property
     def is_dense(self) -> bool:
@@ -118,6 +149,21 @@ class BlockStack:
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=hidden.is_cuda)
         chunks = self._chunks_of(hidden.shape[0])
+        if not self._layout.by_chunk:
+            return self._run(hidden, chunks, executor, rotary_pos_emb)
+        if chunks not in self._sharding:
+            lengths = [chunk.hidden[0].length for chunk in chunks]
+            self._sharding[chunks] = ChunkSharding(lengths, self._tensor_ranks)
+        sharding = self._sharding[chunks]
+        return sharding.by_sequence(self._run(sharding.by_chunk(hidden), chunks, executor, rotary_pos_emb))
+
+    def _run(
+        self,
+        hidden: Tensor,
+        chunks: Sequence[Chunk],
+        executor: Executor,
+        rotary_pos_emb: RotaryEmbedding | None,
+    ) -> Tensor:
         return run_blocks(
             hidden,
             stages=[block.stages(chunks, hidden, rotary_pos_emb) for block in self._blocks],
@@ -137,8 +183,12 @@ class BlockStack:
             self._chunks[key] = pipeline.chunks(length, layout)
         return self._chunks[key]
 
+    def _features(self) -> tuple[BlockFeatures, ...]:
+        shares = len(self._blocks) > 1
+        return tuple(block.features(shares_schedule=shares) for block in self._blocks)
+
     def _schedule(self, executor: Executor) -> CompiledSchedule:
-        pipeline, layers = self._context.pipeline, tuple(block.features() for block in self._blocks)
+        pipeline, layers = self._context.pipeline, self._features()
         key = (pipeline, layers)
         if key not in self._schedules:
             schedule = pipeline.schedule_of(layers)

@@ -1,26 +1,71 @@
-"""Activation checkpointing of a function inside a stage.
+"""What runs again in the backward pass: whole layers, with the same random numbers, and parts of a stage.
 
-For functions that draw random numbers through Megatron's RNG tracker. Megatron's checkpoint function is
-reentrant: it calls ``backward`` inside its backward, which fails under ``torch.autograd.grad``, and stages
-    are
-differentiated with that. torch's non-reentrant checkpoint works. Used by :mod:`.chunk_attention`.
+Megatron's checkpoint function is reentrant: it calls ``backward`` inside its backward, which fails under
+``torch.autograd.grad``, and stages are differentiated with that. torch's non-reentrant checkpoint works. Used
+by :mod:`.chunk_attention`, :mod:`.megatron_stages` and :mod:`.layer`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, random
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class FullRecompute:
+    """Megatron's full recompute, run inside the schedule: which layers keep only what they are given.
+
+    Attributes:
+        method: ``uniform`` for every layer, ``block`` for the first ones of a pipeline stage.
+        num_layers: How many layers ``block`` recomputes. Megatron's ``uniform`` keeps the input of one layer
+            in so many; here every layer keeps its own, and at most two layers are recomputed at a time.
+    """
+
+    method: str
+    num_layers: int
+
+    def covers(self, place: int) -> bool:
+        """Whether a layer is recomputed; ``place`` counts from 0 in its (virtual) pipeline stage."""
+        return self.method == "uniform" or place < self.num_layers
+
+    @property
+    def covers_mtp(self) -> bool:
+        """Whether layers of multi-token prediction are recomputed; Megatron skips them under ``block``."""
+        return self.method == "uniform"
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``function(*tensors)``, run again in the backward pass with the random state of the first run."""
     output: Tensor = checkpoint(function, *tensors, use_reentrant=False, context_fn=_contexts)
     return output
+
+
+class RandomStates:
+    """The random states with which functions ran, so that they can draw the same numbers once more."""
+
+    def __init__(self) -> None:
+        self._states: dict[Any, Any] = {}
+
+    def record(self, key: Any) -> None:
+        """Keep the states of now."""
+        self._states[key] = random._get_all_rng_states()
+
+    @contextlib.contextmanager
+    def restored(self, key: Any) -> Iterator[None]:
+        """Draw from the states that were kept, if any were, and go on with those of now."""
+        states = self._states.pop(key, None)
+        if states is None:
+            yield
+            return
+        with random._fork_rng():
+            random._set_all_rng_states(*states)
+            yield
 
 
 def _contexts() -> tuple[Any, Any]:

@@ -252,8 +252,10 @@ def durations_of(
     stages: Sequence[Stage], costs: Sequence[Mapping[Stage, Pair]], direction: Direction
 ) -> list[float]:
     """The time of each stage alone in one direction. ``costs`` are those of each layer."""
-    index = 0 if direction is Direction.FORWARD else 1
-    return [
-        costs[stage.layer][Stage(stage.kind, stage.chunk) if stage.layer else stage][index]
-        for stage in stages
-    ]
+    forward = direction is Direction.FORWARD
+    found = []
+    for stage in stages:
+        alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
+        pair = costs[stage.layer][alone]
+        found.append(pair.forward if forward or stage.again else pair.backward)
+    return found

@@ -101,6 +101,6 @@ class Workload:
             shared_size=self.shared_ffn,
             capacity_factor=self.capacity,
             capacity_per_chunk=self.capacity_per_chunk,
-            sequence_ranks=self.tensor * self.context,
-            latent=self.latent,
+            tensor_ranks=self.tensor,
+            context_ranks=self.context,
         )

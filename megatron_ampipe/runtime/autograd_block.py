@@ -59,8 +59,8 @@ def run_blocks(
 class _Blocks(torch.autograd.Function):
     """The autograd node: hands each parameter its gradient exactly once.
 
-    Gradients of the first layer are what the node returns. Those of a later layer are complete earlier, and are
-    handed to their accumulation nodes then, whose hooks start the gradient reduction of data parallelism.
+    Gradients of the first layer are what the node returns. Those of a later layer are complete earlier, and
+    are handed to their accumulation nodes then, whose hooks start the gradient reduction of data parallelism.
     """
 
     @staticmethod

@@ -37,7 +37,8 @@ class BlockCall:
         keep_graph: Whether there will be a backward pass.
 
     Attributes:
-        values: What the stages of the forward pass give, while it runs.
+        values: What the stages of the forward pass give, while it runs; of a recomputed block also while they
+            run again.
         gradients: Their gradients, while the backward pass runs.
         sums: Of the gradients of the parameters.
     """
@@ -45,12 +46,14 @@ class BlockCall:
     def __init__(
         self, stages: BlockStages, block: CompiledBlock, crossing: Crossing | None, *, keep_graph: bool
     ) -> None:
-        self._stages, self._crossing, self._keep_graph = stages, crossing, keep_graph
+        self._stages, self._crossing = stages, crossing
+        self._runs_again = keep_graph and block.recomputed
+        self._keep_graph = keep_graph and not block.recomputed
         self._layout = BlockLayout(block.flow, stages.chunks, block.whole)
-        self._keys = KeyValueRows(self._layout, keep_graph=keep_graph)
-        self._segments: dict[Stage, Segment] = {}
+        self._keys = KeyValueRows(self._layout, keep_graph=self._keep_graph)
+        self._segments: dict[tuple[StageKind, int | None], Segment] = {}
         self._note: Note = _nothing if crossing is None else crossing.note_use
-        self._crossed_inputs: dict[Stage, tuple[StorageWeakRef, ...]] = {}
+        self._crossed_inputs: dict[tuple[StageKind, int | None], tuple[StorageWeakRef, ...]] = {}
         self.sums = GradientSums()
 
     def begin_forward(self, below: Tensor | Values) -> Values:
@@ -60,11 +63,18 @@ class BlockCall:
 
     def end_forward(self) -> None:
         """All stages of the forward pass have run."""
+        if self._runs_again:
+            self._given, self._stages = self.values.given, self._stages.again()
+            self._keys = KeyValueRows(self._layout, keep_graph=True)
         self.values.let_go()
         del self.values
 
     def begin_backward(self, above: Tensor | Gradients, *, device: torch.device) -> Gradients:
-        """Get ready to differentiate, given the gradient of the output or the gradients of the block above."""
+        """Get ready to differentiate, given the gradient of the output, or those of the block above."""
+        if self._runs_again:
+            self._keep_graph = True
+            self.values = Values(self._layout, self._given, self._keys, note=self._note, keeps_output=False)
+            del self._given
         self.gradients = Gradients(self._layout, above, self._keys, device=device, note=self._note)
         return self.gradients
 
@@ -72,6 +82,9 @@ class BlockCall:
         """All stages of the backward pass have run; :attr:`sums` are complete."""
         self.gradients.let_go()
         del self.gradients, self._keys
+        if self._runs_again:
+            self.values.let_go()
+            del self.values
 
     def run(self, parts: Sequence[Stage], direction: Direction) -> Transfer | None:
         """Run one stage, given as the same stage of each of its chunks."""
@@ -80,38 +93,38 @@ class BlockCall:
             return self._communicate(kind, [part.chunk for part in parts], direction)
         compute = self._compute if direction is Direction.FORWARD else self._differentiate
         for part in parts:
-            compute(part)
+            compute(part.kind, part.chunk)
         return None
 
-    def _compute(self, stage: Stage) -> None:
+    def _compute(self, kind: StageKind, chunk: int | None) -> None:
         """Run the function of one stage of one chunk, or of the whole sequence."""
-        inputs = self.values.take(stage.kind, stage.chunk)
+        inputs = self.values.take(kind, chunk)
         crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
         extra: dict[str, Any] = {}
-        if any(value.layout is Layout.KEYS for value in stage.kind.takes):
+        if any(value.layout is Layout.KEYS for value in kind.takes):
             extra["sums"] = self._keys.sums
         segment = Segment(
-            functools.partial(self._stages.compute(stage.kind), stage.chunk, **extra),
+            functools.partial(self._stages.compute(kind), chunk, **extra),
             *inputs,
             keep_graph=self._keep_graph,
-            recompute=stage.kind in self._stages.recomputed,
+            recompute=kind in self._stages.recomputed,
         )
         outputs, segment.values = segment.values, ()
         if self._keep_graph:
-            self._segments[stage] = segment
-            self._crossed_inputs[stage] = crossed
-        self.values.give(stage.kind, stage.chunk, outputs)
+            self._segments[kind, chunk] = segment
+            self._crossed_inputs[kind, chunk] = crossed
+        self.values.give(kind, chunk, outputs)
 
-    def _differentiate(self, stage: Stage) -> None:
+    def _differentiate(self, kind: StageKind, chunk: int | None) -> None:
         """The backward of :meth:`_compute`."""
-        gradients = self.gradients.take(stage.kind, stage.chunk)
-        segment = self._segments.pop(stage)
+        gradients = self.gradients.take(kind, chunk)
+        segment = self._segments.pop((kind, chunk))
         if self._crossing is not None:
             self._crossing.note_use(gradients)
-            self._crossing.note_backward(self._crossed_inputs.pop(stage))
-        parameters = self._stages.parameters.get(stage.kind, ())
+            self._crossing.note_backward(self._crossed_inputs.pop((kind, chunk)))
+        parameters = self._stages.parameters.get(kind, ())
         found = segment.backward(gradients, parameters=parameters, sums=self.sums)
-        self.gradients.add(stage.kind, stage.chunk, found)
+        self.gradients.add(kind, chunk, found)
 
     def _communicate(self, kind: StageKind, chunks: Sequence[int | None], direction: Direction) -> Transfer:
         """Start the transfer of some chunks: of values forward, of their gradients backward."""

@@ -64,7 +64,7 @@ class BlockStages(Protocol):
 
     chunks: Sequence[Chunk]
     recomputed: Collection[StageKind]
-    """Kinds of stages of which only the inputs are kept, and that run again in the backward pass."""
+    """Kinds of stages of which only the inputs are kept, and that run again right before their backward."""
     parameters: Mapping[StageKind, Sequence[Parameter]]
     """The trainable parameters of each kind that has any."""
 
@@ -73,6 +73,12 @@ class BlockStages(Protocol):
 
     def communicate(self, kind: StageKind) -> CommunicationFunction:
         """The function of a kind that is started and waited for."""
+
+    def again(self) -> BlockStages:
+        """The same stages for a second run of the forward pass, which computes the same as the first.
+
+        Called when the first has ended. Knows what kinds give that run forward only.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +105,12 @@ class CompiledBlock:
     Attributes:
         flow: Which stage takes what from which.
         whole: Kinds of stages that are of the whole sequence.
+        recomputed: Its forward stages run again in the backward pass.
     """
 
     flow: DataFlow
     whole: frozenset[StageKind]
+    recomputed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ class CompiledSchedule:
                 for kind in flow.kinds
                 if is_whole(kind, features, whole_attention=schedule.whole_attention)
             )
-            blocks.append(CompiledBlock(flow, frozenset(whole)))
+            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed))
         ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
         return cls(tuple(blocks), needs, order, parts, ends)
 

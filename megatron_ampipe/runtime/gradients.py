@@ -27,7 +27,8 @@ class Gradients:
 
     Args:
         layout: Of the block.
-        above: ``[S, B, D]``, the gradient of what the block returned, or the gradients of the block that took it.
+        above: ``[S, B, D]``, the gradient of what the block returned, or the gradients of the block that
+            took it.
         keys: Where the gradients of keys and values are added up.
         device: Of all tensors.
         note: Told of what a stage adds up before or after its own backward.
@@ -60,8 +61,9 @@ class Gradients:
         return self._hidden_with(range(len(self._layout.chunks)))
 
     def let_go(self) -> None:
-        """The gradient of what the block returned is not taken any more."""
+        """All stages of the block have run: only :attr:`hidden` is read, by the block below."""
         self._above = None
+        del self._keys
 
     def _hidden_with(self, chunks: Iterable[int]) -> Tensor:
         """``[S, B, D]``, of which the rows of these chunks are complete."""

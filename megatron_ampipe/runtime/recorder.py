@@ -54,8 +54,10 @@ class Recorder:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
         self.enabled = num_iterations > 0
         self._recording = False
-        self._layer = 0
-        self._direction = Direction.FORWARD
+        self.layer = 1
+        """Number of the first layer of the pass that runs."""
+        self.direction = Direction.FORWARD
+        """Of the pass that runs."""
         self.passes = PassTimer()
         """Times of whole passes, for ``--ampipe-degree auto``."""
 
@@ -73,7 +75,7 @@ class Recorder:
 
     def enter(self, layer: int, direction: Direction) -> None:
         """Start a pass: stages that follow belong to this layer and direction."""
-        self._layer, self._direction = layer, direction
+        self.layer, self.direction = layer, direction
         if self._recording:
             self._iterations[-1].num_passes += 1
 
@@ -137,9 +139,7 @@ class Recorder:
         self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
     ) -> None:
         kept = self._iterations[-1]
-        mark = _Mark(
-            lane, stage.name, self._direction, self._layer + stage.layer, kept.num_passes, begin, end
-        )
+        mark = _Mark(lane, stage.name, self.direction, self.layer + stage.layer, kept.num_passes, begin, end)
         kept.marks.append(mark)
 
 

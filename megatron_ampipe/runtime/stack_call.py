@@ -100,7 +100,8 @@ class StackCall:
         parts, ends = schedule.parts[direction], schedule.ends[direction]
 
         def run(stage: Stage) -> Transfer | None:
-            transfer = self._blocks[stage.layer].run(parts[stage], direction)
+            as_in = Direction.FORWARD if stage.again else direction
+            transfer = self._blocks[stage.layer].run(parts[stage], as_in)
             if stage in ends:
                 end(stage.layer)
             return transfer

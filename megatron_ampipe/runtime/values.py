@@ -133,12 +133,19 @@ class Values:
         below: ``[S, B, D]``, what the block is given, or the values of the block that gives it.
         keys: Where keys and values are put.
         note: Told of what a stage copies before its function runs.
+        keeps_output: Whether :attr:`output` is needed.
     """
 
     def __init__(
-        self, layout: BlockLayout, below: Tensor | Values, keys: KeyValueRows, *, note: Note
+        self,
+        layout: BlockLayout,
+        below: Tensor | Values,
+        keys: KeyValueRows,
+        *,
+        note: Note,
+        keeps_output: bool = True,
     ) -> None:
-        self._layout, self._keys, self._note = layout, keys, note
+        self._layout, self._keys, self._note, self._keeps_output = layout, keys, note, keeps_output
         self._below: Tensor | Values | None = below
         self._tensors: dict[Key, Tensor] = {}
         self._reads: Counter[Key] = Counter()
@@ -150,6 +157,8 @@ class Values:
         """Keep what a stage gives for the stages that take it."""
         for (value, source), tensor in zip(self._layout.flow.given[kind], outputs, strict=True):
             if source == self._layout.flow.output:
+                if not self._keeps_output:
+                    continue
                 if self.output is None:
                     self.output = tensor.new_empty((self._layout.num_rows(value.layout), *tensor.shape[1:]))
                 write_rows(self.output, self._layout.spans(value.layout, chunk), tensor)
@@ -166,16 +175,22 @@ class Values:
             for tensor in self._take(value, source, chunk)
         ]
 
+    @property
+    def given(self) -> Tensor:
+        """``[S, B, D]``, what the block is given: the rows that the block below has written so far."""
+        hidden = self._below.output if isinstance(self._below, Values) else self._below
+        assert hidden is not None, "a block runs before the one below it"
+        return hidden
+
     def let_go(self) -> None:
-        """What was given to the block is not taken any more."""
+        """All stages of the block have run: only :attr:`output` is read, by the block above."""
         self._below = None
+        del self._keys
 
     def _take(self, value: Value, source: Source, chunk: int | None) -> Sequence[Tensor]:
         layout = self._layout
         if source.giver is None:
-            hidden = self._below.output if isinstance(self._below, Values) else self._below
-            assert hidden is not None, "a block runs before the one below it"
-            return (take_rows(hidden, layout.spans(value.layout, chunk)),)
+            return (take_rows(self.given, layout.spans(value.layout, chunk)),)
         if value.layout is Layout.KEYS:
             return (self._keys.take(value.name, chunk),)
         if layout.is_kept_whole(source):

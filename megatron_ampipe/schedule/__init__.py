@@ -21,7 +21,7 @@ from megatron_ampipe.schedule.graph import (
 )
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
-from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares
+from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
@@ -57,8 +57,10 @@ __all__ = [
     "issue_order",
     "needs_of",
     "parse_shares",
+    "parse_stack",
     "period",
     "row_unit",
+    "stack_to_text",
     "stage_from_text",
     "stream_of",
     "to_text",

@@ -7,12 +7,12 @@ whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.graph import BlockFeatures, data_flow, dependencies, needs_of
-from megatron_ampipe.schedule.issue import issue_order
+from megatron_ampipe.schedule.issue import completed, issue_order
 from megatron_ampipe.schedule.kinds import (
     ATTENTION,
     COMBINE,
@@ -29,6 +29,7 @@ from megatron_ampipe.schedule.kinds import (
     Direction,
     StageKind,
 )
+from megatron_ampipe.schedule.recompute import with_stages_again
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -63,7 +64,8 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the stages of its blocks that it lacks.
 
-    Each is put right before the first stage that needs it.
+    Each is put right before the first stage that needs it; all stages that run again, where :mod:`.recompute`
+    says.
     """
 
     def program(direction: Direction) -> Program:
@@ -76,27 +78,14 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         # Lanes that are cut out of one order which respects all dependencies never wait for each other.
         before = {stage: tuple(one for one in needs[stage] if one in lane_of) for stage in lane_of}
         order = [stage for _, stage in issue_order(known, before, host_waits=False)]
-        for stage in _completed(order, needs):
+        if not any(stage.again for stage in order):
+            order = with_stages_again(order, needs)
+        for stage in completed(order, needs):
             own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
             lanes.setdefault(lane_of.get(stage, own), []).append(stage)
         return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
 
     return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
-
-
-def _completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> Iterable[Stage]:
-    """The stages in their order, but each after all that it needs, and at the end what the order lacks."""
-    placed: dict[Stage, None] = {}
-
-    def place(stage: Stage) -> None:
-        if stage not in placed:
-            for needed in needs[stage]:
-                place(needed)
-            placed[stage] = None
-
-    for stage in (*order, *needs):
-        place(stage)
-    return placed
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
@@ -112,7 +101,7 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
 
     rows = data_flow(features).kinds
     by_chunk = sorted(needs, key=lambda stage: (chunk_of(stage), rows.index(stage.kind)))
-    forward = list(_completed(by_chunk, needs))
+    forward = completed(by_chunk, needs)
     backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
     return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward), degree)
 

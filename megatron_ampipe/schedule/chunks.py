@@ -93,12 +93,15 @@ class SequenceLayout:
         context_ranks: Number of context-parallel ranks. Rank ``r`` holds two slices of the sequence, the
             ``r``-th from the front and the ``r``-th from the end (Megatron's zigzag).
         context_rank: Index of this rank among them.
+        by_chunk: Tensor-parallel ranks share every chunk, not the whole sequence: each holds consecutive rows
+            of every chunk. Without context parallelism only.
     """
 
     tensor_ranks: int = 1
     tensor_rank: int = 0
     context_ranks: int = 1
     context_rank: int = 0
+    by_chunk: bool = False
 
     def spans(self, first: int, length: int, *, sequence_length: int) -> tuple[Span, ...]:
         """The spans of a range of this rank's query rows, counted from 0.
@@ -136,7 +139,8 @@ def chunk_sequence(
     ends are rounded to the nearest tile if every chunk has that number of tiles, else to the nearest row.
 
     A chunk holds the same rows of every tensor-parallel rank's shard, because the output projection
-    scatters a chunk's rows evenly over those ranks, and each must receive rows of its shard.
+    scatters a chunk's rows evenly over those ranks, and each must receive rows of its shard. With
+    ``layout.by_chunk`` a chunk consists of consecutive rows of the sequence.
 
     Args:
         sequence_length: Rows of the whole sequence.
@@ -168,6 +172,12 @@ def chunk_sequence(
     chunks = []
     start = 0
     for length in _lengths(num_rows, degree, shares, flag):
+        if layout.by_chunk:
+            first, ranks = start * layout.tensor_ranks, layout.tensor_ranks
+            own = Span(start, length, first + layout.tensor_rank * length)
+            chunks.append(Chunk(hidden=(own,), queries=(Span(first, length * ranks, first),)))
+            start += length
+            continue
         # The gathered queries are the concatenated shards of the tensor-parallel ranks.
         parts = [
             layout.spans(rank * num_rows + start, length, sequence_length=sequence_length)

@@ -34,6 +34,8 @@ class BlockFeatures:
             one chunk uses is gone for the next.
         chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
             can be projected chunk by chunk. Attention as a whole still takes them as a whole.
+        recomputed: The forward pass keeps only what the block is given, and its stages run again in the
+            backward pass (:attr:`Stage.again <.types.Stage.again>`).
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -42,6 +44,7 @@ class BlockFeatures:
     shared: bool = False
     ordered_routing: bool = False
     chunked_qkv: bool = False
+    recomputed: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
@@ -142,6 +145,8 @@ def dependencies(
     """Every stage of one direction with the stages that must have run before it.
 
     The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
+    A recomputed block also runs its forward graph in it, without those kinds: what they give is kept. It
+    begins when the second block above has ended, so that the tensors of two blocks at most are kept.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -154,7 +159,11 @@ def dependencies(
     for layer in range(len(layers)):
         forward |= _forward(layers, degree=degree, whole_attention=whole_attention, layer=layer)
     if direction is Direction.FORWARD:
-        return forward
+        return {
+            stage: needed
+            for stage, needed in forward.items()
+            if not (layers[stage.layer].recomputed and _only_adds_gradients(stage.kind))
+        }
     backward: dict[Stage, list[Stage]] = {
         stage: [] for stage in forward if direction in stage.kind.directions
     }
@@ -163,7 +172,42 @@ def dependencies(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    return {stage: tuple(needed) for stage, needed in backward.items()}
+    return {stage: tuple(needed) for stage, needed in (backward | _again(forward, backward, layers)).items()}
+
+
+def _again(
+    forward: Mapping[Stage, Sequence[Stage]],
+    backward: Mapping[Stage, list[Stage]],
+    layers: Sequence[BlockFeatures],
+) -> dict[Stage, list[Stage]]:
+    """The stages that run again with what they need; the backward stages get to need them."""
+    again = {
+        stage: Stage(stage.kind, stage.chunk, stage.layer, again=True)
+        for stage in backward
+        if layers[stage.layer].recomputed
+    }
+    last = _last_of_layers(backward) if again else {}
+    found = {}
+    for stage, repeated in again.items():
+        needed = [again[one] for one in forward[stage] if one in again and one.layer == stage.layer]
+        found[repeated] = needed or last.get(stage.layer + 2, [])
+        backward[stage].append(repeated)
+    return found
+
+
+def _only_adds_gradients(kind: StageKind) -> bool:
+    """Whether the stage has no use in a pass that keeps nothing for the backward pass."""
+    return bool(kind.gives) and all(value.layout is Layout.SCALAR for value in kind.gives)
+
+
+def _last_of_layers(needs: Mapping[Stage, Sequence[Stage]]) -> dict[int, list[Stage]]:
+    """For each block the stages that no other stage of the block waits for."""
+    awaited = {one for stage, needed in needs.items() for one in needed if one.layer == stage.layer}
+    found: dict[int, list[Stage]] = {}
+    for stage in needs:
+        if stage not in awaited:
+            found.setdefault(stage.layer, []).append(stage)
+    return found
 
 
 def needs_of(

@@ -6,7 +6,7 @@ its data. Executors walk it; they decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from megatron_ampipe.schedule.kinds import COMPUTE
 from megatron_ampipe.schedule.types import Program, Stage
@@ -41,6 +41,21 @@ def issue_order(
 def read_by_host(stage: Stage, needs: Mapping[Stage, Sequence[Stage]]) -> Stage | None:
     """The stage whose result the host must know before it can issue this one; None where it need not wait."""
     return next((needed for needed in needs[stage] if needed.kind.host_reads), None)
+
+
+def completed(order: Iterable[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
+    """The stages in their order, but each after all that it needs, and at the end what the order lacks."""
+    placed: dict[Stage, None] = {}
+
+    def place(stage: Stage) -> None:
+        if stage not in placed:
+            for needed in needs[stage]:
+                place(needed)
+            placed[stage] = None
+
+    for stage in (*order, *needs):
+        place(stage)
+    return list(placed)
 
 
 def stream_of(lane: str, stage: Stage) -> str:

@@ -209,4 +209,4 @@ MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), featu
 """Of a layer without experts: its MLP, residual."""
 
 MOE_BLOCK = (QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP)
-"""The rows of a transformer block with an MoE layer, or with a dense one. A row takes what rows above it give."""
+"""The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from megatron_ampipe.errors import BadInput
@@ -42,7 +42,7 @@ class Pipeline:
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
 
     Raises:
-        BadInput: a degree or the stack is invalid, or degrees and shares contradict each other.
+        BadInput: a degree is invalid, or degrees and shares contradict each other.
     """
 
     degree: int
@@ -76,6 +76,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._check()
+        assert self.stack >= 0
         if self.order is not None:
             assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
         values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order, self.stack)
@@ -100,13 +101,6 @@ class Pipeline:
                 backward,
                 rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
                 remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
-            )
-        if self.stack < 0:
-            raise BadInput(
-                "--ampipe-stack",
-                self.stack,
-                rule="must be a whole number of layers, at least 1, or 'all'",
-                remedy="Use --ampipe-stack all, or 1 to run block by block.",
             )
         if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
             raise BadInput(
@@ -146,8 +140,8 @@ class Pipeline:
         """The checked schedule of consecutive blocks with these features, which share it."""
         found = self.order
         if found is None:
-            # The builders know blocks with experts; what is of a dense one is added.
-            features = next((one for one in layers if one.experts), layers[0])
+            # The builders know blocks with experts; what is of a dense one is added, and what runs again.
+            features = replace(next((one for one in layers if one.experts), layers[0]), recomputed=False)
             found = build(
                 self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
             )
@@ -168,7 +162,7 @@ class Pipeline:
         if self.shares is not None:
             labels["shares"] = self._shares
         if self.stack != 1:
-            labels["layers that share a schedule"] = str(self.stack or "all")
+            labels["layers that share a schedule"] = stack_to_text(self.stack)
         return labels
 
     @property
@@ -185,8 +179,40 @@ class Pipeline:
         if self.backward_degree != self.degree:
             degree += f" forward, {self.backward_degree} backward"
         shares = "" if self.shares is None else f", shares {self._shares}"
-        stack = "" if self.stack == 1 else f", {self.stack or 'all'} layers together"
+        stack = "" if self.stack == 1 else f", {stack_to_text(self.stack)} layers together"
         return f"{degree}{shares}, schedule {self.name}{stack}"
+
+
+def parse_stack(text: str, *, flag: str) -> int:
+    """Parse how many layers share a schedule, as :attr:`Pipeline.stack`: a number, or ``all``.
+
+    Args:
+        text: What was given.
+        flag: The flag with this value, for error messages.
+
+    Raises:
+        BadInput: it is neither.
+    """
+    if text == _ALL:
+        return 0
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
+        raise BadInput(
+            flag,
+            text or "(empty)",
+            rule=f"must be a whole number of layers, at least 1, or {_ALL}",
+            remedy=f"Use {flag} {_ALL}, or {flag} 1 to run layer by layer.",
+        )
+    return int(text)
+
+
+def stack_to_text(stack: int) -> str:
+    """What :func:`parse_stack` reads."""
+    return str(stack) if stack else _ALL
+
+
+_ALL = "all"
+_MOST_DIGITS = 9
+"""Of a number of layers; Python does not read one of thousands of digits."""
 
 
 def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:

@@ -21,16 +21,22 @@ def period(schedule: Schedule) -> Schedule:
 
     Merges of a chunk stand next to the projections of the same chunk in the next block: forward before them,
     backward, in the gradient of the block below, after them. Where the projections are of the whole sequence,
-    blocks follow one another.
+    blocks follow one another. Stages that run again are left out: :func:`unrolled` places them.
     """
     if schedule.repeats:
         return schedule
+    backward = Program(
+        tuple(
+            LaneOrder(lane.lane, tuple(stage for stage in lane.stages if not stage.again))
+            for lane in schedule.backward.lanes
+        )
+    )
     if QKV in schedule.forward.whole or len(schedule.forward.lanes) == 1:
-        return replace(schedule, repeats=True)
+        return replace(schedule, backward=backward, repeats=True)
     return replace(
         schedule,
         forward=_with_merges_of_the_last_block(schedule.forward),
-        backward=_with_merges_of_the_next_block(schedule.backward),
+        backward=_with_merges_of_the_next_block(backward),
         repeats=True,
     )
 
@@ -72,7 +78,8 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     Args:
         schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
         layers: The features of the blocks. What the period lacks of a dense block is put right before the
-            first stage that needs it, and so are kinds of stages that were added.
+            first stage that needs it, and so are kinds of stages that were added. If it runs no stage again,
+            all that are to run again are placed.
     """
 
     def program(direction: Direction) -> Program:
@@ -95,17 +102,17 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
             for stage in stages:
                 layer = turn + stage.layer
                 if 0 <= layer <= last:
-                    yield Stage(
-                        stage.kind, stage.chunk, layer if direction is Direction.FORWARD else last - layer
-                    )
+                    place = layer if direction is Direction.FORWARD else last - layer
+                    yield Stage(stage.kind, stage.chunk, place, stage.again)
 
     found = replace(
         schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD), repeats=False
     )
     known = {direction: set(found.program(direction).stages) for direction in Direction}
     added = {MLP, *(kind for features in layers for kind in features.added)}
+    places_again = not any(stage.again for stage in known[Direction.BACKWARD])
     lacks_others = any(
-        stage.kind not in added
+        stage.kind not in added and not (stage.again and places_again)
         for direction in Direction
         for stage in needs_of(found, layers, direction)
         if stage not in known[direction]

@@ -9,9 +9,11 @@
     backward comm: ...
 
 Where the backward pass has another degree, the first line names it: ``schedule mine degree 4 backward 2``.
-Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A first
-line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that the pass
-has gone through before this one, ``@1`` the one that follows.
+Where several layers share the schedule, stages of all but the first end in its number: ``expert.0@1``. A
+first line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that
+the pass has gone through before this one, ``@1`` the one that follows.
+
+A stage of the forward pass that the backward pass runs again is ``again:expert.0``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Scope, StageKind
-from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import AGAIN, LaneOrder, Program, Schedule, Stage
 
 
 def to_text(schedule: Schedule) -> str:
@@ -100,7 +102,7 @@ def stage_from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Sta
     if found is None or kind is None or not _fits(kind.scope, found["chunk"]):
         raise ValueError(f"{text!r} is not a stage")
     chunk = None if found["chunk"] is None else int(found["chunk"])
-    return Stage(kind, chunk, int(found["layer"] or 0))
+    return Stage(kind, chunk, int(found["layer"] or 0), found["again"] is not None)
 
 
 def _fits(scope: Scope, chunk: str | None) -> bool:
@@ -109,7 +111,8 @@ def _fits(scope: Scope, chunk: str | None) -> bool:
 
 _REPEATS = "repeats"
 _STAGE = re.compile(
-    r"(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{1,9}))?(@(?P<layer>-?[1-9][0-9]{0,8}))?", re.ASCII
+    rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
+    re.ASCII,
 )
 
 

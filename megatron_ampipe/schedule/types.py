@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from megatron_ampipe.schedule.kinds import ATTENTION, Direction, StageKind
 
+AGAIN = "again:"
+"""What the names of stages begin with that run again in the backward pass."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -20,16 +23,20 @@ class Stage:
         layer: Of which of the blocks that share a schedule, from 0. In a schedule that repeats
             (``Schedule.repeats``): how many blocks further, in the order of the pass; negative for a block
             that the pass has gone through before.
+        again: It is the stage of the forward pass, run again in the backward pass
+            (:attr:`~.graph.BlockFeatures.recomputed`).
     """
 
     kind: StageKind
     chunk: int | None = None
     layer: int = 0
+    again: bool = False
 
     @property
     def name(self) -> str:
-        """What it is called within its layer: ``expert.2``."""
-        return self.kind.name if self.chunk is None else f"{self.kind.name}.{self.chunk}"
+        """What it is called within its layer: ``expert.2``, or ``again:expert.2``."""
+        name = self.kind.name if self.chunk is None else f"{self.kind.name}.{self.chunk}"
+        return AGAIN + name if self.again else name
 
     def __str__(self) -> str:
         return f"{self.name}@{self.layer}" if self.layer else self.name
@@ -117,8 +124,8 @@ class Schedule:
             return (stage,)
         size = self.num_chunks // self.degree_of(direction)
         chunks = range(stage.chunk * size, (stage.chunk + 1) * size)
-        ordered = chunks if direction is Direction.FORWARD else reversed(chunks)
-        return tuple(Stage(stage.kind, chunk, stage.layer) for chunk in ordered)
+        ordered = chunks if direction is Direction.FORWARD or stage.again else reversed(chunks)
+        return tuple(Stage(stage.kind, chunk, stage.layer, stage.again) for chunk in ordered)
 
     def program(self, direction: Direction) -> Program:
         """The program of one direction."""

@@ -1,4 +1,4 @@
-"""``ampipe bench``: compares Megatron's layer with AMPipe's, interleaved in one run, over a chosen link.
+"""``ampipe bench``: compares Megatron's layers with AMPipe's, interleaved in one run, over a chosen link.
 
 Puts the parts of :mod:`megatron_ampipe.tools.benchmark` together.
 Imports no torch: that is for the processes it starts. Called by :mod:`megatron_ampipe.cli`.
@@ -22,12 +22,13 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import chunk_sequence
 from megatron_ampipe.tools.benchmark import prediction, result, training
 from megatron_ampipe.tools.benchmark.arguments import (
-    LAYERS,
     ROUNDS,
     add_arguments,
     check_training,
     cuts,
+    layers,
     schedules,
+    stacks,
 )
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
@@ -112,6 +113,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "cores": list(job.cores),
         "cuts": list(map(str, job.cuts)),
         "schedules": list(job.schedules),
+        "layers": job.layers,
+        "stacks": list(job.stacks),
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
@@ -126,7 +129,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
-    """Time single blocks; what the document says of it."""
+    """Time blocks; what the document says of it."""
     # Of each case, the check with the warm-up and then every repeat.
     with _progress(len(job.cases) * (job.repeats + 1)) as bar:
         cases = iter(job.cases)
@@ -142,7 +145,7 @@ def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
     return {
         "hardware": found.hardware,
         "cases": [
-            result.case_result(case, job.variants_of(number), reports, link=link)
+            result.case_result(case, job.variants_of(number), reports, link=link, layers=job.layers)
             for number, (case, reports) in enumerate(zip(job.cases, found.cases, strict=True))
         ],
     }
@@ -150,23 +153,25 @@ def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
 
 def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
     """Train whole models; what the document says of it."""
-    layers, rounds = arguments.layers or LAYERS, arguments.rounds or ROUNDS
+    rounds = arguments.rounds or ROUNDS
     iterations = len(job.cases) * len(job.variants) * rounds * (job.warmup + job.repeats)
     with _progress(iterations) as bar:
         cases = training.measure(
             job,
-            layers=layers,
             rounds=rounds,
             on_iteration=lambda what: bar(advance=1, description=what),
         )
-    return {**training.settings(layers=layers, rounds=rounds), "cases": cases}
+    return {**training.settings(rounds=rounds), "cases": cases}
 
 
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
     num_gpus = 0 if on_cpu else machine.num_gpus()
+    num_layers = layers(arguments)
     job = BenchJob(
         cases=grid.cases,
+        layers=num_layers,
+        stacks=stacks(arguments.stack, layers=num_layers),
         schedules=schedules(arguments.schedules),
         cuts=cuts(arguments.degrees, arguments.chunks),
         link=link.text,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -16,12 +17,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import logged_losses
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
@@ -83,6 +86,7 @@ def build_layers(
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
         added=added,
+        recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
     torch.manual_seed(11)
     if len(specs) == 1:
@@ -116,23 +120,6 @@ def _layer_spec(config: TransformerConfig, *, dense: bool) -> ModuleSpec:
         # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     return spec
-
-
-class Layers(torch.nn.Module):
-    """Consecutive layers, built and called as Megatron's ``TransformerBlock`` does."""
-
-    def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            build_module(layer, config=config, layer_number=number)
-            for number, layer in enumerate(spec.layer_specs, 1)
-        )
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """As of a layer, through all layers."""
-        for layer in self.layers:
-            hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
-        return hidden_states, None
 
 
 class Inputs(NamedTuple):
@@ -174,12 +161,17 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -
     output, hidden = run_pass(layer, inputs)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
-        found[f"gradient of {name}"] = (
-            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        )
+        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if getattr(parameter, "sequence_parallel", False):
+            # Of the rows of this rank alone: Megatron sums them in ``finalize_model_grads``.
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=get_tensor_model_parallel_group())
+        found[f"gradient of {name}"] = gradient
     for name, buffer in layer.named_buffers():
         found[f"buffer {name}"] = buffer.clone()
     for name, values in logged_losses.by_name().items():
+        # Megatron adds them up, too, before it prints them.
+        torch.distributed.all_reduce(values, group=get_tensor_model_parallel_group())
         found[f"logged {name}"] = values
     return found
 

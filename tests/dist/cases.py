@@ -37,6 +37,8 @@ class Case:
     """How many layers share a schedule; 0 for all."""
     layers: str = "m"
     """The layers, one after the other: ``m`` with experts, ``d`` dense."""
+    recompute: tuple[str, int] | None = None
+    """Full recompute inside the schedule: method and number of layers."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -80,7 +82,29 @@ PARITY = [
     ),
     *(Case(f"stack-{layers}", layers=layers, stack=stack) for layers, stack in (("dmdm", 0), ("ddmm", 2))),
     Case("stack-two-degrees", layers="mdm", stack=0, degree=2, backward_degree=4),
-    Case("stack-two-degrees-other-way", layers="mdm", stack=0, degree=6, backward_degree=3, sequence_length=37),
+    Case(
+        "stack-two-degrees-other-way", layers="mdm", stack=0, degree=6, backward_degree=3, sequence_length=37
+    ),
+    *(
+        Case(
+            f"stack-tp2{name}-degree{degree}-{backward or degree}",
+            degree=degree,
+            backward_degree=backward,
+            layers="mdm",
+            stack=0,
+            batch=2,
+            rope=True,
+            model=model,
+            parallel={"tensor_model_parallel_size": 2, **parallel},
+            sequence_length=36,
+        )
+        for degree, backward in ((2, None), (3, None), (2, 4))
+        for name, parallel, model in (
+            ("", {}, SEVERAL_AUX | Z),
+            ("-ep2", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, SEVERAL_AUX),
+            ("-capacity", {}, TIGHT),
+        )
+    ),
     Case("stack-shares", layers="mm", stack=0, degree=3, shares=(0.5, 0.3, 0.2)),
     *(
         Case(f"degree{degree}-{schedule}-{executor}", degree=degree, schedule=schedule, executor=executor)
@@ -260,6 +284,15 @@ PARALLEL = [
         model={**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"},
     ),
     Case("mla-tp", parallel=TP, model=LATENT),
+    *(
+        Case(f"stack-mla{name}", parallel=parallel, layers="mdm", stack=0, model=model | LARGE)
+        for name, parallel, model in (
+            ("", {}, LATENT),
+            ("-yarn", {}, {**LATENT, "q_lora_rank": None, "qk_layernorm": False, "rope_type": "yarn"}),
+            ("-tp", TP, LATENT),
+            ("-cp", CP, LATENT),
+        )
+    ),
     Case("mla-cp", parallel=CP, model=LATENT),
     *(Case(f"window-{kernel}", kernel=kernel, model={"window_size": (5, 0)}) for kernel in ("exact", "sdpa")),
     Case("window-wide-degree8", degree=8, model={"window_size": (20, 0)}),
@@ -390,6 +423,64 @@ OTHER_CUTS = [
     ),
 ]
 
-PARITY += PARALLEL + OTHER_CUTS
+UNIFORM = ("uniform", 1)
+RECOMPUTE = [
+    *(
+        Case(
+            f"stack-recompute-degree{degree}-{schedule}-{executor}",
+            degree=degree,
+            schedule=schedule,
+            executor=executor,
+            layers="mmm",
+            stack=0,
+            model=LARGE,
+            recompute=UNIFORM,
+        )
+        for degree in (2, 4)
+        for schedule in ("ampipe", "moe-only", "sequential")
+        for executor in ("sequential", "thread")
+    ),
+    *(
+        Case(f"stack-recompute-{name}", **{"layers": "mmm", "stack": 0, "recompute": UNIFORM} | settings)
+        for name, settings in {
+            "alone": {"layers": "m", "stack": 1, "model": LARGE},
+            "by-block": {"layers": "mdm", "stack": 1, "model": LARGE},
+            "of-two": {"stack": 2, "model": LARGE},
+            "dense": {"layers": "dmdm", "model": LARGE},
+            "dense-first": {"layers": "ddmm", "stack": 2, "model": LARGE},
+            "block": {"layers": "mmmm", "recompute": ("block", 2), "model": LARGE},
+            "block-dense": {"layers": "dmdm", "recompute": ("block", 1), "model": LARGE},
+            "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4, "model": LARGE},
+            "two-degrees-other-way": {
+                "layers": "mdm", "degree": 6, "backward_degree": 3, "sequence_length": 37, "model": LARGE,
+            },
+            "shares": {"shares": UNEQUAL, "batch": 3, "rope": True},
+            "several-losses": {"model": SEVERAL_AUX | Z | {"moe_router_topk": 2}},
+            "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
+            "capacity": {"model": TIGHT | AUX, "batch": 3},
+            "capacity-two-degrees": {"model": TIGHT | AUX, "degree": 4, "backward_degree": 2},
+            "shared": {"model": LARGE | {"moe_shared_expert_intermediate_size": 48}},
+            "expert-bias": {
+                "model": {
+                    "moe_router_score_function": "sigmoid",
+                    "moe_router_enable_expert_bias": True,
+                    "moe_router_topk": 2,
+                },
+            },
+            "allgather": {"model": LARGE | TIGHT | {"moe_token_dispatcher_type": "allgather"}, "batch": 3},
+            "one-expert-each": {"model": {"num_moe_experts": 2}},
+            "latent": {"model": LATENT | LARGE},
+            "evaluation": {"training": False, "model": AUX},
+            "ep1": {"world_size": 1, "model": LARGE},
+            "ep4": {"world_size": 4, "model": LARGE},
+            "tp": {"parallel": TP, "rope": True, "model": LARGE},
+            "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
+            "cp": {"parallel": CP, "rope": True, "model": LARGE},
+            "cuda-executor": {"executor": "cuda", "layers": "mdm", "model": LARGE | TIGHT},
+        }.items()
+    ),
+]  # fmt: skip
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

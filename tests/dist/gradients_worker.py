@@ -234,10 +234,11 @@ def no_grad() -> dict[str, Any]:
 
     from megatron_ampipe.runtime.block_call import BlockCall
     from megatron_ampipe.runtime.segment import Segment
+    from megatron_ampipe.runtime.stack_call import StackCall
 
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(thing, BlockCall | Segment) for thing in gc.get_objects())
+        return sum(isinstance(thing, BlockCall | StackCall | Segment) for thing in gc.get_objects())
 
     saved = 0
 

@@ -27,9 +27,8 @@ except ImportError:
 
 
 def clear() -> None:
-    """Reset all logged losses."""
-    for entry in _tracker().values():
-        _values(entry).zero_()
+    """Forget all logged losses; the next model may have more layers."""
+    _tracker().clear()
 
 
 def by_name() -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ RANKS = 4
 FIGURES: dict[str, Any] = {
     "sequence_length": 48, "batch": 2, "hidden": 32, "heads": 4, "ffn": 64, "dtype": "fp32",
 }  # fmt: skip
+EXPERTS = "layers.0.mlp.experts"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -125,9 +126,9 @@ def _sequential(case: Any, factory: Any) -> torch.nn.Module:
     layer = BlockFactory(alone, rank=0, num_ranks=RANKS, on_cuda=False, seed=3).stock
     weights = dict(factory.stock.state_dict())
     for number in (1, 2):
-        of_all = weights.pop(f"mlp.experts.linear_fc{number}.weight")
+        of_all = weights.pop(f"{EXPERTS}.linear_fc{number}.weight")
         for expert, weight in enumerate(of_all):
-            weights[f"mlp.experts.local_experts.{expert}.linear_fc{number}.weight"] = weight
+            weights[f"{EXPERTS}.local_experts.{expert}.linear_fc{number}.weight"] = weight
     layer.load_state_dict(weights, strict=True)
     return layer
 
@@ -136,12 +137,12 @@ def _stacked(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The gradients of single experts, stacked like those of grouped experts."""
     stacked: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not name.startswith("mlp.experts.local_experts."):
+        if not name.startswith(f"{EXPERTS}.local_experts."):
             stacked[name] = tensor
             continue
-        _, _, rest = name.removeprefix("mlp.experts.local_experts.").partition(".")
-        earlier = [stacked[f"mlp.experts.{rest}"]] if f"mlp.experts.{rest}" in stacked else []
-        stacked[f"mlp.experts.{rest}"] = torch.cat([*earlier, tensor.unsqueeze(0)])
+        _, _, rest = name.removeprefix(f"{EXPERTS}.local_experts.").partition(".")
+        earlier = [stacked[f"{EXPERTS}.{rest}"]] if f"{EXPERTS}.{rest}" in stacked else []
+        stacked[f"{EXPERTS}.{rest}"] = torch.cat([*earlier, tensor.unsqueeze(0)])
     return stacked
 
 
@@ -193,12 +194,12 @@ def _results_of_whole(whole: Any, factory: Any, case: Any) -> dict[str, Tensor]:
     """The results of one rank with all experts; those of other ranks have this rank's weights, negated."""
     local = case.experts // RANKS
     weights = factory.stock.state_dict()
-    own = [name for name in weights if name.startswith("mlp.experts.local_experts.") and "_extra" not in name]
+    own = [name for name in weights if name.startswith(f"{EXPERTS}.local_experts.") and "_extra" not in name]
     assert len(own) == 2 * local
     for name in own:
-        number, _, rest = name.removeprefix("mlp.experts.local_experts.").partition(".")
+        number, _, rest = name.removeprefix(f"{EXPERTS}.local_experts.").partition(".")
         for rank in range(1, RANKS):
-            other = f"mlp.experts.local_experts.{rank * local + int(number)}.{rest}"
+            other = f"{EXPERTS}.local_experts.{rank * local + int(number)}.{rest}"
             weights[other] = -weights[name]
     whole.stock.load_state_dict(weights, strict=True)
     return _results(whole.stock, case)
@@ -209,11 +210,11 @@ def _folded(found: dict[str, Tensor], case: Any) -> dict[str, Tensor]:
     local = case.experts // RANKS
     folded: dict[str, Tensor] = {}
     for name, tensor in found.items():
-        if not name.startswith("mlp.experts.local_experts."):
+        if not name.startswith(f"{EXPERTS}.local_experts."):
             folded[name] = tensor
             continue
-        number, _, rest = name.removeprefix("mlp.experts.local_experts.").partition(".")
-        of_own = f"mlp.experts.local_experts.{int(number) % local}.{rest}"
+        number, _, rest = name.removeprefix(f"{EXPERTS}.local_experts.").partition(".")
+        of_own = f"{EXPERTS}.local_experts.{int(number) % local}.{rest}"
         signed = tensor if int(number) < local else -tensor
         folded[of_own] = folded[of_own] + signed if of_own in folded else signed
     return folded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from typing import Any
 
@@ -57,6 +58,7 @@ def dropout(rank: int) -> dict[str, Any]:
             "recomputed": differences(first, passes(ours, case, rank, recompute=True)),
             "another seed": differences(first, passes(ours, case, rank, seed=8))["output"],
         }
+    found["stack"] = recomputed_stacks(rank)
     case = Case(
         "mean", kernel="exact", sequence_length=16, model={"hidden_dropout": 0.2, "attention_dropout": 0.2}
     )
@@ -66,6 +68,26 @@ def dropout(rank: int) -> dict[str, Any]:
         for name, layer in (("stock", stock), ("ours", ours))
     }
     found["z-score of the mean"] = z_score(draws["stock"], draws["ours"])
+    return found
+
+
+def recomputed_stacks(rank: int) -> dict[str, dict[str, float]]:
+    """Stacks that are recomputed inside their schedule, compared with stacks that are not."""
+    from tests.dist.blocks import build_layers, differences
+
+    found = {}
+    for name, settings in {
+        "dropout": {"model": DROPOUT | {"moe_router_topk": 1, "moe_router_pre_softmax": True}},
+        "two degrees": {"model": DROPOUT, "degree": 2, "backward_degree": 4},
+        "input jitter": {"model": {"moe_input_jitter_eps": 0.1, "moe_router_topk": 2}},
+        "no random numbers": {"model": AUX},
+    }.items():
+        plain = Case(name, kernel="sdpa", layers="mdm", stack=0, **settings)
+        results = []
+        for case in (plain, dataclasses.replace(plain, recompute=("uniform", 1))):
+            _, ours = build_layers(case)
+            results.append(passes(ours, case, rank))
+        found[name] = differences(*results)
     return found
 
 

@@ -50,7 +50,7 @@ def test_a_failing_stage_raises_its_own_error(
     join, for which gloo ends the process.
     """
     schedule = build("ampipe", degree=DEGREE, features=FEATURES)
-    needs = dependencies(FEATURES, degree=DEGREE, whole_attention=False, direction=direction)
+    needs = dependencies([FEATURES], degree=DEGREE, whole_attention=False, direction=direction)
     order = issue_order(schedule.program(direction), needs, host_waits=False)
     failing = next((stage for _, stage in order if stage.kind is kind and stage.chunk in (None, 1)), None)
     if failing is None:

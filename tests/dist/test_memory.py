@@ -7,6 +7,7 @@ that a kernel allocates internally is not counted; it is per chunk, so not more 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.dist.cases import Case
 from tests.dist.launch import run_workers
 
 ABOVE_STOCK = 1.05
+ABOVE_BLOCK_BY_BLOCK = 1.02
 # Activations are at least six times as large as parameter gradients.
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 512, "num_moe_experts": 4}
 SEQUENCE_LENGTH = 1024
@@ -44,6 +46,13 @@ def case(model: str, *, degree: int, schedule: str = "ampipe", executor: str = "
     )
 
 
+def stacks(model: str, *, degree: int, executor: str) -> tuple[Case, Case]:
+    """Four layers, block by block and as one stack."""
+    one = case(model, degree=degree, executor=executor)
+    blocks = dataclasses.replace(one, name=f"{one.name} of four", layers="mmmm")
+    return blocks, dataclasses.replace(blocks, name=f"{blocks.name} in a stack", stack=0)
+
+
 STOCK = {model: case(model, degree=1) for model in MODELS}
 CASES = [
     case(model, degree=degree, schedule=schedule, executor=executor)
@@ -53,10 +62,33 @@ CASES = [
 ]
 
 
+# Without recompute, one schedule of two layers and one of four; then four layers that keep their inputs.
+TWO, FOUR, *RECOMPUTED = (
+    dataclasses.replace(
+        case("top1", degree=4, executor=executor),
+        name=f"{layers} {executor} recompute {recompute}",
+        layers=layers,
+        stack=0,
+        recompute=recompute,
+    )
+    for layers, executor, recompute in (
+        ("mm", "sequential", None),
+        ("mmmm", "sequential", None),
+        ("mmmm", "sequential", ("uniform", 1)),
+        ("mmmm", "thread", ("uniform", 1)),
+    )
+)
+STACKS = [
+    stacks("top1", degree=2, executor="thread"),
+    stacks("top1", degree=4, executor="sequential"),
+    stacks("top2-swiglu-losses", degree=4, executor="thread"),
+]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports by rank and case name."""
-    cases = [*STOCK.values(), *CASES]
+    cases = [*STOCK.values(), *CASES, *itertools.chain(*STACKS), TWO, FOUR, *RECOMPUTED]
     found = run_workers(
         "tests.dist.memory_worker",
         [json.dumps([dataclasses.asdict(case) for case in cases])],
@@ -79,6 +111,34 @@ def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str,
         print(f"{case.name}: {ours['peak_bytes'] / 1e6:.2f} MB, {ratio:.3f} of stock")
         largest = "\n".join(f"{size:>10} {shape} made by {place}" for size, place, shape in ours["largest"])
         assert ratio <= ABOVE_STOCK, f"rank {rank}: {ratio:.3f} of stock's peak. Alive then:\n{largest}"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("blocks", "stack"), STACKS, ids=lambda case: case.name)
+def test_peak_of_a_stack_is_that_of_its_blocks(
+    blocks: Case, stack: Case, reports: list[dict[str, dict[str, Any]]]
+) -> None:
+    for report in reports:
+        ratio = report[stack.name]["peak_bytes"] / report[blocks.name]["peak_bytes"]
+        after = report[stack.name]["after_forward_bytes"] / report[blocks.name]["after_forward_bytes"]
+        print(f"{stack.name}: {ratio:.4f} of block by block, {after:.4f} after the forward pass")
+        largest = "\n".join(
+            f"{size:>10} {shape} made by {place}" for size, place, shape in report[stack.name]["largest"]
+        )
+        assert ratio <= ABOVE_BLOCK_BY_BLOCK, f"{ratio:.3f}. Alive then:\n{largest}"
+        # Nothing of a pass stays alive in a stack either.
+        assert report[stack.name]["left_bytes"] <= report[blocks.name]["left_bytes"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", RECOMPUTED, ids=lambda case: case.executor)
+def test_recomputed_layers_take_the_memory_of_two(
+    case: Case, reports: list[dict[str, dict[str, Any]]]
+) -> None:
+    for report in reports:
+        two, four, recomputed = (report[one.name]["peak_bytes"] for one in (TWO, FOUR, case))
+        assert recomputed <= ABOVE_STOCK * two
+        assert recomputed <= 0.55 * four
 
 
 @pytest.mark.world_size(2)

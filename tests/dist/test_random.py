@@ -23,6 +23,14 @@ def test_the_same_seed_gives_the_same_random_numbers(name: str, reports: list[di
         assert found["another seed"] > 1e-3
 
 
+@pytest.mark.parametrize("name", ["dropout", "two degrees", "input jitter", "no random numbers"])
+def test_layers_that_are_recomputed_in_their_schedule_give_the_same_bits(
+    name: str, reports: list[dict[str, Any]]
+) -> None:
+    for rank in reports:
+        assert set(rank["dropout"]["stack"][name].values()) == {0.0}
+
+
 def test_dropout_has_the_same_mean_as_stock(reports: list[dict[str, Any]]) -> None:
     for rank in reports:
         # 1 for equal distributions; wrong scaling or masking would change every element.

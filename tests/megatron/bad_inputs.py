@@ -428,6 +428,10 @@ _FLAGS = (
         "train --ampipe-degree 4 --ampipe-backward-degree auto",
         "'auto': invalid int value. Give",
     ),
+    Row("stack-word", "train --ampipe-degree 4 --ampipe-stack every", "--ampipe-stack every: must be a"),
+    Row("stack-empty", "train --ampipe-degree 4 --ampipe-stack ''", "--ampipe-stack (empty): must be"),
+    Row("stack-negative", "train --ampipe-degree 4 --ampipe-stack -2", "--ampipe-stack -2: must be a"),
+    Row("stack-digits", f"train --ampipe-degree 4 --ampipe-stack {_NINES}", "at least 1, or all. Use"),
     Row(
         "schedule-case",
         "train --ampipe-degree 2 --ampipe-schedule AMPipe",

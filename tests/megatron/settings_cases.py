@@ -106,6 +106,7 @@ WRONG = {
         "ampipe:\n  degree: four",
     ),
     "own-degree-0": Wrong("{line}2: --ampipe-degree 0: must be", "ampipe:\n  degree: 0"),
+    "own-stack-0": Wrong("{line}3: --ampipe-stack 0: must be a whole", "ampipe:\n  degree: 2\n  stack: 0"),
     "own-no-section": Wrong(
         "ampipe: is a section for settings of AMPipe. Write 'degree: 4' below it", "ampipe: 4"
     ),

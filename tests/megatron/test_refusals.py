@@ -54,6 +54,19 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-chunks", "a,b"],
         "--ampipe-chunks a,b: is not a list of numbers",
     ),
+    "stack-0": (
+        [*ACCEPTED, "--ampipe-stack", "0"],
+        "--ampipe-stack 0: must be a whole number of layers, at least 1, or all. Use --ampipe-stack all, or "
+        "--ampipe-stack 1 to run layer by layer.",
+    ),
+    "stack-at-degree-1": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-stack", "all"],
+        "--ampipe-stack all: has no effect at --ampipe-degree 1",
+    ),
+    "stack-with-cluster": (
+        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "dgx-h100", "--ampipe-stack", "2"],
+        "--ampipe-stack 2: is what a plan from --ampipe-cluster chooses",
+    ),
     "cluster-at-degree-4": (
         [*ACCEPTED, "--ampipe-cluster", "dgx-h100"],
         "--ampipe-cluster dgx-h100: has no effect at --ampipe-degree 4",

@@ -117,7 +117,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
     """A random order of every lane that passes the check."""
     programs = []
     for direction in Direction:
-        needs = dependencies(features, degree=degree, whole_attention=False, direction=direction)
+        needs = dependencies([features], degree=degree, whole_attention=False, direction=direction)
         combines = chooser.choice((COMM, "comm.second"))
         lanes: dict[str, list[Stage]] = {}
         left = dict(needs)

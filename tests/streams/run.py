@@ -9,9 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
+from megatron_ampipe.layers.layer import AMPipeTransformerLayer
+from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.runtime import block_stages
 from megatron_ampipe.schedule import Pipeline, kinds
 from tests.dist.blocks import build_layers, transformer_config
@@ -93,7 +96,7 @@ def run_case(
     layers = build_layers(case)
     layer = layers[0] if stock else layers[1]
     if not stock:
-        context = layer._block._context
+        context = next(block._context for block in _blocks(layer))
         if pipeline is not None:
             context.pipeline = pipeline
         _name_stages(context.executor)
@@ -109,11 +112,18 @@ def run_case(
     return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
 
 
+def _blocks(layer: Any) -> Iterator[PipelinedBlock]:
+    """The pipelined blocks of a layer, or of several."""
+    for module in layer.modules():
+        if isinstance(module, AMPipeTransformerLayer):
+            yield module._run._blocks[module._place]
+
+
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
     """Tensors that a dispatcher creates once, explicitly on the host."""
-    block = getattr(layer, "_block", None)
-    for module in (layer.mlp.token_dispatcher, getattr(block, "_modules", None)):
-        dispatcher = getattr(module, "chunk_dispatcher", module)
+    dispatchers = [module.token_dispatcher for module in layer.modules() if isinstance(module, MoELayer)]
+    dispatchers += [block.modules.chunk_dispatcher for block in _blocks(layer) if not block.modules.dense]
+    for dispatcher in dispatchers:
         if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":
             yield dispatcher.sort_input_by_local_experts
             yield dispatcher.restore_output_by_local_experts

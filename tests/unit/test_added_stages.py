@@ -154,10 +154,10 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
     assert Stage(kinds.ATTENTION, 1, 1) in back[Stage(kinds.MERGE, 1)]
     with pytest.raises(BadInput, match="can never finish"):
         check(replace(two, forward=stacked(one.forward, (1, 0))), [features] * 2)
-    block = workload(latent=not chunked_qkv)
+    block = workload(context=1 if chunked_qkv else 2)
     alone, predictor = Predictor(block, cluster()), Predictor(block, cluster(), num_layers=2)
     assert predictor.layers == (features,) * 2
-    lengths = even_chunks(8192, 2)
+    lengths = even_chunks(block.rows, 2)
     assert len(compile_named(two, (features,) * 2, Direction.FORWARD).stages) == 2 * len(one.forward.stages)
     apart, together = alone.pass_us(one, lengths), predictor.pass_us(two, lengths)
     assert together.forward <= 2 * apart.forward

@@ -13,10 +13,12 @@ from rich.console import Console
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.bound import DirectionBound, direction_bound
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
     Direction,
+    Pipeline,
     Stage,
     StageKind,
     build,
@@ -24,7 +26,8 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import plot, result
+from megatron_ampipe.tools.benchmark import plot, prediction, result
+from megatron_ampipe.tools.benchmark.arguments import stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
@@ -144,6 +147,13 @@ def test_a_slow_network_needs_iproute2(
         (["--plot", "/absent/x"], "--plot /absent/x"),
         (["--pretend-peers"], "--pretend-peers"),
         (["--repeats", "0"], "--repeats"),
+        (["--layers", "0"], "--layers"),
+        (["--stack", "3"], "--stack 3: is above the number of layers (1)"),
+        (["--layers", "4", "--stack", "1,5"], "--stack 5: is above the number of layers (4)"),
+        (["--layers", "4", "--stack", "0"], "--stack 0: is not a list of whole numbers of layers"),
+        (["--layers", "4", "--stack", "x"], "--stack x: is not a list of whole numbers of layers"),
+        (["--layers", "4", "--stack", "1,"], "Use --stack 1,all"),
+        (["--layers", "2", "--planned", "x"], "--planned x: the planner plans one block"),
         (["--from", "/absent.json"], "--from /absent.json"),
     ],
 )
@@ -293,6 +303,8 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         rendezvous="/tmp/x",
         cores=(0, 1),
         planned=(Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
+        layers=4,
+        stacks=(1,),
     )
     assert BenchJob.from_json(job.to_json()) == job
     assert job.variants_of(0) == (*job.variants, *job.planned)
@@ -309,6 +321,40 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     ]
 
 
+def test_every_cut_is_measured_with_every_stack() -> None:
+    assert stacks(None, layers=4) == stacks("1,all,4", layers=4) == (1, 4)
+    assert stacks(None, layers=1) == stacks("all", layers=1) == (1,)
+    assert stacks("3", layers=4) == (3,)
+    job = BenchJob(
+        cases=(CASE,),
+        schedules=("ampipe",),
+        cuts=(Cut.of(1), Cut.of(4)),
+        link="none",
+        num_ranks=2,
+        pretended=False,
+        device="cpu",
+        repeats=1,
+        warmup=0,
+        seed=1,
+        timeout_s=9.0,
+        rendezvous="",
+        cores=(),
+        layers=4,
+        stacks=(1, 2, 4),
+    )
+    # Layers of one chunk are Megatron's: nothing is shared.
+    assert [str(variant) for variant in job.variants] == [
+        *(
+            "stock",
+            "ampipe degree 1",
+            "ampipe degree 4",
+            "ampipe degree 4, stack 2",
+            "ampipe degree 4, stack 4",
+        )
+    ]
+    assert [variant.pipeline.stack for variant in job.variants[2:]] == [1, 2, 4]
+
+
 # The bound
 
 
@@ -320,7 +366,7 @@ ONE_EACH = {kind: 1.0 for kind in MOE_BLOCK}
 
 
 def test_forward_bound_counts_head_and_tail() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COUNTS: 0.0, kinds.DISPATCH: 10.0}), needs)
     # qkv and four each of attention, route, expert, merge; four dispatches and combines.
     assert bound == DirectionBound(
@@ -336,7 +382,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
 
 
 def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH), needs)
     assert (bound.head, bound.tail) == (1.0, 3.0)
     assert bound.time == bound.compute_with_waits == bound.compute == 17.0
@@ -344,7 +390,7 @@ def test_backward_bound_has_head_and_tail_the_other_way_round() -> None:
 
 def test_the_compute_lane_waits_for_the_first_collective() -> None:
     """In backward, only merges can run before the first combine has arrived."""
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.BACKWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.BACKWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # A merge and its combine, then four each of expert, route, attention, and qkv.
     assert bound.compute_with_waits == 10.0 + 13.0
@@ -352,21 +398,21 @@ def test_the_compute_lane_waits_for_the_first_collective() -> None:
 
 def test_something_follows_the_last_collective() -> None:
     """In forward, combine and merge of every chunk come after its expert."""
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=False, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.COMBINE: 9.0}), needs)
     # qkv, four each of attention, route and expert, then a combine and its merge.
     assert bound.compute_with_waits == 13.0 + 10.0
 
 
 def test_whole_attention_is_all_head() -> None:
-    needs = dependencies(BlockFeatures(), degree=4, whole_attention=True, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=4, whole_attention=True, direction=Direction.FORWARD)
     bound = direction_bound(times_of(needs, ONE_EACH | {kinds.ATTENTION: 8.0, kinds.DISPATCH: 20.0}), needs)
     assert bound.head == 1.0 + 8.0 + 1.0
     assert bound.time == bound.head + bound.communication + bound.tail
 
 
 def test_the_head_is_that_of_the_cheapest_chunk() -> None:
-    needs = dependencies(BlockFeatures(), degree=2, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([BlockFeatures()], degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
     times[Stage(kinds.ATTENTION, 0)], times[Stage(kinds.ATTENTION, 1)] = 5.0, 3.0
     assert direction_bound(times, needs).head == 1.0 + 3.0 + 1.0
@@ -374,7 +420,7 @@ def test_the_head_is_that_of_the_cheapest_chunk() -> None:
 
 def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
     features = BlockFeatures(ordered_routing=True)
-    needs = dependencies(features, degree=2, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([features], degree=2, whole_attention=False, direction=Direction.FORWARD)
     times = times_of(needs, ONE_EACH)
     times[Stage(kinds.ATTENTION, 0)] = 5.0
     assert direction_bound(times, needs).head == 1.0 + 5.0 + 1.0
@@ -383,7 +429,7 @@ def test_capacity_makes_earlier_chunks_part_of_a_later_head() -> None:
 def test_every_resource_has_a_bound() -> None:
     """Transfers over two resources overlap; the one that bounds is the one that is shown."""
     features = BlockFeatures(added=(DELAY, COPY))
-    needs = dependencies(features, degree=4, whole_attention=False, direction=Direction.FORWARD)
+    needs = dependencies([features], degree=4, whole_attention=False, direction=Direction.FORWARD)
 
     def bound(copy: float) -> DirectionBound:
         return direction_bound(times_of(needs, ONE_EACH | {DELAY: 1.0, COPY: copy}), needs)
@@ -396,13 +442,53 @@ def test_every_resource_has_a_bound() -> None:
     assert copier.time == 45.0
 
 
+def test_layers_that_share_a_schedule_lose_the_edges_once() -> None:
+    features = BlockFeatures(chunked_qkv=True)
+    times = ONE_EACH | {kinds.COUNTS: 0.0, kinds.DISPATCH: 10.0}
+
+    def bound(layers: int) -> DirectionBound:
+        needs = dependencies(
+            [features] * layers, degree=4, whole_attention=False, direction=Direction.FORWARD
+        )
+        return direction_bound(times_of(needs, times), needs)
+
+    one, three = bound(1), bound(3)
+    # Of one block qkv, attention and route of a chunk come first, and its merge last.
+    assert (one.head, one.communication, one.tail, one.time) == (3.0, 44.0, 1.0, 48.0)
+    assert (three.head, three.communication, three.tail) == (3.0, 132.0, 1.0)
+    # Each layer waits for the last one, chunk by chunk.
+    assert three.chain == 3 * one.chain
+    assert three.time == 3 * one.time - 2 * (one.head + one.tail)
+
+
+def test_bounds_of_layers_are_those_of_their_stacks() -> None:
+    needs, stages = {}, {}
+    for direction in Direction:
+        found = dependencies([BlockFeatures()] * 2, degree=2, whole_attention=False, direction=direction)
+        needs[direction.value] = {str(stage): list(map(str, earlier)) for stage, earlier in found.items()}
+        stages[direction.value] = {str(stage): [1000.0] for stage in found}
+    together = result.bounds(stages, needs, stack=2)
+    assert {len(of_stacks) for of_stacks in together.values()} == {1}
+    for graph_of in needs.values():
+        for name, earlier in graph_of.items():
+            of_layer = name.endswith("@1")
+            graph_of[name] = [needed for needed in earlier if needed.endswith("@1") is of_layer]
+    first, second = result.bounds(stages, needs, stack=1)["forward"]
+    assert first == second
+    assert (first.compute, first.communication) == (9.0, 6.0)
+    assert together["forward"][0].compute == 18.0
+
+
 @pytest.mark.parametrize("name", ["ampipe", "moe-only", "sequential"])
 @pytest.mark.parametrize("communication", [0.0, 0.5, 2.0, 9.0])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_no_schedule_beats_the_bound(name: str, communication: float, direction: Direction) -> None:
+@pytest.mark.parametrize("layers", [1, 3])
+def test_no_schedule_beats_the_bound(
+    name: str, communication: float, direction: Direction, layers: int
+) -> None:
     """The lanes run like executors: in order, each stage when its lane and its dependencies are ready."""
-    features = BlockFeatures(shared=True)
-    schedule = build(name, degree=3, features=features)
+    features = [BlockFeatures(shared=True, chunked_qkv=True)] * layers
+    schedule = Pipeline.of(3, schedule=name, stack=0).schedule_of(features)
     needs = dependencies(features, degree=3, whole_attention=schedule.whole_attention, direction=direction)
     times = {
         stage: communication if stage.is_communication else 1.0 + 0.1 * (stage.chunk or 0) for stage in needs
@@ -450,7 +536,7 @@ def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
         direction.value: {
             str(stage): list(map(str, needed))
             for stage, needed in dependencies(
-                BlockFeatures(), degree=variant.cut.degree, whole_attention=whole, direction=direction
+                [BlockFeatures()], degree=variant.cut.degree, whole_attention=whole, direction=direction
             ).items()
         }
         for direction in Direction
@@ -473,6 +559,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "needs": needs,
         "starved": [None if found is None else {} for found in needs],
         "difference": difference,
+        "peak_bytes": [1_048_576 * (1 + place) for place in range(len(variants))],
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
@@ -493,7 +580,7 @@ def document() -> dict[str, Any]:
         report([[0.04, 0.08, 0.04], [0.04, 0.08, 0.04], [0.02, 0.02, 0.02], [0.05, 0.05, 0.05]], VARIANTS),
         report([[0.01, 0.01, 0.06], [0.01, 0.01, 0.06], [0.02, 0.02, 0.03], [0.01, 0.01, 0.01]], VARIANTS),
     ]
-    case = result.case_result(CASE, VARIANTS, reports, link=parse_link("emulated:1gbit"))
+    case = result.case_result(CASE, VARIANTS, reports, link=parse_link("emulated:1gbit"), layers=1)
     return {
         "format": result.FORMAT,
         "command": "ampipe bench",
@@ -511,6 +598,7 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert case["stock_samples_ms"] == [40.0, 80.0, 60.0]
     control, ampipe, sequential = case["rows"]
     assert {"schedule", "degree", "ms", "speedup", "bound_share"} <= ampipe.keys()
+    assert (case["layers"], ampipe["layers"], ampipe["stack"]) == (1, 1, 1)
     assert (control["degree"], control["speedup"], control["bound_share"]) == (1, 1.0, None)
     # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
     assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
@@ -524,11 +612,13 @@ def test_a_case_holds_what_scripts_read() -> None:
         "communication_ms": 6.0,
         "head_ms": 3.0,
         "tail_ms": 1.0,
+        "chain_ms": 8.0,
     }
     # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
+    assert (case["stock_peak_bytes"], control["peak_bytes"]) == (2**20, 2 * 2**20)
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
 
 
@@ -548,15 +638,50 @@ def shown(found: dict[str, Any], path: Path) -> list[str]:
 def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
     older, empty = document(), document()
     words = shown(document(), tmp_path / "x.json")
-    assert "busy" in words
+    assert {"busy", "MiB"} <= set(words)
+    assert "1.0" in words
     assert words[words.index("most") + 1] == "3.16"
     case = older["cases"][0]
-    del case["stock_busy_cores"]
+    for key in ("busy_cores", "peak_bytes"):
+        del case[f"stock_{key}"]
+        for row in case["rows"]:
+            del row[key]
     for row in case["rows"]:
-        del row["busy_cores"]
-    assert "busy" not in shown(older, tmp_path / "x.json")
+        del row["layers"], row["stack"]
+    assert not {"busy", "MiB"} & set(shown(older, tmp_path / "x.json"))
     empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
     assert "60.00" in shown(empty, tmp_path / "x.json")
+
+
+def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
+    assert "stack" not in shown(document(), tmp_path / "x.json")
+    several = document() | {"layers": 4}
+    several["cases"][0]["rows"][2] |= {"stack": 4}
+    several["cases"][0]["rows"].append(several["cases"][0]["rows"][2] | {"stack": 1, "ms": 30.0})
+    words = shown(several, tmp_path / "x.json")
+    assert "stack" in words
+    assert words[words.index("tiny,") + 1] == "4"
+    assert plot._series(several) == ["ampipe", "sequential, 4 layers together", "sequential"]
+
+
+def test_layers_are_predicted_stack_by_stack() -> None:
+    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+
+    def predicted(layers: int, stack: int) -> tuple[float, float]:
+        found = document() | {"layers": layers}
+        (case,) = found["cases"]
+        # A block of real size: in the others, the overhead of a stage is all.
+        case["block"] |= {"sequence_length": 2048, "hidden": 256, "ffn": 1024}
+        case["rows"] = [case["rows"][1] | {"stack": stack}]
+        prediction.predict(found, cluster)
+        assert case["choice"]["stack"] == stack
+        return case["predicted_stock_ms"], case["rows"][0]["predicted_ms"]
+
+    stock, one = predicted(1, 1)
+    assert predicted(4, 1) == pytest.approx((4 * stock, 4 * one), rel=1e-6)
+    (_, two), (_, four), (_, mixed) = predicted(4, 2), predicted(4, 4), predicted(4, 3)
+    assert 4 * one > two > four
+    assert predicted(3, 3)[1] + one == pytest.approx(mixed, rel=1e-6)
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

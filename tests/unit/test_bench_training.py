@@ -9,6 +9,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.benchmark import training
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.training import Curve
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags, variant_flags
 from megatron_ampipe.tools.benchmark.training_worker import ITERATION
@@ -29,19 +30,39 @@ CASE = Case(
 )
 
 
+JOB = BenchJob(
+    cases=(CASE,),
+    schedules=("ampipe",),
+    cuts=(Cut.of(4),),
+    link="none",
+    num_ranks=2,
+    pretended=False,
+    device="cpu",
+    repeats=2,
+    warmup=1,
+    seed=1,
+    timeout_s=9.0,
+    rendezvous="",
+    cores=(),
+    layers=3,
+    stacks=(3,),
+)
+
+
 def curve(*ms: float, loss: float = 2.0) -> Curve:
     return Curve(ms, tuple(loss / (i + 1) for i in range(len(ms))))
 
 
 def test_figures_of_trainings() -> None:
-    variants = [Variant("stock", Cut.of(1)), Variant("ampipe", Cut.of(4))]
     # The first iteration of each training run does not count.
     curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
-    case = training.case_result(CASE, variants, curves, warmup=1, flags=["--bf16"])
-    assert (case["name"], case["flags"]) == ("one", ["--bf16"])
+    case = training.case_result(CASE, JOB, curves)
+    assert (case["name"], case["layers"]) == ("one", 3)
+    assert " ".join(case["flags"]).count("--num-layers 3") == 1
     assert (case["stock"]["ms"], case["stock"]["iterations_per_s"]) == (60.0, 16.6667)
     (row,) = case["rows"]
     assert (row["schedule"], row["degree"], row["ms"], row["iterations_per_s"]) == ("ampipe", 4, 20.0, 50.0)
+    assert (row["layers"], row["stack"]) == (3, 3)
     # Ratios of the same iteration in the same round: 2, 2, 4, 2. The quotient of medians would be 3.
     assert row["speedup"] == 2.0
     assert row["loss_difference"] == 0.0
@@ -99,8 +120,9 @@ def test_flags_of_a_training() -> None:
         == ("--ampipe-degree", "1")
     )
     assert variant_flags(Variant("moe-only", Cut.of(2))) == (
-        *("--ampipe-degree", "2", "--ampipe-schedule", "moe-only"),
+        *("--ampipe-degree", "2", "--ampipe-schedule", "moe-only", "--ampipe-stack", "1"),
     )
+    assert variant_flags(Variant("ampipe", Cut.of(4), stack=3))[-2:] == ("--ampipe-stack", "3")
 
 
 def test_orders_of_a_training_survive_the_pipe() -> None:
@@ -113,7 +135,6 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--layers", "3"], "--layers 3: belongs to --end-to-end"),
         (["--rounds", "3"], "--rounds 3: belongs to --end-to-end"),
         (["--end-to-end", "--link", "emulated:1gbit"], "--link emulated:1gbit: a training needs real ranks"),
         (
@@ -121,9 +142,9 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
             "expert_kind torch-grouped of case deepseek-8k-grouped needs a GPU in a training",
         ),
         (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
-        (["--end-to-end", "--plot", "x"], "--plot x: works with results of single blocks"),
-        (["--end-to-end", "--from", "x"], "--from x: works with results of single blocks"),
-        (["--end-to-end", "--planned", "x"], "--planned x: works with results of single blocks"),
+        (["--end-to-end", "--plot", "x"], "--plot x: works with results of blocks"),
+        (["--end-to-end", "--from", "x"], "--from x: works with results of blocks"),
+        (["--end-to-end", "--planned", "x"], "--planned x: works with results of blocks"),
         (["--planned", "x", "--from", "y"], "--planned x: is for what will be measured"),
     ],
 )

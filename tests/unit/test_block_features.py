@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.block_features import features_of_settings, router_has_losses
+from megatron_ampipe.block_features import boundary, features_of_settings, router_has_losses
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model import read_model, workload_of
 from megatron_ampipe.schedule import BlockFeatures
@@ -67,6 +67,7 @@ def arguments(**settings: Any) -> argparse.Namespace:
         "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None,
         "moe_shared_expert_intermediate_size": None,
+        "recompute_granularity": None,
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
         "multi_latent_attention": False,
@@ -94,7 +95,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
     ),
     "tensor-parallel": ({"tensor_model_parallel_size": 2}, "sequence", BlockFeatures()),
     "context-parallel": ({"context_parallel_size": 2}, "sequence", BlockFeatures()),
-    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures()),
+    "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures(chunked_qkv=True)),
     "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, "sequence", BlockFeatures(losses=True, chunked_qkv=True)),
 }
 
@@ -144,3 +145,32 @@ def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:
         moe_router_load_balancing_type=given["type"],
     )
     assert (TopKRouter.is_aux_loss_enabled(router) or given["z"] is not None) is expected
+
+
+BOUNDARIES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "none": ({}, None),
+    "latent attention": ({"multi_latent_attention": True}, None),
+    "capacity": ({"moe_expert_capacity_factor": 1.25}, None),
+    "tensor": ({"tensor_model_parallel_size": 2}, None),
+    "tensor and capacity": (
+        {"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": 1.25},
+        "which tokens a capacity drops",
+    ),
+    "tensor and no capacity": ({"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": -1.0}, None),
+    "context": ({"context_parallel_size": 2}, "gathers keys and values"),
+    "selective recompute": ({"recompute_granularity": "selective"}, None),
+    "full recompute": ({"recompute_granularity": "full"}, "full recompute runs one layer again"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_where_layers_cannot_share_a_schedule(name: str) -> None:
+    """Only where projections of a chunk need other chunks, and under full recompute."""
+    settings, expected = BOUNDARIES[name]
+    args = arguments(**settings)
+    found = boundary(args)
+    assert (found is None) is (expected is None)
+    assert expected is None or expected in str(found)
+    features = features_of_settings(args, capacity_scope="sequence", shares_schedule=True)
+    if args.recompute_granularity != "full":
+        assert features.chunked_qkv is (found is None)

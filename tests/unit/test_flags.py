@@ -9,7 +9,7 @@ import pytest
 from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import Pipeline, parse_stack, stack_to_text
 
 
 def parse(*words: str) -> AMPipeConfig:
@@ -39,6 +39,9 @@ def test_settings_are_named_as_their_flags() -> None:
             ["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"],
             Pipeline(degree=1, backward_degree=1, schedule="moe-only"),
         ),
+        (["--ampipe-degree", "2", "--ampipe-stack", "all"], Pipeline(degree=2, backward_degree=2, stack=0)),
+        (["--ampipe-degree", "2", "--ampipe-stack", "4"], Pipeline(degree=2, backward_degree=2, stack=4)),
+        (["--ampipe-degree", "auto", "--ampipe-stack", "2"], Pipeline(degree=1, backward_degree=1, stack=2)),
     ],
 )
 def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> None:
@@ -46,6 +49,17 @@ def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> 
     assert config.pipeline == pipeline
     assert config.automatic == ("auto" in words)
     assert config.pipelined == bool(words)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "", "every", "ALL", "9" * 5000])
+def test_a_stack_is_a_number_of_layers_or_all(text: str) -> None:
+    with pytest.raises(BadInput, match=r"must be a whole number of layers, at least 1, or all\. Use"):
+        parse("--ampipe-degree", "4", "--ampipe-stack", text)
+
+
+@pytest.mark.parametrize("text", ["1", "7", "all"])
+def test_a_stack_is_written_as_it_is_read(text: str) -> None:
+    assert stack_to_text(parse_stack(text, flag="--ampipe-stack")) == text
 
 
 def test_what_auto_chooses_cannot_be_given() -> None:

@@ -81,7 +81,7 @@ def test_latent_attention(tmp_path: Path) -> None:
     found, _ = read(tmp_path, text)
     assert found.head_size == 192 and found.value_size == 128
     assert found.projections == ((1024, 576), (512, 16 * 256), (1024, 1536), (1536, 16 * 192))
-    assert not found.features.chunked_qkv
+    assert found.features.chunked_qkv
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from megatron_ampipe.schedule import (
     from_text,
     issue_order,
     kinds,
-    restrict,
     stream_of,
     to_text,
+    unrolled,
 )
 
 features = st.builds(
@@ -49,7 +49,7 @@ def needs_of(
     schedule: Schedule, block: BlockFeatures, direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
     return dependencies(
-        block, degree=schedule.degree, whole_attention=schedule.whole_attention, direction=direction
+        [block], degree=schedule.degree, whole_attention=schedule.whole_attention, direction=direction
     )
 
 
@@ -62,7 +62,7 @@ def test_named_schedules_pass_the_checks_and_are_read_back_from_text(
     name: str, degree: int, block: BlockFeatures
 ) -> None:
     schedule = build(name, degree=degree, features=block)
-    check(schedule, block)
+    check(schedule, [block])
     assert from_text(to_text(schedule)) == schedule
 
 
@@ -115,8 +115,8 @@ def test_counts_have_a_separate_stream() -> None:
 
 def test_backward_is_the_reverse_of_forward() -> None:
     block = BlockFeatures(losses=True, shared=True)
-    forward = dependencies(block, degree=3, whole_attention=False, direction=Direction.FORWARD)
-    backward = dependencies(block, degree=3, whole_attention=False, direction=Direction.BACKWARD)
+    forward = dependencies([block], degree=3, whole_attention=False, direction=Direction.FORWARD)
+    backward = dependencies([block], degree=3, whole_attention=False, direction=Direction.BACKWARD)
     edges = {(a, b) for b, found in forward.items() for a in found if kinds.COUNTS not in (a.kind, b.kind)}
     assert {(b, a) for b, found in backward.items() for a in found} == {(a, b) for a, b in edges}
 
@@ -134,20 +134,20 @@ def test_a_schedule_with_a_deadlock_is_refused() -> None:
     # The combines wait for the experts, and the experts for dispatches that come later in the lane.
     turned = replace_lane(schedule, "comm", comm[4:] + comm[:4])
     with pytest.raises(BadInput, match=r"can never finish.*comm waits at combine\.0 for expert\.0"):
-        check(turned, BlockFeatures())
+        check(turned, [BlockFeatures()])
 
 
 def test_a_missing_a_repeated_and_an_unknown_stage_are_refused() -> None:
     schedule = build("ampipe", degree=2, features=BlockFeatures())
     compute = schedule.forward.lanes[0].stages
     with pytest.raises(BadInput, match=r"merge\.1 0 times"):
-        check(replace_lane(schedule, "compute", compute[:-1]), BlockFeatures())
+        check(replace_lane(schedule, "compute", compute[:-1]), [BlockFeatures()])
     with pytest.raises(BadInput, match=r"merge\.1 2 times"):
-        check(replace_lane(schedule, "compute", (*compute, compute[-1])), BlockFeatures())
+        check(replace_lane(schedule, "compute", (*compute, compute[-1])), [BlockFeatures()])
     with pytest.raises(BadInput, match="losses that this block does not have"):
-        check(replace_lane(schedule, "compute", (*compute, Stage(kinds.LOSSES))), BlockFeatures())
+        check(replace_lane(schedule, "compute", (*compute, Stage(kinds.LOSSES))), [BlockFeatures()])
     with pytest.raises(BadInput, match="losses 0 times"):
-        check(schedule, BlockFeatures(losses=True))
+        check(schedule, [BlockFeatures(losses=True)])
 
 
 def test_computation_in_the_communication_lane_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_computation_in_the_communication_lane_is_refused() -> None:
     compute, comm = (order.stages for order in schedule.forward.lanes)
     moved = replace_lane(replace_lane(schedule, "compute", compute[:-1]), "comm", (*comm, compute[-1]))
     with pytest.raises(BadInput, match=r"computes merge\.1 in the communication lane"):
-        check(moved, BlockFeatures())
+        check(moved, [BlockFeatures()])
 
 
 def test_routing_out_of_order_is_refused_with_a_capacity() -> None:
@@ -163,9 +163,9 @@ def test_routing_out_of_order_is_refused_with_a_capacity() -> None:
     lane = schedule.forward.lanes[0].stages
     half = (len(lane) - 1) // 2
     turned = replace_lane(schedule, "compute", (lane[0], *lane[1 + half :], *lane[1 : 1 + half]))
-    check(turned, BlockFeatures())
+    check(turned, [BlockFeatures()])
     with pytest.raises(BadInput, match=r"can never finish"):
-        check(turned, BlockFeatures(ordered_routing=True))
+        check(turned, [BlockFeatures(ordered_routing=True)])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,9 @@ def test_routing_out_of_order_is_refused_with_a_capacity() -> None:
         ("schedule mine degree 2\nforward compute: expert", "expert: is not a stage"),
         ("schedule mine degree 2\nforward compute: expert.2", r"expert\.2: is not a stage"),
         ("schedule mine degree 2\nforward compute: expert.-1", r"expert\.-1: is not a stage"),
-        ("schedule mine degree 2\nforward compute: mlp.0", r"mlp\.0: is not a stage"),
+        ("schedule mine degree 2\nforward compute: moe.0", r"moe\.0: is not a stage"),
+        ("schedule mine degree 2\nforward compute: mlp", "mlp: is not a stage"),
+        ("schedule mine degree 2 repeated\nforward compute: qkv", "line 1"),
     ],
 )
 def test_invalid_text_is_refused(text: str, message: str) -> None:
@@ -204,7 +206,7 @@ def test_each_direction_has_its_own_degree(
 ) -> None:
     forward, backward = degrees_
     schedule = build(name, degree=forward, backward_degree=backward, features=block)
-    check(schedule, block)
+    check(schedule, [block])
     assert from_text(to_text(schedule)) == schedule
     for direction, degree in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         stages = schedule.program(direction).stages
@@ -222,7 +224,7 @@ def test_degrees_that_do_not_divide_each_other_are_refused() -> None:
     other = build("ampipe", degree=3, features=BlockFeatures())
     mixed = Schedule("mine", 4, schedule.forward, other.backward, 3)
     with pytest.raises(BadInput, match="has degree 3, which neither divides the forward degree 4"):
-        check(mixed, BlockFeatures())
+        check(mixed, [BlockFeatures()])
 
 
 @pytest.mark.parametrize("header", ["schedule mine degree 4 backward", "schedule mine degree 4 backward 0"])
@@ -234,6 +236,6 @@ def test_a_bad_backward_degree_in_text_is_refused(header: str) -> None:
 def test_a_training_order_is_restricted_to_a_pass_without_losses() -> None:
     training = BlockFeatures(losses=True, shared=True)
     evaluation = BlockFeatures(shared=True)
-    restricted = restrict(build("ampipe", degree=3, features=training), evaluation)
-    check(restricted, evaluation)
+    restricted = unrolled(build("ampipe", degree=3, features=training), [evaluation])
+    check(restricted, [evaluation])
     assert restricted == build("ampipe", degree=3, features=evaluation)

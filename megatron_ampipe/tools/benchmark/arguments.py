@@ -15,7 +15,7 @@ from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
-LAYERS, ROUNDS = 2, 3
+LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
 
 _EPILOG = """\
@@ -26,6 +26,8 @@ examples:
       the same without root: every all-to-all, of both layers, takes as much longer
   ampipe bench --grid paper --link emulated:20GB/s --json paper.json --plot paper
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
+  ampipe bench --link 100mbit --layers 4 --schedules ampipe --degrees 2,4 --json layers.json
+      four layers: Megatron's one after the other, AMPipe's block by block, and AMPipe's under one schedule
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
@@ -44,7 +46,7 @@ show how quiet the machine was.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ampipe bench``."""
     parser.description = (
-        "Measure forward and backward of MoE blocks: Megatron's own layer and AMPipe's, in turns."
+        "Measure forward and backward of MoE blocks: Megatron's own layers and AMPipe's, in turns."
     )
     parser.epilog = _EPILOG
     add = parser.add_argument
@@ -58,7 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "train models of these blocks with Megatron's own loop instead, on CPUs: --repeats iterations after "
         "--warmup ones"
     )
-    layers = f"layers of the model (default: {LAYERS}; with --end-to-end only)"
+    layers = (
+        "consecutive blocks that are measured together, each with its own weights "
+        f"(default: 1; {LAYERS_OF_TRAINING} with --end-to-end)"
+    )
+    stack = (
+        "how many of these layers share a schedule, so that a chunk enters the next layer before the others "
+        "have left this one: 1 is block by block; numbers, or 'all' (default: 1,all)"
+    )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
     pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
@@ -88,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pretend-peers", action="store_true", help=pretend)
     add("--end-to-end", action="store_true", help=end_to_end)
     add("--layers", metavar="N", type=at_least(1), help=layers)
+    add("--stack", metavar="N,N", help=stack)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
@@ -107,9 +117,7 @@ def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
 def _cut(word: str, text: str) -> Cut:
     """One word of ``--degrees``: ``4``, or ``4:2``."""
     parts = word.split(":")
-    if len(parts) > 2 or not all(
-        part.isascii() and part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts
-    ):
+    if len(parts) > 2 or not all(map(_is_number, parts)):
         raise BadInput(
             "--degrees",
             text or "(empty)",
@@ -138,6 +146,48 @@ def schedules(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
+def layers(arguments: argparse.Namespace) -> int:
+    """The value of ``--layers``, or what it is without."""
+    found: int | None = arguments.layers
+    return found or (LAYERS_OF_TRAINING if arguments.end_to_end else 1)
+
+
+def stacks(text: str | None, *, layers: int) -> tuple[int, ...]:
+    """The value of ``--stack``, each once, ``all`` as a number.
+
+    Args:
+        text: What the user wrote; block by block and all layers together if None.
+        layers: How many layers there are.
+
+    Raises:
+        BadInput: it is not a list of numbers of layers, or there are not as many layers.
+    """
+    found = []
+    for word in (text if text is not None else "1,all").split(","):
+        if word != "all" and not _is_number(word):
+            raise BadInput(
+                "--stack",
+                text or "(empty)",
+                rule="is not a list of whole numbers of layers of at least 1, or 'all'",
+                remedy="Use --stack 1,all: block by block, and all layers under one schedule.",
+            )
+        size = layers if word == "all" else int(word)
+        if size > layers:
+            raise BadInput(
+                "--stack",
+                word,
+                rule=f"is above the number of layers ({layers}), which cannot share a schedule with others",
+                remedy=f"Use --layers {size}, or --stack all.",
+            )
+        found.append(size)
+    return tuple(dict.fromkeys(found))
+
+
+def _is_number(word: str) -> bool:
+    """Whether it is a whole number of at least 1; Python does not read one of thousands of digits."""
+    return word.isascii() and word.isdecimal() and len(word) < 10 and int(word) > 0
+
+
 def check_training(arguments: argparse.Namespace, link: Link) -> None:
     """What a flag needs or excludes, with and without ``--end-to-end``.
 
@@ -145,10 +195,14 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         BadInput: a flag could have no effect, or cannot be honoured.
     """
     if not arguments.end_to_end:
-        for flag, value in (("--layers", arguments.layers), ("--rounds", arguments.rounds)):
-            if value is not None:
-                rule = "belongs to --end-to-end: without it, single blocks are measured"
-                raise BadInput(flag, value, rule=rule, remedy=f"Add --end-to-end, or leave {flag} out.")
+        if arguments.planned is not None and layers(arguments) > 1:
+            rule = f"the planner plans one block, and --layers {arguments.layers} measures several"
+            remedy = "Leave --planned or --layers out."
+            raise BadInput("--planned", arguments.planned, rule=rule, remedy=remedy)
+        if arguments.rounds is not None:
+            rule = "belongs to --end-to-end: without it, nothing is trained"
+            remedy = "Add --end-to-end, or leave --rounds out."
+            raise BadInput("--rounds", arguments.rounds, rule=rule, remedy=remedy)
         return
     if link.emulated or arguments.pretend_peers:
         flag, value = ("--link", link.text) if link.emulated else ("--pretend-peers", "")
@@ -166,5 +220,5 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         ("--planned", arguments.planned),
     ):
         if value is not None:
-            rule = "works with results of single blocks, not with --end-to-end"
+            rule = "works with results of blocks, not with --end-to-end"
             raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} out; --json holds every sample.")

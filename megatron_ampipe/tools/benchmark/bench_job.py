@@ -32,6 +32,8 @@ class BenchJob:
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
         planned: For each case, what the planner chose; empty where ``--planned`` was not given.
+        layers: How many consecutive layers are one measurement, each with its own weights.
+        stacks: How many of them share a schedule; 1 is block by block.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
@@ -50,12 +52,20 @@ class BenchJob:
     rendezvous: str
     cores: tuple[int, ...]
     planned: tuple[Variant, ...] = ()
+    layers: int = 1
+    stacks: tuple[int, ...] = (1,)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What is compared: stock first, then every schedule with every cut."""
-        rows = (Variant(schedule, cut) for schedule in self.schedules for cut in self.cuts)
-        return (Variant(STOCK, Cut.of(1)), *rows)
+        """What is compared: stock first, then every schedule with every cut and stack."""
+        rows = (
+            # In one chunk, layers are Megatron's, and share no schedule.
+            Variant(schedule, cut, stack=stack if cut.num_chunks > 1 else 1)
+            for schedule in self.schedules
+            for cut in self.cuts
+            for stack in self.stacks
+        )
+        return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows))
 
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
         """Likewise, with what was planned for this case."""
@@ -77,6 +87,6 @@ class BenchJob:
         found["cases"] = tuple(Case(**case) for case in found["cases"])
         found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
         found["planned"] = tuple(map(Variant.from_fields, found["planned"]))
-        for key in ("schedules", "cores"):
+        for key in ("schedules", "cores", "stacks"):
             found[key] = tuple(found[key])
         return cls(**found)

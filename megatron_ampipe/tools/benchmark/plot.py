@@ -86,8 +86,8 @@ def draw(document: Mapping[str, Any], prefix: Path) -> tuple[list[Path], list[st
 def _by_case(axes: Axes, document: Mapping[str, Any]) -> None:
     degree = _shown_degree(document)
     bars = {
-        schedule: [_value(_row(case, schedule, degree), "speedup") for case in document["cases"]]
-        for schedule in _schedules(document)
+        series: [_value(_row(case, series, degree), "speedup") for case in document["cases"]]
+        for series in _series(document)
     }
     _bars(axes, document, bars)
     axes.set_ylabel("speedup over stock")
@@ -96,21 +96,21 @@ def _by_case(axes: Axes, document: Mapping[str, Any]) -> None:
 
 def _by_degree(axes: Axes, document: Mapping[str, Any]) -> None:
     """Median over cases, and the range of cases."""
-    for schedule in _schedules(document):
-        degrees = _degrees(document, schedule)
+    for series in _series(document):
+        degrees = _degrees(document, series)
         speedups = [
             [row["speedup"] for case in document["cases"] for row in _plain(case)
-             if (row["schedule"], row["degree"]) == (schedule, degree)]
+             if (_series_of(row), row["degree"]) == (series, degree)]
             for degree in degrees
         ]  # fmt: skip
-        colour = _colour(document, schedule)
-        axes.plot(degrees, [statistics.median(s) for s in speedups], "o-", color=colour, label=schedule)
+        colour = _colour(document, series)
+        axes.plot(degrees, [statistics.median(s) for s in speedups], "o-", color=colour, label=series)
         if len(document["cases"]) > 1:
             low, high = [min(s) for s in speedups], [max(s) for s in speedups]
             axes.fill_between(degrees, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.axhline(1.0, color=_FAINT, zorder=0)
     axes.set_xscale("log", base=2)
-    ticks = sorted({degree for schedule in _schedules(document) for degree in _degrees(document, schedule)})
+    ticks = sorted({degree for series in _series(document) for degree in _degrees(document, series)})
     axes.set_xticks(ticks, [str(degree) for degree in ticks])
     axes.set_xlabel("degree")
     axes.set_ylabel("speedup over stock")
@@ -120,8 +120,8 @@ def _by_degree(axes: Axes, document: Mapping[str, Any]) -> None:
 def _overhead(axes: Axes, document: Mapping[str, Any]) -> None:
     degree = _shown_degree(document)
     bars = {
-        label: [_percent(_row(case, schedule, degree)) for case in document["cases"]]
-        for label, schedule in (
+        label: [_percent(_row(case, series, degree)) for case in document["cases"]]
+        for label, series in (
             ("chunked, nothing overlapped", "sequential"),
             ("chunked and overlapped", "ampipe"),
         )
@@ -133,7 +133,14 @@ def _overhead(axes: Axes, document: Mapping[str, Any]) -> None:
 
 
 def _bound(axes: Axes, document: Mapping[str, Any]) -> None:
-    best = [_row(case, "ampipe", None) for case in document["cases"]]
+    best = [
+        min(
+            (row for row in _plain(case) if _of_ampipe(row)),
+            key=lambda row: row["ms"],
+            default=None,
+        )
+        for case in document["cases"]
+    ]
     bars = {
         "allowed by the bound": [
             case["stock_ms"] / row["bound_ms"] if row else 0.0
@@ -173,26 +180,37 @@ def _plain(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row for row in case["rows"] if not any(row.get(key) for key in special)]
 
 
-def _schedules(document: Mapping[str, Any]) -> list[str]:
+def _of_ampipe(row: Mapping[str, Any]) -> bool:
+    return bool(row["schedule"] == "ampipe" and row["degree"] > 1)
+
+
+def _series_of(row: Mapping[str, Any]) -> str:
+    """What rows of several degrees have in common: the schedule, and how many layers share it."""
+    # Absent from older results.
+    stack = row.get("stack", 1)
+    return f"{row['schedule']}, {stack} layers together" if stack > 1 else str(row["schedule"])
+
+
+def _series(document: Mapping[str, Any]) -> list[str]:
     """Those measured at more than degree 1, in the order of the result."""
     rows = (row for case in document["cases"] for row in _plain(case) if row["degree"] > 1)
-    return list(dict.fromkeys(row["schedule"] for row in rows))
+    return list(dict.fromkeys(map(_series_of, rows)))
 
 
-def _degrees(document: Mapping[str, Any], schedule: str) -> list[int]:
+def _degrees(document: Mapping[str, Any], series: str) -> list[int]:
     rows = (row for case in document["cases"] for row in _plain(case))
-    return sorted({row["degree"] for row in rows if row["schedule"] == schedule})
+    return sorted({row["degree"] for row in rows if _series_of(row) == series})
 
 
 def _shown_degree(document: Mapping[str, Any]) -> int | None:
     """The paper's degree where every schedule has it."""
-    everywhere = all(PAPER_DEGREE in _degrees(document, schedule) for schedule in _schedules(document))
+    everywhere = all(PAPER_DEGREE in _degrees(document, series) for series in _series(document))
     return PAPER_DEGREE if everywhere else None
 
 
-def _row(case: Mapping[str, Any], schedule: str, degree: int | None) -> Mapping[str, Any] | None:
+def _row(case: Mapping[str, Any], series: str, degree: int | None) -> Mapping[str, Any] | None:
     """The row at a degree; the fastest of the chunked ones for None."""
-    rows = [row for row in _plain(case) if row["schedule"] == schedule and row["degree"] > 1]
+    rows = [row for row in _plain(case) if _series_of(row) == series and row["degree"] > 1]
     if degree is not None:
         rows = [row for row in rows if row["degree"] == degree]
     return min(rows, key=lambda row: row["ms"], default=None)
@@ -206,9 +224,9 @@ def _percent(row: Mapping[str, Any] | None) -> float:
     return 0.0 if row is None else 100 * (row["speedup"] - 1)
 
 
-def _colour(document: Mapping[str, Any], schedule: str) -> str:
-    others = [name for name in _schedules(document) if name not in _COLOURS]
-    return _COLOURS.get(schedule) or _OTHER_COLOURS[others.index(schedule) % len(_OTHER_COLOURS)]
+def _colour(document: Mapping[str, Any], series: str) -> str:
+    others = [name for name in _series(document) if name not in _COLOURS]
+    return _COLOURS.get(series) or _OTHER_COLOURS[others.index(series) % len(_OTHER_COLOURS)]
 
 
 def _write(figure: Any, target: Path) -> None:
@@ -217,17 +235,19 @@ def _write(figure: Any, target: Path) -> None:
 
 
 def _needs_chunks(document: Mapping[str, Any]) -> str | None:
-    return None if _schedules(document) else "no degree above 1 was measured"
+    return None if _series(document) else "no degree above 1 was measured"
 
 
 def _needs_ampipe(document: Mapping[str, Any]) -> str | None:
-    return None if "ampipe" in _schedules(document) else "schedule ampipe was not measured above degree 1"
+    if any(_of_ampipe(row) for case in document["cases"] for row in _plain(case)):
+        return None
+    return "schedule ampipe was not measured above degree 1"
 
 
 def _needs_sequential(document: Mapping[str, Any]) -> str | None:
-    if {"sequential", "ampipe"} <= set(_schedules(document)):
+    if {"sequential", "ampipe"} <= set(_series(document)):
         return None
-    return "needs --schedules sequential,moe-only,ampipe"
+    return "needs --schedules sequential,moe-only,ampipe, block by block"
 
 
 _FIGURES: dict[

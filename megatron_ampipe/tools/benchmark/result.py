@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.bound import DirectionBound, direction_bound
-from megatron_ampipe.schedule import stage_from_text
+from megatron_ampipe.schedule import Stage, stage_from_text
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Variant
@@ -63,21 +63,32 @@ def busy_cores(
     return round(statistics.median(shares), 4)
 
 
-def bounds(samples: StageSamples, needs: StageNeeds) -> dict[str, DirectionBound]:
-    """The bound of each direction on one rank, in milliseconds, from medians of the stages' times."""
+def bounds(samples: StageSamples, needs: StageNeeds, *, stack: int) -> dict[str, list[DirectionBound]]:
+    """The bounds of each direction on one rank, in milliseconds, from medians of the stages' times.
+
+    Returns:
+        By direction, one for every ``stack`` layers, which share a schedule.
+    """
     found = {}
     for direction, stages in samples.items():
-        graph = {
-            stage_from_text(name): tuple(stage_from_text(needed) for needed in earlier)
-            for name, earlier in needs[direction].items()
-        }
+        graphs: dict[int, dict[Stage, tuple[Stage, ...]]] = {}
+        for name, earlier in needs[direction].items():
+            stage = stage_from_text(name)
+            graphs.setdefault(stage.layer // stack, {})[stage] = tuple(map(stage_from_text, earlier))
         times = {stage_from_text(name): statistics.median(passes) / 1e3 for name, passes in stages.items()}
-        found[direction] = direction_bound(times, graph)
+        found[direction] = [
+            direction_bound({stage: times[stage] for stage in graph}, graph) for graph in graphs.values()
+        ]
     return found
 
 
 def case_result(
-    case: Case, variants: Sequence[Variant], reports: Sequence[Mapping[str, Any]], *, link: Link
+    case: Case,
+    variants: Sequence[Variant],
+    reports: Sequence[Mapping[str, Any]],
+    *,
+    link: Link,
+    layers: int,
 ) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
@@ -86,6 +97,7 @@ def case_result(
         variants: Stock first.
         reports: What each rank found (:func:`.passes.measure`).
         link: Over which link.
+        layers: How many of these blocks one pass goes through.
     """
     by_variant, worked = (_by_variant_ms(reports, key) for key in ("samples_s", "processor_s"))
     assert by_variant is not None
@@ -93,6 +105,7 @@ def case_result(
     rows = [
         _row(
             variant,
+            layers=layers,
             stock=stock,
             by_rank=by_variant[index],
             processor_by_rank=worked and worked[index],
@@ -100,6 +113,7 @@ def case_result(
             needs=reports[0]["needs"][index],
             starved=[report["starved"][index] for report in reports],
             difference=reports[0]["difference"][index],
+            peak_bytes=_largest(reports, "peak_bytes", index),
         )
         for index, variant in enumerate(variants)
         if index > 0
@@ -109,10 +123,12 @@ def case_result(
         "name": case.name,
         "link": link.text,
         "emulated": link.emulated,
+        "layers": layers,
         "stock_ms": stock_ms,
         "stock_samples_ms": stock,
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
+        "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
         "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
         "attention": reports[0]["attention"],
@@ -143,9 +159,15 @@ def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[
     ]
 
 
+def _largest(reports: Sequence[Mapping[str, Any]], key: str, index: int) -> int:
+    """Of a variant, over all ranks."""
+    return max(report[key][index] for report in reports)
+
+
 def _row(
     variant: Variant,
     *,
+    layers: int,
     stock: Sequence[float],
     by_rank: Sequence[Sequence[float]],
     processor_by_rank: Sequence[Sequence[float]] | None,
@@ -153,6 +175,7 @@ def _row(
     needs: StageNeeds | None,
     starved: Sequence[Mapping[str, int] | None],
     difference: float,
+    peak_bytes: int,
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
@@ -165,6 +188,8 @@ def _row(
         "shares": cut.shares,
         "cut": str(cut),
         "order": variant.order,
+        "layers": layers,
+        "stack": variant.stack,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),
@@ -175,6 +200,8 @@ def _row(
         "bound": None,
         "busy_cores": None if processor_by_rank is None else busy_cores(by_rank, processor_by_rank),
         "difference_from_stock": difference,
+        # Of what a pass holds at once beyond weights and input, on the rank that holds most.
+        "peak_bytes": peak_bytes,
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": processor_by_rank,
@@ -184,20 +211,23 @@ def _row(
         "starved_by_rank": starved if variant.chunked else None,
     }
     if needs is not None:
-        of_ranks = [bounds(found, needs) for found in stages if found is not None]
+        of_ranks = [bounds(found, needs, stack=variant.stack) for found in stages if found is not None]
         slowest = max(of_ranks, key=_total_ms)
         bound_ms = _total_ms(slowest)
         row["bound_ms"] = round(bound_ms, 4)
         row["bound_share"] = round(bound_ms / median_ms, 4)
         row["bound"] = {
-            direction: {f"{part}_ms": round(value, 4) for part, value in asdict(bound).items()}
-            for direction, bound in slowest.items()
+            direction: {
+                f"{part.name}_ms": round(sum(getattr(bound, part.name) for bound in of_stacks), 4)
+                for part in fields(DirectionBound)
+            }
+            for direction, of_stacks in slowest.items()
         }
     return row
 
 
-def _total_ms(of_directions: Mapping[str, DirectionBound]) -> float:
-    return sum(bound.time for bound in of_directions.values())
+def _total_ms(of_directions: Mapping[str, Sequence[DirectionBound]]) -> float:
+    return sum(bound.time for of_stacks in of_directions.values() for bound in of_stacks)
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
@@ -232,12 +262,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _is_case(case: Mapping[str, Any]) -> bool:
-    counted = case.get("stock_busy_cores") is not None
-    numbers = [case["stock_ms"], *([case["stock_busy_cores"]] if counted else [])]
+    # Not measured on a GPU, or absent from older results.
+    measured = [key for key in ("busy_cores", "peak_bytes") if case.get(f"stock_{key}") is not None]
+    numbers = [case["stock_ms"], *(case[f"stock_{key}"] for key in measured)]
     for row in case["rows"]:
         numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
-        numbers += [row["busy_cores"]] if counted else []
+        numbers += [row[key] for key in measured]
+        numbers += [row[key] for key in ("layers", "stack") if key in row]
         if not isinstance(row["schedule"], str):
             return False
     return isinstance(case["name"], str) and all(

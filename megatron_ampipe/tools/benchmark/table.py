@@ -11,45 +11,57 @@ from rich.table import Table
 from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
-    "ms: forward + backward of one block, median over repeats of the slowest rank. speedup: median of "
+    "ms: forward + backward of {passed}, median over repeats of the slowest rank. speedup: median of "
     "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
     "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
-    "slowest rank kept busy."
+    "slowest rank kept busy. MiB: the most that a pass holds at once, beyond weights and input."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
+OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
 
 def heading(document: Mapping[str, Any]) -> str:
     """What was measured, in one line; says so when the link was emulated."""
     link = f"link {document['link']}" + (" (emulated)" if document["emulated"] else "")
     ranks = f"{document['ranks']} ranks" + (", all but one pretended" if document.get("pretended") else "")
-    return f"grid {document['grid']} · {link} · {ranks}"
+    # Absent from older results.
+    num_layers = document.get("layers", 1)
+    layers = f", {num_layers} layers" if num_layers > 1 else ""
+    return f"grid {document['grid']}{layers} · {link} · {ranks}"
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
     again = any(row["degree"] == 1 for case in document["cases"] for row in case["rows"])
-    caption = _CAPTION + _OF_DEGREE_1 * again
+    num_layers = document.get("layers", 1)
+    stacked = num_layers > 1
+    passed = f"{num_layers} layers" if stacked else "one block"
+    caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
     predicted = "prediction" in document
-    columns = ["degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
+    columns = [*["stack"] * stacked, "degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
     # Not measured on a GPU, and absent from older results.
     counted = all(case.get("stock_busy_cores") for case in document["cases"])
-    for column in columns + ["busy"] * counted + ["predicted", "off by"] * predicted:
+    metered = all(case.get("stock_peak_bytes") for case in document["cases"])
+    columns += ["busy"] * counted + ["MiB"] * metered
+    for column in columns + ["predicted", "off by"] * predicted:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
-        stock_busy = [f"{case['stock_busy_cores']:.2f}"] if counted else []
+        measured = [f"{case['stock_busy_cores']:.2f}"] if counted else []
+        measured += [_mib(case["stock_peak_bytes"])] if metered else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
-        table.add_row(case["name"], "stock", "", f"{case['stock_ms']:.2f}", limit, *[""] * 3, *stock_busy)
+        blank = [""] * (1 + stacked)
+        table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
                 "",
                 row["schedule"],
+                *([str(row["stack"])] if stacked else []),
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",
@@ -58,6 +70,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 "" if bound_ms is None else f"{bound_ms:.2f}",
                 "" if share is None else f"{share:.1%}",
                 *([f"{row['busy_cores']:.2f}"] if counted else []),
+                *([_mib(row["peak_bytes"])] if metered else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
@@ -71,3 +84,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
             f"fastest in {found['close_choices']} of {found['cases']} cases (at most "
             f"{found['worst_loss']:.1%} slower)"
         )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}"

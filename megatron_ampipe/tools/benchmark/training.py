@@ -20,6 +20,7 @@ from rich.table import Table
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
+from megatron_ampipe.tools.benchmark.table import OF_STACKS
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
     TrainingJob,
@@ -54,15 +55,12 @@ class Curve:
     lm_loss: tuple[float, ...]
 
 
-def measure(
-    job: BenchJob, *, layers: int, rounds: int, on_iteration: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> list[dict[str, Any]]:
     """Train every case with every variant, as often as there are rounds.
 
     Args:
         job: Cases, variants, link and ranks; ``warmup`` and ``repeats`` are iterations of a training that do
             not and that do count.
-        layers: Of the model.
         rounds: Trainings of each variant.
         on_iteration: Called at every iteration with what is trained.
 
@@ -82,25 +80,24 @@ def measure(
                 for step in range(len(job.variants)):
                     index = (round_ + step) % len(job.variants)
                     variant = job.variants[index]
-                    curves[index].append(_train(case, variant, job, layers=layers, on_iteration=on_iteration))
+                    curves[index].append(_train(case, variant, job, on_iteration=on_iteration))
                     # The first training of all is stock's.
                     _check_same(case, job.variants, curves)
-            flags = _flags(case, job, layers=layers)
-            cases.append(case_result(case, job.variants, curves, warmup=job.warmup, flags=flags))
+            cases.append(case_result(case, job, curves))
     return cases
 
 
-def _flags(case: Case, job: BenchJob, *, layers: int) -> tuple[str, ...]:
+def _flags(case: Case, job: BenchJob) -> tuple[str, ...]:
     iterations = job.warmup + job.repeats
-    return training_flags(case, layers=layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed)
+    return training_flags(
+        case, layers=job.layers, num_ranks=job.num_ranks, iterations=iterations, seed=job.seed
+    )
 
 
-def _train(
-    case: Case, variant: Variant, job: BenchJob, *, layers: int, on_iteration: Callable[[str], None]
-) -> Curve:
+def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callable[[str], None]) -> Curve:
     """One training, on newly started ranks."""
     training = TrainingJob(
-        flags=(*_flags(case, job, layers=layers), *variant_flags(variant)),
+        flags=(*_flags(case, job), *variant_flags(variant)),
         stock_attends_as=None if variant.chunked else case.dtype,
         link=job.link,
         num_ranks=job.num_ranks,
@@ -169,32 +166,25 @@ def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
     return differences[place], place + 1
 
 
-def case_result(
-    case: Case,
-    variants: Sequence[Variant],
-    curves: Sequence[Sequence[Curve]],
-    *,
-    warmup: int,
-    flags: Sequence[str],
-) -> dict[str, Any]:
+def case_result(case: Case, job: BenchJob, curves: Sequence[Sequence[Curve]]) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
     Args:
         case: The block.
-        variants: Stock first.
+        job: What was trained.
         curves: By variant and round.
-        warmup: Iterations at the beginning of a training that do not count.
-        flags: Megatron's, the same for all variants.
     """
-    timed = [[ms for curve in of_rounds for ms in curve.ms[warmup:]] for of_rounds in curves]
+    timed = [[ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves]
     rows = []
-    for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
+    for variant, samples, of_rounds in zip(job.variants[1:], timed[1:], curves[1:], strict=True):
         ratios = [stock / other for stock, other in zip(timed[0], samples, strict=True)]
         rows.append(
             {
                 "schedule": variant.schedule,
                 "degree": variant.cut.degree,
                 "cut": str(variant.cut),
+                "layers": job.layers,
+                "stack": variant.stack,
                 **_speed(samples),
                 "speedup": round(statistics.median(ratios), 4),
                 "speedup_p10": round(percentile(ratios, 0.1), 4),
@@ -206,7 +196,8 @@ def case_result(
     return {
         "name": case.name,
         "block": asdict(case),
-        "flags": list(flags),
+        "flags": list(_flags(case, job)),
+        "layers": job.layers,
         "stock": {**_speed(timed[0]), "trainings": [asdict(curve) for curve in curves[0]]},
         "rows": rows,
     }
@@ -222,11 +213,10 @@ def _speed(samples_ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def settings(*, layers: int, rounds: int) -> dict[str, Any]:
+def settings(*, rounds: int) -> dict[str, Any]:
     """What the document holds in addition to what every document of ``ampipe bench`` holds."""
     return {
         "format": FORMAT,
-        "layers": layers,
         "rounds": rounds,
         "micro_batches": MICRO_BATCHES,
         "loss_tolerance": TOLERANCE,
@@ -239,19 +229,32 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         f"training · grid {document['grid']}, {document['layers']} layers · link {document['link']} · "
         f"{document['ranks']} ranks"
     )
-    table = Table(title=title, caption=_CAPTION, caption_justify="left")
+    caption = _CAPTION + OF_STACKS * (document["layers"] > 1)
+    table = Table(title=title, caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layers of")
-    for column in ("degree", "ms", "10-90 %", "iterations/s", "speedup", "10-90 %", "loss difference"):
+    stacked = document["layers"] > 1
+    for column in (
+        *["stack"] * stacked,
+        "degree",
+        "ms",
+        "10-90 %",
+        "iterations/s",
+        "speedup",
+        "10-90 %",
+        "loss difference",
+    ):
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min(row["ms"] for row in case["rows"])
-        table.add_row(case["name"], "stock", "", *_speed_cells(case["stock"]))
+        blank = [""] * (1 + stacked)
+        table.add_row(case["name"], "stock", *blank, *_speed_cells(case["stock"]))
         for row in case["rows"]:
             table.add_row(
                 "",
                 row["schedule"],
-                str(row["degree"]),
+                *([str(row["stack"])] if stacked else []),
+                row["cut"],
                 *_speed_cells(row),
                 f"{row['speedup']:.3f}",
                 f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -49,6 +50,23 @@ class KernelAttention(torch.nn.Module):
         return self._kernel(query, key, value, spans=whole, scale=self._scale, dropout=0.0)
 
 
+class Layers(torch.nn.Module):
+    """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``."""
+
+    def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            build_module(layer, config=config, layer_number=number)
+            for number, layer in enumerate(spec.layer_specs, 1)
+        )
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        """``[S, B, D]`` through all layers to the same shape; arguments as of a layer."""
+        for layer in self.layers:
+            hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
+        return hidden_states, None
+
+
 class BlockFactory:
     """Builds the variants of one case.
 
@@ -58,25 +76,35 @@ class BlockFactory:
         num_ranks: Over which the experts are spread.
         on_cuda: Where the layers shall be.
         seed: Of the weights; the same on every rank.
+        layers: How many such blocks follow one another, each with its own weights.
+
+    Attributes:
+        stock: Megatron's own :class:`Layers`.
+        kernel: Of the attention of all variants.
+        fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
     """
 
-    def __init__(self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int) -> None:
+    def __init__(
+        self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int, layers: int = 1
+    ) -> None:
         self._on_cuda = on_cuda
-        self._config = _transformer_config(case, num_ranks=num_ranks, on_cuda=on_cuda)
+        self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
         self.kernel = pinned_kernel(
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
         )
-        self._spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
-        use_experts(self._spec, case)
-        attention = self._spec.submodules.self_attention.submodules
+        spec = get_gpt_layer_local_spec(case.experts, False, normalization=self._config.normalization)
+        use_experts(spec, case)
+        attention = spec.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(module=KernelAttention, params={"kernel": self.kernel})
+        self._spec = TransformerBlockSubmodules(layer_specs=[spec] * layers)
         torch.manual_seed(seed)
         self.stock = self._build(self._spec)
         # If the experts of all ranks were equal, sending a token to a wrong one would go unnoticed.
         torch.manual_seed(seed * 10_007 + rank)
         with torch.no_grad():
-            for parameter in self.stock.mlp.experts.parameters():
-                parameter.normal_(std=self._config.init_method_std)
+            for layer in self.stock.layers:
+                for parameter in layer.mlp.experts.parameters():
+                    parameter.normal_(std=self._config.init_method_std)
         self.fused_gradients = self._config.gradient_accumulation_fusion
         if self.fused_gradients:
             # As in training, linear layers add their weights' gradients to these.
@@ -86,7 +114,7 @@ class BlockFactory:
     def build(
         self, variant: Variant, *, recorder: Recorder | None = None, executor: Executor | None = None
     ) -> torch.nn.Module:
-        """The variant as a user would get it, on the stock layer's parameters.
+        """The variant as a user would get it, on the parameters of the stock layers.
 
         Args:
             variant: Which.
@@ -106,21 +134,21 @@ class BlockFactory:
         recorder, timer = Recorder(num_iterations=num_passes), StageTimer(saved_bytes=saved_bytes)
         return self.build(variant, recorder=recorder, executor=timer), recorder, timer
 
-    def _on_stock_parameters(self, spec: ModuleSpec) -> torch.nn.Module:
-        layer = self._build(spec)
-        layer.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
+    def _on_stock_parameters(self, spec: TransformerBlockSubmodules) -> Layers:
+        layers = self._build(spec)
+        layers.load_state_dict(self.stock.state_dict(keep_vars=True), strict=True, assign=True)
         shared = dict(self.stock.named_parameters())
-        assert all(parameter is shared[name] for name, parameter in layer.named_parameters())
-        return layer
+        assert all(parameter is shared[name] for name, parameter in layers.named_parameters())
+        return layers
 
-    def _build(self, spec: ModuleSpec) -> torch.nn.Module:
-        layer = build_module(spec, config=dataclasses.replace(self._config), layer_number=1)
-        layer.train()
-        return layer.cuda() if self._on_cuda else layer
+    def _build(self, spec: TransformerBlockSubmodules) -> Layers:
+        layers = Layers(spec, dataclasses.replace(self._config))
+        layers.train()
+        return layers.cuda() if self._on_cuda else layers
 
 
-def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> TransformerConfig:
-    """Megatron's configuration of one layer, without dropout, router losses and fusions that need extras."""
+def _transformer_config(case: Case, *, layers: int, num_ranks: int, on_cuda: bool) -> TransformerConfig:
+    """Megatron's configuration of the layers, without dropout, router losses and fusions that need extras."""
     fields: dict[str, Any] = {}
     if case.capacity is not None:
         fields |= {"moe_expert_capacity_factor": case.capacity, "moe_token_drop_policy": "position"}
@@ -130,7 +158,7 @@ def _transformer_config(case: Case, *, num_ranks: int, on_cuda: bool) -> Transfo
         # Else nearly tied experts change places where chunks round otherwise than the whole.
         fields["moe_router_dtype"] = "fp32"
     return TransformerConfig(
-        num_layers=1,
+        num_layers=layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
         num_query_groups=case.query_groups,

@@ -9,6 +9,7 @@ launches. Used by ``benchmark.passes`` and ``profiling.block_times``.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule import Stage, stage_from_text
 
 
 class StageTimer:
@@ -36,7 +37,7 @@ class StageTimer:
     def __init__(self, *, saved_bytes: int = 0) -> None:
         self._saved_bytes = saved_bytes
         self.needs: dict[str, dict[str, list[str]]] = {}
-        """By direction and stage, the names of the stages it waited for."""
+        """By direction and stage of a whole pass, the names of the stages it waited for."""
         self.queue = FullQueue()
 
     def execute(
@@ -48,12 +49,13 @@ class StageTimer:
         crossing: Crossing | None = None,
     ) -> None:
         """Every stage once, each recorded while nothing else runs."""
-        # Every pass is a forward and then a backward.
-        direction = Direction.FORWARD if not self.needs else Direction.BACKWARD
-        if len(self.needs) < len(Direction):
-            self.needs[direction.value] = {
-                str(stage): list(map(str, found)) for stage, found in needs.items()
-            }
+
+        def name(stage: Stage) -> str:
+            return _name(stage, recorder.layer + stage.layer)
+
+        self.needs.setdefault(recorder.direction.value, {}).update(
+            {name(stage): list(map(name, found)) for stage, found in needs.items()}
+        )
         on_cuda = torch.cuda.is_available()
         first_collective = next((stage for _, stage in order if stage.is_communication), None)
         for lane, stage in order:
@@ -120,9 +122,18 @@ def _spend(saved_bytes: int, *, on_cuda: bool) -> None:
 
 
 def stage_times(recorder: Recorder) -> dict[str, dict[str, list[float]]]:
-    """What was recorded: by direction and stage, microseconds of every pass."""
+    """What was recorded: by direction and stage, microseconds of every pass.
+
+    Stages of all layers but the first end in the layer's place: ``expert.2@1`` is of the second.
+    """
     times: dict[str, dict[str, list[float]]] = {}
     for span in recorder.timeline(rank=0, labels={}).spans:
-        passes = times.setdefault(span.direction, {}).setdefault(span.stage, [])
+        stage = _name(stage_from_text(span.stage), span.layer)
+        passes = times.setdefault(span.direction, {}).setdefault(stage, [])
         passes.append(round(span.end_us - span.begin_us, 2))
     return times
+
+
+def _name(stage: Stage, layer_number: int) -> str:
+    """A stage of the layer of this number, from 1, whether or not layers share a schedule."""
+    return str(dataclasses.replace(stage, layer=layer_number - 1))

@@ -1,4 +1,7 @@
-"""The ways to run a block that are compared: a schedule, and where it cuts the sequence. Plain data."""
+"""The ways to run blocks that are compared: a schedule, where it cuts the sequence, how many blocks share it.
+
+Plain data.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +63,13 @@ class Variant:
         schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
         cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
         order: Of a plan, the order of the stages (``schedule.to_text``).
+        stack: How many consecutive layers share the schedule; 1 is block by block.
     """
 
     schedule: str
     cut: Cut
     order: str | None = None
+    stack: int = 1
 
     @property
     def chunked(self) -> bool:
@@ -77,15 +82,16 @@ class Variant:
         cut = self.cut
         if not self.chunked:
             return Pipeline.of(1)
-        degrees = {"degree": cut.degree, "backward_degree": cut.backward_degree}
+        fields = {"degree": cut.degree, "backward_degree": cut.backward_degree, "stack": self.stack}
         if self.order is not None:
-            return Pipeline(**degrees, shares=cut.shares, order=from_text(self.order))
-        return Pipeline(**degrees, shares=cut.shares, schedule=self.schedule)
+            return Pipeline(**fields, shares=cut.shares, order=from_text(self.order))
+        return Pipeline(**fields, shares=cut.shares, schedule=self.schedule)
 
     def __str__(self) -> str:
         if self.schedule == STOCK:
             return STOCK
-        return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}"
+        stack = f", stack {self.stack}" if self.stack > 1 else ""
+        return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}{stack}"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
