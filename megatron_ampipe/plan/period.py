@@ -30,11 +30,11 @@ WEIGHTS = tuple(
 """Weights of layer, chunk and critical path in the priority of a list schedule."""
 LISTED_STAGES = 6000
 """Number of list schedules, times the number of stages of the short stack."""
-MOVED_STAGES = 90_000
+MOVED_STAGES = 60_000
 """Number of moves of single stages, times the number of stages of the short stack."""
 REACH = 8
 """The largest distance by which a stage is moved."""
-STARTS = 3
+STARTS = 2
 """How many of the first periods are improved by moves."""
 
 Entry = tuple[int, int]

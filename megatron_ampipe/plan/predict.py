@@ -127,13 +127,15 @@ class Predictor:
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         schedule = self.whole(schedule)
-        found = []
-        for direction in Direction:
-            compiled, durations, _ = self.inputs(schedule, lengths, direction)
-            needs = needs_of(schedule, self.layers, direction)
-            times = dict(zip(compiled.stages, durations, strict=True))
-            found.append(direction_bound(times, needs).time + self._block(direction))
-        return self._recomputed(Pair(*found))
+        forward, backward = (self.direction_bound_us(schedule, lengths, direction) for direction in Direction)
+        return self._recomputed(Pair(forward, backward))
+
+    def direction_bound_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
+        """The bound of one direction of a schedule of all of the layers, without a recompute."""
+        compiled, durations, _ = self.inputs(schedule, lengths, direction)
+        times = dict(zip(compiled.stages, durations, strict=True))
+        bound = direction_bound(times, needs_of(schedule, self.layers, direction))
+        return bound.time + self._block(direction)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""

@@ -13,7 +13,8 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import choice_of_plan
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.plan_file import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from tests.plan_cases import cluster, workload
 
