@@ -212,7 +212,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     cluster = read_cluster(find_cluster(arguments.planned))
     fused = has_fused_weight_gradients(on_gpu=job.device == "cuda")
     plans = [
-        prediction.planned(case, cluster, num_ranks=job.num_ranks, fused_gradients=fused)
+        prediction.planned(case, cluster, stacks=job.stacks, num_ranks=job.num_ranks, fused_gradients=fused)
         for case in job.cases
     ]
     return dataclasses.replace(job, planned=tuple(plans))
