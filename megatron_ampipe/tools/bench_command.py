@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
         # terminal.
-        console = Console(width=None if sys.stdout.isatty() else 120)
+        console = Console(width=None if sys.stdout.isatty() else 150)
         (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
