@@ -651,7 +651,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
-        "layers/spec.py",
+        "layers/spec.py tools/measuring",
         "holds the specifications of all layers",
         "start-up fails",
         (fields("layer_specs", "layer_norm"),),
