@@ -660,7 +660,7 @@ INTERNALS = [
         "core.transformer.transformer_block.TransformerBlock",
         "layers/layer_run.py",
         "builds layers in order and calls each with what the one before it returned",
-        "layers that share a schedule get the wrong rows, or are taken for layers that do not follow each other",
+        "layers that share a schedule get the wrong rows",
         (
             says("for i, layer_spec in enumerate(self.submodules.layer_specs)", method="_build_layers"),
             says(
