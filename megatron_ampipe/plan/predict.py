@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
+from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import ZERO, CostFunction, CostModel, Pair
 from megatron_ampipe.plan.host_time import issue_factor
@@ -21,6 +22,7 @@ from megatron_ampipe.schedule import (
     Stage,
     StageKind,
     data_flow,
+    needs_of,
     period,
     unrolled,
 )
@@ -116,6 +118,22 @@ class Predictor:
         schedule = self.whole(schedule)
         forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
         return self._recomputed(Pair(forward, backward))
+
+    def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
+        """What no order of the stages of a schedule can beat; lanes do not slow each other in it.
+
+        Args:
+            schedule: As for :meth:`pass_us`.
+            lengths: Rows of one rank in each of the schedule's chunks.
+        """
+        schedule = self.whole(schedule)
+        found = []
+        for direction in Direction:
+            compiled, durations, _ = self.inputs(schedule, lengths, direction)
+            needs = needs_of(schedule, self.layers, direction)
+            times = dict(zip(compiled.stages, durations, strict=True))
+            found.append(direction_bound(times, needs).time + self._block(direction))
+        return self._recomputed(Pair(*found))
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""

@@ -141,6 +141,10 @@ class OrderProblem:
 
     def time(self, lanes: Lanes) -> float:
         """The time of an order; infinite if its lanes deadlock."""
+        return max(self.spans(lanes)[1])
+
+    def spans(self, lanes: Lanes) -> tuple[list[float], list[float]]:
+        """Start and end of every stage in an order; infinite if its lanes deadlock."""
         issued: tuple[int, ...] = ()
         positions = (-1,) * len(self.stages)
         if self.issue_us is not None:
@@ -151,7 +155,7 @@ class OrderProblem:
                 covers={stage for stage, one in enumerate(self.stages) if one.kind.covers_wait},
             )
             if merged is None:
-                return NOT_YET
+                return [NOT_YET] * len(self.stages), [NOT_YET] * len(self.stages)
             issued = tuple(stage for _, stage in merged)
             placed = [0] * len(issued)
             for position, stage in enumerate(issued):
@@ -171,7 +175,7 @@ class OrderProblem:
             positions=positions,
             host_needs=self.host_needs,
         )
-        _, end = run(
+        return run(
             compiled,
             self.durations,
             issue_us=self.issue_us,
@@ -180,7 +184,6 @@ class OrderProblem:
             communication_slowdown=self.communication_slowdown,
             busy_latency_us=self.busy_latency_us,
         )
-        return max(end)
 
     def tails(self) -> list[float]:
         """For each stage the length of the critical path from its start to the end of the pass."""

@@ -32,17 +32,19 @@ MINIMUM_SAVING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a block, with its predicted time.
+    """One way to run a block, or several that share a schedule, with its predicted time.
 
     Attributes:
-        schedule: Degrees and order of the stages.
+        schedule: Degrees and order of the stages; it repeats if several layers share it.
         lengths: Rows of one rank in each chunk.
-        time: Time of a pass in each direction, in microseconds.
+        time: Time of a pass of all of the layers in each direction, in microseconds.
+        stack: How many layers share the schedule.
     """
 
     schedule: Schedule
     lengths: tuple[int, ...]
     time: Pair
+    stack: int = 1
 
     @property
     def total_us(self) -> float:
@@ -83,22 +85,25 @@ def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Can
     return _with_two_degrees(predictor, best)
 
 
-def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
+def improve_chunks(
+    predictor: Predictor, start: Candidate, *, evaluations: int = CHUNK_EVALUATIONS
+) -> Candidate:
     """Move rows between adjacent chunks while that saves time. The order of the stages is kept.
 
     Args:
         predictor: Of the workload on the cluster.
         start: The candidate to start from; returned if none is faster.
+        evaluations: How many other lengths are tried, times the number of chunks.
     """
     rows, count = predictor.workload.rows, len(start.lengths)
     # A run must use the lengths that are found here, and it rounds them to this number of rows.
     unit = row_unit(rows, count)
     shortest = max(1, rows // (MAX_SHORTENING * count))
-    best, evaluations = start, 0
+    best, tried = start, 0
     step = max(unit, rows // (2 * count) // unit * unit)
     for lengths in (_tapered(rows, count, unit, ratio) for ratio in (0.8, 1.25)):
         best = min(best, _timed(predictor, start.schedule, lengths), key=lambda one: one.total_us)
-    while step >= unit and evaluations < CHUNK_EVALUATIONS // count:
+    while step >= unit and tried < evaluations // count:
         improved = False
         for giver in range(count):
             for taker in (giver - 1, giver + 1):
@@ -108,7 +113,7 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
                 moved[giver] -= step
                 moved[taker] += step
                 found = _timed(predictor, start.schedule, tuple(moved))
-                evaluations += 1
+                tried += 1
                 if found.total_us < best.total_us * (1 - 1e-6):
                     best, improved = found, True
         if not improved:
@@ -199,7 +204,8 @@ def _named(predictor: Predictor, name: str, forward: int, backward: int) -> Cand
 
 
 def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -> Candidate:
-    return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
+    time = predictor.pass_us(schedule, lengths)
+    return Candidate(schedule, lengths, time, stack=len(predictor.layers))
 
 
 def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import logged_losses
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
@@ -119,23 +120,6 @@ def _layer_spec(config: TransformerConfig, *, dense: bool) -> ModuleSpec:
         # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     return spec
-
-
-class Layers(torch.nn.Module):
-    """Consecutive layers, built and called as Megatron's ``TransformerBlock`` does."""
-
-    def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            build_module(layer, config=config, layer_number=number)
-            for number, layer in enumerate(spec.layer_specs, 1)
-        )
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """As of a layer, through all layers."""
-        for layer in self.layers:
-            hidden_states, _ = layer(hidden_states=hidden_states, **kwargs)
-        return hidden_states, None
 
 
 class Inputs(NamedTuple):

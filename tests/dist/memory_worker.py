@@ -7,17 +7,12 @@ import gc
 import json
 import math
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from tests.dist.cases import Case
 from tests.dist.worker import report, start, use_groups
 
-PASSES = 2
-"""Number of passes, of which the highest peak counts: with threads, the overlap varies."""
 LETTING_GO_S = 5.0
 """A gloo thread was seen to keep a send buffer for 55 ms after the collective had completed."""
 
@@ -28,89 +23,19 @@ def main() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from torch import Tensor
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.layer import AMPipeContext
     from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
-    from megatron_ampipe.tools.measuring.blocks import KernelAttention
+    from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
+    from megatron_ampipe.tools.measuring.memory import PASSES, TensorMeter, Watch, WatchedExecutor
     from tests.dist import logged_losses
-    from tests.dist.blocks import Layers, transformer_config
+    from tests.dist.blocks import transformer_config
 
-    class Meter:
-        """Bytes of all storages that were allocated since :meth:`restart` and are still alive."""
-
-        def __init__(self) -> None:
-            self._lock = threading.RLock()
-            self.where = threading.local()
-            self.restart([])
-
-        def restart(self, known: list[Tensor]) -> None:
-            """Reset; tensors in ``known`` are not counted."""
-            self._known = {tensor.untyped_storage()._cdata for tensor in known}
-            self._live: dict[int, tuple[int, str, list[int]]] = {}
-            self._now = self.peak = 0
-            self.at_peak: list[tuple[int, str, list[int]]] = []
-
-        def see(self, tensor: Tensor, operation: str) -> None:
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            with self._lock:
-                if key in self._known or key in self._live or not size:
-                    return
-                place = f"{getattr(self.where, 'stage', '')} {operation}"
-                self._live[key] = (size, place, list(tensor.shape))
-                weakref.finalize(storage, self._gone, key, self._live)
-                self._now += size
-                if self._now > self.peak:
-                    self.peak = self._now
-                    self.at_peak = list(self._live.values())
-
-        def _gone(self, key: int, live: dict[int, tuple[int, str, list[int]]]) -> None:
-            with self._lock:
-                size, *_ = live.pop(key)
-                if live is self._live:
-                    self._now -= size
-
-    meter = Meter()
-
-    class Watch(TorchDispatchMode):
-        """Passes all tensors that operations of this thread return to the meter."""
-
-        def __torch_dispatch__(
-            self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            output = operation(*args, **(kwargs or {}))
-            for tensor in output if isinstance(output, (tuple, list)) else [output]:
-                if isinstance(tensor, Tensor):
-                    meter.see(tensor, str(operation))
-            return output
-
-    def watched(run_stage: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Activate a mode in the thread of a lane: a mode is active in one thread only."""
-        main_thread = threading.get_ident()
-
-        def run(stage: Any) -> Any:
-            meter.where.stage = str(stage)
-            if threading.get_ident() == main_thread:
-                return run_stage(stage)
-            with Watch():
-                return run_stage(stage)
-
-        return run
-
-    class WatchedSequential(SequentialExecutor):
-        def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
-            super().execute(order, needs, watched(run_stage), *rest)
-
-    class WatchedThread(ThreadExecutor):
-        def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
-            super().execute(order, needs, watched(run_stage), *rest)
-
-    executors = {"sequential": WatchedSequential, "thread": WatchedThread}
+    meter = TensorMeter()
+    executors = {"sequential": SequentialExecutor, "thread": ThreadExecutor}
 
     def build(case: Case) -> torch.nn.Module:
         """A stock layer with the attention kernel of the chunks, as in ``ampipe bench``."""
@@ -121,7 +46,7 @@ def main() -> None:
         )
         context = AMPipeContext(
             AMPipeConfig(pipeline=case.pipeline),
-            executor=executors[case.executor](),
+            executor=WatchedExecutor(executors[case.executor](), meter),
             kernel=case.kernel,
             recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
@@ -137,9 +62,9 @@ def main() -> None:
     def left_bytes(allowed: float) -> int:
         """Bytes that are alive; waits a while if there are more than allowed."""
         end = time.monotonic() + LETTING_GO_S
-        while meter._now > allowed and time.monotonic() < end:
+        while meter.now > allowed and time.monotonic() < end:
             time.sleep(0.001)
-        return meter._now
+        return meter.now
 
     def measure(case: Case, allowed_left: float) -> dict[str, Any]:
         # Megatron's logger of router losses is made for a number of layers.
@@ -154,10 +79,10 @@ def main() -> None:
             gc.collect()
             meter.restart([hidden, gradient, *layer.parameters()])
             torch.distributed.barrier()
-            with Watch():
+            with Watch(meter):
                 meter.where.stage = "stock"
                 output, _ = layer(hidden_states=hidden, attention_mask=None)
-                after_forward = meter._now
+                after_forward = meter.now
                 output.backward(gradient)
             del output
             if meter.peak > best["peak_bytes"]:

@@ -84,7 +84,7 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
 
 
 def check_document(
-    document: dict[str, Any], *, link: str, layers: list[tuple[str, int]], repeats: int
+    document: dict[str, Any], *, link: str, layers: list[tuple[str, int]], repeats: int, num_layers: int = 1
 ) -> None:
     assert document["link"] == link
     assert document["versions"]["torch"]
@@ -93,12 +93,16 @@ def check_document(
     for case in document["cases"]:
         assert case["link"] == link
         assert case["stock_ms"] > 0
+        assert case["stock_peak_bytes"] > 0
+        assert document["layers"] == case["layers"] == num_layers
         assert [(row["schedule"], row["degree"]) for row in case["rows"]] == layers
         for row in case["rows"]:
             assert len(row["samples_ms"]) == repeats
             assert row["ms"] > 0
             assert row["speedup"] > 0
             assert row["busy_cores"] > 0
+            assert row["peak_bytes"] > 0
+            assert row["layers"] == num_layers
             assert row["difference_from_stock"] <= (1e-4 if row["degree"] > 1 else 0.0)
             assert (row["bound_share"] is None) == (row["degree"] == 1)
             if row["bound_share"] is not None:
@@ -114,6 +118,30 @@ def test_without_a_link(tmp_path: Path) -> None:
     check_document(document, link="none", layers=layers, repeats=2)
     assert document["emulated"] is False
     assert "emulated" not in shown
+
+
+def test_several_layers_block_by_block_and_together(tmp_path: Path) -> None:
+    words = ["--layers", "3", "--stack", "1,2,all", "--degrees", "1,4", "--schedules", "ampipe"]
+    document, shown = bench(tmp_path, *words, "--repeats", "2", "--warmup", "0")
+    layers = [("ampipe", degree) for degree in (1, 4, 4, 4)]
+    check_document(document, link="none", layers=layers, repeats=2, num_layers=3)
+    assert document["stacks"] == [1, 2, 3]
+    for case in document["cases"]:
+        again, *rows = case["rows"]
+        # A thread of gloo may keep a buffer for a moment after a collective.
+        assert again["peak_bytes"] == pytest.approx(case["stock_peak_bytes"], rel=0.1)
+        assert [row["stack"] for row in rows] == [1, 2, 3]
+        found = {row["stack"]: row for row in rows}
+        assert len({frozenset(row["stages_us_by_rank"][0]["forward"]) for row in rows}) == 1
+        for stack, row in found.items():
+            needs = row["stage_needs"]["forward"]
+            # The second layer takes what the first returns within the schedule, or from Megatron.
+            assert ("merge.0" in needs["qkv.0@1"]) is (stack > 1)
+            assert ("merge.0@1" in needs["qkv.0@2"]) is (stack > 2)
+            # The same transfers in all.
+            assert len(needs) == 3 * len([name for name in needs if "@" not in name])
+    assert "3 layers" in shown
+    assert "stack" in shown
 
 
 def test_the_planned_variant_is_measured(tmp_path: Path) -> None:
@@ -172,22 +200,25 @@ def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
     document, shown = bench(
-        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "1", "--link", link
+        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "3", "--link", link
     )
-    assert "ampipe" in shown
-    assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 1, 1)
+    assert {"ampipe", "stack"} <= set(shown.split())
+    assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 3, 1)
+    assert document["stacks"] == [1, 3]
     (case,) = document["cases"]
     assert case["name"] == "rich"
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
-    (row,) = case["rows"]
-    for kind in (case["stock"], row):
+    assert case["layers"] == 3
+    assert [(row["layers"], row["stack"]) for row in case["rows"]] == [(3, 1), (3, 3)]
+    for kind in (case["stock"], *case["rows"]):
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
         assert kind["ms"] > 0
         # The model learns: the first loss is about the logarithm of the vocabulary size.
         assert 6.5 > found["lm_loss"][0] > found["lm_loss"][-1] > 0
-    assert (row["schedule"], row["degree"]) == ("ampipe", 4)
-    assert row["loss_difference"] <= training.TOLERANCE
+    for row in case["rows"]:
+        assert (row["schedule"], row["degree"]) == ("ampipe", 4)
+        assert row["loss_difference"] <= training.TOLERANCE
 
 
 COMPARE = """

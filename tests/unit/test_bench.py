@@ -12,6 +12,8 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.bound import DirectionBound, direction_bound
+from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
@@ -24,10 +26,9 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import plot, result
+from megatron_ampipe.tools.benchmark import plot, prediction, result
 from megatron_ampipe.tools.benchmark.arguments import stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
@@ -152,8 +153,7 @@ def test_a_slow_network_needs_iproute2(
         (["--layers", "4", "--stack", "0"], "--stack 0: is not a list of whole numbers of layers"),
         (["--layers", "4", "--stack", "x"], "--stack x: is not a list of whole numbers of layers"),
         (["--layers", "4", "--stack", "1,"], "Use --stack 1,all"),
-        (["--layers", "2", "--predict", "x"], "--predict x: the planner knows one block"),
-        (["--layers", "2", "--planned", "x"], "--planned x: the planner knows one block"),
+        (["--layers", "2", "--planned", "x"], "--planned x: the planner plans one block"),
         (["--from", "/absent.json"], "--from /absent.json"),
     ],
 )
@@ -376,6 +376,7 @@ def test_forward_bound_counts_head_and_tail() -> None:
         communication=44.0,
         head=3.0,
         tail=1.0,
+        chain=16.0,
     )
     assert bound.time == 48.0
 
@@ -453,8 +454,10 @@ def test_layers_that_share_a_schedule_lose_the_edges_once() -> None:
 
     one, three = bound(1), bound(3)
     # Of one block qkv, attention and route of a chunk come first, and its merge last.
-    assert one == DirectionBound(20.0, 21.0, 44.0, head=3.0, tail=1.0)
-    assert three == DirectionBound(60.0, 61.0, 132.0, head=3.0, tail=1.0)
+    assert (one.head, one.communication, one.tail, one.time) == (3.0, 44.0, 1.0, 48.0)
+    assert (three.head, three.communication, three.tail) == (3.0, 132.0, 1.0)
+    # Each layer waits for the last one, chunk by chunk.
+    assert three.chain == 3 * one.chain
     assert three.time == 3 * one.time - 2 * (one.head + one.tail)
 
 
@@ -556,6 +559,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "needs": needs,
         "starved": [None if found is None else {} for found in needs],
         "difference": difference,
+        "peak_bytes": [1_048_576 * (1 + place) for place in range(len(variants))],
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
@@ -608,11 +612,13 @@ def test_a_case_holds_what_scripts_read() -> None:
         "communication_ms": 6.0,
         "head_ms": 3.0,
         "tail_ms": 1.0,
+        "chain_ms": 8.0,
     }
     # 60 ms over the smallest bound, that of two chunks in either order.
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
+    assert (case["stock_peak_bytes"], control["peak_bytes"]) == (2**20, 2 * 2**20)
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
 
 
@@ -632,13 +638,17 @@ def shown(found: dict[str, Any], path: Path) -> list[str]:
 def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
     older, empty = document(), document()
     words = shown(document(), tmp_path / "x.json")
-    assert "busy" in words
+    assert {"busy", "MiB"} <= set(words)
+    assert "1.0" in words
     assert words[words.index("most") + 1] == "3.16"
     case = older["cases"][0]
-    del case["stock_busy_cores"]
+    for key in ("busy_cores", "peak_bytes"):
+        del case[f"stock_{key}"]
+        for row in case["rows"]:
+            del row[key]
     for row in case["rows"]:
-        del row["busy_cores"]
-    assert "busy" not in shown(older, tmp_path / "x.json")
+        del row["layers"], row["stack"]
+    assert not {"busy", "MiB"} & set(shown(older, tmp_path / "x.json"))
     empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
     assert "60.00" in shown(empty, tmp_path / "x.json")
 
@@ -652,6 +662,26 @@ def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
     assert "stack" in words
     assert words[words.index("tiny,") + 1] == "4"
     assert plot._series(several) == ["ampipe", "sequential, 4 layers together", "sequential"]
+
+
+def test_layers_are_predicted_stack_by_stack() -> None:
+    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+
+    def predicted(layers: int, stack: int) -> tuple[float, float]:
+        found = document() | {"layers": layers}
+        (case,) = found["cases"]
+        # A block of real size: in the others, the overhead of a stage is all.
+        case["block"] |= {"sequence_length": 2048, "hidden": 256, "ffn": 1024}
+        case["rows"] = [case["rows"][1] | {"stack": stack}]
+        prediction.predict(found, cluster)
+        assert case["choice"]["stack"] == stack
+        return case["predicted_stock_ms"], case["rows"][0]["predicted_ms"]
+
+    stock, one = predicted(1, 1)
+    assert predicted(4, 1) == pytest.approx((4 * stock, 4 * one), rel=1e-6)
+    (_, two), (_, four), (_, mixed) = predicted(4, 2), predicted(4, 4), predicted(4, 3)
+    assert 4 * one > two > four
+    assert predicted(3, 3)[1] + one == pytest.approx(mixed, rel=1e-6)
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

@@ -195,10 +195,10 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         BadInput: a flag could have no effect, or cannot be honoured.
     """
     if not arguments.end_to_end:
-        for flag, value in (("--predict", arguments.predict), ("--planned", arguments.planned)):
-            if value is not None and layers(arguments) > 1:
-                rule = f"the planner knows one block, and --layers {arguments.layers} measures several"
-                raise BadInput(flag, value, rule=rule, remedy=f"Leave {flag} or --layers out.")
+        if arguments.planned is not None and layers(arguments) > 1:
+            rule = f"the planner plans one block, and --layers {arguments.layers} measures several"
+            remedy = "Leave --planned or --layers out."
+            raise BadInput("--planned", arguments.planned, rule=rule, remedy=remedy)
         if arguments.rounds is not None:
             rule = "belongs to --end-to-end: without it, nothing is trained"
             remedy = "Add --end-to-end, or leave --rounds out."

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.layers.kernel_choice import describe_kernel
+from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.memory import TensorMeter, WatchedExecutor, peak_bytes
 from megatron_ampipe.tools.measuring.network import burst_bytes
 from megatron_ampipe.tools.measuring.stage_times import stage_times
 from megatron_ampipe.tools.measuring.variant import Variant
@@ -50,7 +52,8 @@ def measure(
         processors worked in it, None on CUDA; ``stages``: by variant (None where the layer is
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
         ``starved``: by variant, how often a GPU was out of work within a stage, by the stage's kind;
-        ``difference`` by variant; ``kernel`` of attention, the same for all variants, and ``attention``,
+        ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at once beyond
+        weights and input; ``kernel`` of attention, the same for all variants, and ``attention``,
         which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
 
@@ -74,6 +77,7 @@ def measure(
         for index, variant in enumerate(variants)
         if variant.chunked
     }
+    peaks = _peak_bytes(passes, factory, layers, variants, on_cuda=on_cuda)
     for _ in range(job.warmup):
         for layer in (*layers, *(layer for layer, *_ in timed.values())):
             passes.run(layer)
@@ -103,6 +107,7 @@ def measure(
             timed[index][2].queue.starved if index in timed else None for index in range(len(layers))
         ],
         "difference": difference,
+        "peak_bytes": peaks,
         "kernel": factory.kernel,
         "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
@@ -151,11 +156,21 @@ class _Passes:
             found[f"gradient of {name}"] = gradient + getattr(parameter, "main_grad", 0)
         return found
 
-    def _run(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
+    def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
+        """See :func:`.memory.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
+        known = [self._hidden, self._gradient]
         for parameter in layer.parameters():
-            parameter.grad = None
-            if hasattr(parameter, "main_grad"):
-                parameter.main_grad.zero_()
+            known += [parameter, *([parameter.main_grad] if hasattr(parameter, "main_grad") else [])]
+
+        def run() -> None:
+            self._run(layer)
+            _clear_gradients(layer)
+
+        _clear_gradients(layer)
+        return peak_bytes(run, known=known, meter=meter)
+
+    def _run(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
+        _clear_gradients(layer)
         hidden = self._hidden.detach().requires_grad_()
         gc.collect()
         gc.disable()
@@ -178,6 +193,30 @@ class _Passes:
         if self._on_cuda:
             # NCCL's barrier may return when it is only enqueued.
             torch.cuda.synchronize()
+
+
+def _clear_gradients(layer: torch.nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.grad = None
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.zero_()
+
+
+def _peak_bytes(
+    passes: _Passes,
+    factory: BlockFactory,
+    layers: list[torch.nn.Module],
+    variants: tuple[Variant, ...],
+    *,
+    on_cuda: bool,
+) -> list[int]:
+    """The peak memory of each variant, in passes that are not timed."""
+    if on_cuda:
+        return [passes.peak_bytes(layer, meter=None) for layer in layers]
+    meter = TensorMeter()
+    executor = WatchedExecutor(ThreadExecutor(), meter)
+    watched = [layers[0], *(factory.build(variant, executor=executor) for variant in variants[1:])]
+    return [passes.peak_bytes(layer, meter=meter) for layer in watched]
 
 
 def _compare(

@@ -39,21 +39,21 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     Raises:
         BadInput: the cluster has no figure for something that a block does.
     """
-    if document.get("layers", 1) > 1:
-        rule = "is a result of several layers, and the planner knows one block"
-        raise BadInput("--from", document["grid"], rule=rule, remedy="Leave --predict out.")
+    # Absent from older results, which are of single blocks.
+    layers = document.get("layers", 1)
     for case in document["cases"]:
         predictor = Predictor(_workload(case, document["ranks"]), cluster)
-        stock = predictor.stock()
+        stock = predictor.of_layers(layers).stock()
         case["predicted_stock_ms"] = round((stock.forward + stock.backward) / 1e3, 4)
         for row in case["rows"]:
-            row["predicted_ms"] = round(_predicted_ms(row, predictor), 4)
+            row["predicted_ms"] = round(_predicted_ms(row, predictor, layers=layers), 4)
             row["error"] = round(row["predicted_ms"] / row["ms"] - 1, 4)
         chosen = min(case["rows"], key=lambda row: row["predicted_ms"])
         fastest = min(row["ms"] for row in case["rows"])
         case["choice"] = {
             "schedule": chosen["schedule"],
             "cut": chosen["cut"],
+            "stack": chosen.get("stack", 1),
             "loss": round(chosen["ms"] / fastest - 1, 4),
         }
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
@@ -92,19 +92,24 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _predicted_ms(row: Mapping[str, Any], predictor: Predictor) -> float:
+def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) -> float:
+    """Of one pass through so many layers; ``predictor`` is of one."""
     shares = tuple(row["shares"]) if row["shares"] else None
-    variant = Variant(
-        row["schedule"], Cut.of(row["degree"], row["backward_degree"], shares), row.get("order")
-    )
-    if not variant.chunked:
-        time = predictor.stock()
-    else:
-        pipeline = variant.pipeline
-        workload = predictor.workload
-        lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(workload.sequence_length)]
-        time = predictor.pass_us(pipeline.schedule_of([workload.features]), lengths)
-    return (time.forward + time.backward) / 1e3
+    cut = Cut.of(row["degree"], row["backward_degree"], shares)
+    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1))
+
+    def predicted_us(num_layers: int) -> float:
+        of_layers = predictor.of_layers(num_layers)
+        if not variant.chunked:
+            time = of_layers.stock()
+        else:
+            chunks = variant.pipeline.chunks(predictor.workload.sequence_length)
+            schedule = variant.pipeline.schedule_of(of_layers.layers)
+            time = of_layers.pass_us(schedule, [chunk.hidden[0].length for chunk in chunks])
+        return time.forward + time.backward
+
+    stacks, others = divmod(layers, variant.stack)
+    return (stacks * predicted_us(variant.stack) + (predicted_us(others) if others else 0.0)) / 1e3
 
 
 def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:

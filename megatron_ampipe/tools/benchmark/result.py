@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text
-from megatron_ampipe.tools.benchmark.bound import DirectionBound, direction_bound
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Variant
@@ -113,6 +113,7 @@ def case_result(
             needs=reports[0]["needs"][index],
             starved=[report["starved"][index] for report in reports],
             difference=reports[0]["difference"][index],
+            peak_bytes=_largest(reports, "peak_bytes", index),
         )
         for index, variant in enumerate(variants)
         if index > 0
@@ -127,6 +128,7 @@ def case_result(
         "stock_samples_ms": stock,
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
+        "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
         "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
         "attention": reports[0]["attention"],
@@ -157,6 +159,11 @@ def _by_variant_ms(reports: Sequence[Mapping[str, Any]], key: str) -> list[list[
     ]
 
 
+def _largest(reports: Sequence[Mapping[str, Any]], key: str, index: int) -> int:
+    """Of a variant, over all ranks."""
+    return max(report[key][index] for report in reports)
+
+
 def _row(
     variant: Variant,
     *,
@@ -168,6 +175,7 @@ def _row(
     needs: StageNeeds | None,
     starved: Sequence[Mapping[str, int] | None],
     difference: float,
+    peak_bytes: int,
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
@@ -192,6 +200,8 @@ def _row(
         "bound": None,
         "busy_cores": None if processor_by_rank is None else busy_cores(by_rank, processor_by_rank),
         "difference_from_stock": difference,
+        # Of what a pass holds at once beyond weights and input, on the rank that holds most.
+        "peak_bytes": peak_bytes,
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": processor_by_rank,
@@ -252,12 +262,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _is_case(case: Mapping[str, Any]) -> bool:
-    counted = case.get("stock_busy_cores") is not None
-    numbers = [case["stock_ms"], *([case["stock_busy_cores"]] if counted else [])]
+    # Not measured on a GPU, or absent from older results.
+    measured = [key for key in ("busy_cores", "peak_bytes") if case.get(f"stock_{key}") is not None]
+    numbers = [case["stock_ms"], *(case[f"stock_{key}"] for key in measured)]
     for row in case["rows"]:
         numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
-        numbers += [row["busy_cores"]] if counted else []
+        numbers += [row[key] for key in measured]
+        numbers += [row[key] for key in ("layers", "stack") if key in row]
         if not isinstance(row["schedule"], str):
             return False
     return isinstance(case["name"], str) and all(

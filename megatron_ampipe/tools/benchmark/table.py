@@ -14,10 +14,10 @@ _CAPTION = (
     "ms: forward + backward of {passed}, median over repeats of the slowest rank. speedup: median of "
     "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
     "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
-    "slowest rank kept busy."
+    "slowest rank kept busy. MiB: the most that a pass holds at once, beyond weights and input."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
-_OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
+OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
 
 def heading(document: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     num_layers = document.get("layers", 1)
     stacked = num_layers > 1
     passed = f"{num_layers} layers" if stacked else "one block"
-    caption = _CAPTION.format(passed=passed) + _OF_STACKS * stacked + _OF_DEGREE_1 * again
+    caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
@@ -44,15 +44,18 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     columns = [*["stack"] * stacked, "degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
     # Not measured on a GPU, and absent from older results.
     counted = all(case.get("stock_busy_cores") for case in document["cases"])
-    for column in columns + ["busy"] * counted + ["predicted", "off by"] * predicted:
+    metered = all(case.get("stock_peak_bytes") for case in document["cases"])
+    columns += ["busy"] * counted + ["MiB"] * metered
+    for column in columns + ["predicted", "off by"] * predicted:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
-        stock_busy = [f"{case['stock_busy_cores']:.2f}"] if counted else []
+        measured = [f"{case['stock_busy_cores']:.2f}"] if counted else []
+        measured += [_mib(case["stock_peak_bytes"])] if metered else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
         blank = [""] * (1 + stacked)
-        table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *stock_busy)
+        table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
@@ -67,6 +70,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 "" if bound_ms is None else f"{bound_ms:.2f}",
                 "" if share is None else f"{share:.1%}",
                 *([f"{row['busy_cores']:.2f}"] if counted else []),
+                *([_mib(row["peak_bytes"])] if metered else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
@@ -80,3 +84,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
             f"fastest in {found['close_choices']} of {found['cases']} cases (at most "
             f"{found['worst_loss']:.1%} slower)"
         )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f}"

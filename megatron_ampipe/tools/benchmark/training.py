@@ -20,6 +20,7 @@ from rich.table import Table
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
+from megatron_ampipe.tools.benchmark.table import OF_STACKS
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
     TrainingJob,
@@ -228,19 +229,32 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         f"training · grid {document['grid']}, {document['layers']} layers · link {document['link']} · "
         f"{document['ranks']} ranks"
     )
-    table = Table(title=title, caption=_CAPTION, caption_justify="left")
+    caption = _CAPTION + OF_STACKS * (document["layers"] > 1)
+    table = Table(title=title, caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layers of")
-    for column in ("degree", "ms", "10-90 %", "iterations/s", "speedup", "10-90 %", "loss difference"):
+    stacked = document["layers"] > 1
+    for column in (
+        *["stack"] * stacked,
+        "degree",
+        "ms",
+        "10-90 %",
+        "iterations/s",
+        "speedup",
+        "10-90 %",
+        "loss difference",
+    ):
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min(row["ms"] for row in case["rows"])
-        table.add_row(case["name"], "stock", "", *_speed_cells(case["stock"]))
+        blank = [""] * (1 + stacked)
+        table.add_row(case["name"], "stock", *blank, *_speed_cells(case["stock"]))
         for row in case["rows"]:
             table.add_row(
                 "",
                 row["schedule"],
-                str(row["degree"]),
+                *([str(row["stack"])] if stacked else []),
+                row["cut"],
                 *_speed_cells(row),
                 f"{row['speedup']:.3f}",
                 f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",

@@ -79,9 +79,7 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         flags = ("--ampipe-degree", str(cut.degree))
     if cut.backward_degree != cut.degree:
         flags += ("--ampipe-backward-degree", str(cut.backward_degree))
-    if variant.stack > 1:
-        flags += ("--ampipe-stack", str(variant.stack))
-    return (*flags, "--ampipe-schedule", variant.schedule)
+    return (*flags, "--ampipe-schedule", variant.schedule, "--ampipe-stack", str(variant.stack))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,121 @@
+"""Plans of several layers that share a schedule: prediction, bound, and the search of a period."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ampipe.plan.exact import best_order
+from megatron_ampipe.plan.period import PeriodProblem, improve_period
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.search import choose_degree
+from megatron_ampipe.plan.stacks import choose_stack, full_stack
+from megatron_ampipe.schedule import Direction, build, check, even_chunks, kinds, period, unrolled
+from tests.plan_cases import cluster, without_device, workload
+
+BLOCKS = {
+    "balanced": workload(sequence_length=8192),
+    "slow network": workload(topk=4, sequence_length=4096),
+    "losses, shared": workload(shared_ffn=2048, losses=True),
+}
+DENSE = workload(dense_ffn=8192)
+
+
+@pytest.mark.parametrize("dense", [(), (0,), (1, 3)])
+def test_layers_with_and_without_experts_are_predicted(dense: tuple[int, ...]) -> None:
+    alone, stack = Predictor(DENSE, cluster()), Predictor(DENSE, cluster(), num_layers=4, dense=dense)
+    assert [layer for layer, features in enumerate(stack.layers) if features.dense] == list(dense)
+    lengths = even_chunks(8192, 2)
+    block = build("ampipe", degree=2, features=alone.features)
+    time, stock = stack.pass_us(block, lengths), stack.stock()
+    # The same whether it is given the schedule of a block, a period, or of all layers.
+    assert time == stack.pass_us(period(block), lengths)
+    assert time == stack.pass_us(unrolled(period(block), stack.layers), lengths)
+    assert stack.stock().forward == pytest.approx(
+        (4 - len(dense)) * alone.stock().forward
+        + len(dense) * Predictor(DENSE, cluster(), dense=(0,)).stock().forward
+    )
+    bound = stack.bound_us(block, lengths)
+    assert bound.forward <= time.forward < stock.forward and bound.backward <= time.backward
+    layers = {span.layer: set() for span in stack.timeline(block, lengths).spans}
+    for span in stack.timeline(block, lengths).spans:
+        layers[span.layer].add(span.stage)
+    assert all(("mlp.0" in layers[layer + 1]) == (layer in dense) for layer in range(4))
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+def test_edges_of_a_pass_are_paid_once(block: object) -> None:
+    alone = Predictor(block, cluster())  # type: ignore[arg-type]
+    schedule = build("ampipe", degree=2, features=alone.features)
+    lengths = even_chunks(alone.workload.rows, 2)
+    one, four = sum(alone.pass_us(schedule, lengths)), sum(alone.of_layers(4).pass_us(schedule, lengths))
+    assert four < 0.98 * 4 * one
+    bounds = sum(alone.bound_us(schedule, lengths)), sum(alone.of_layers(4).bound_us(schedule, lengths))
+    assert 4 * max(0.0, bounds[0] - one) <= bounds[1] < 4 * bounds[0]
+
+
+@pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
+@pytest.mark.parametrize("degrees", [(2, 2), (1, 2), (4, 2)], ids=str)
+def test_a_period_is_repeated_as_a_run_repeats_it(device: bool, degrees: tuple[int, int]) -> None:
+    predictor = Predictor(workload(), cluster() if device else without_device(cluster()), num_layers=3)
+    forward, backward = degrees
+    schedule = period(build("ampipe", degree=forward, backward_degree=backward, features=predictor.features))
+    lengths = even_chunks(8192, max(degrees))
+    whole = predictor.whole(schedule)
+    for direction in Direction:
+        problem = PeriodProblem.of(predictor, schedule, lengths, direction)
+        entries = problem.period_of(schedule.program(direction))
+        assert problem.program(entries) == schedule.program(direction)
+        assert problem.problem.program(problem.repeated(entries)) == whole.program(direction)
+        assert problem.time(entries) == pytest.approx(
+            predictor.direction_us(whole, lengths, direction) - predictor._block(direction)
+        )
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
+@pytest.mark.parametrize("device", [True, False], ids=["GPU", "CPU"])
+def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) -> None:
+    alone = Predictor(block, cluster() if device else without_device(cluster()))  # type: ignore[arg-type]
+    predictor = alone.of_layers(6)
+    named, found = choose_stack(predictor, (2, 4)), full_stack(predictor, (2,))
+    assert found.stack == named.stack == 6 and found.schedule.repeats
+    assert found.time == predictor.pass_us(found.schedule, found.lengths)
+    assert max(found.total_us, named.total_us) < 6 * choose_degree(alone, (2, 4)).total_us
+    assert sum(predictor.bound_us(found.schedule, found.lengths)) <= found.total_us * (1 + 1e-9)
+    for layers in (1, 2, 5):
+        features = [predictor.features] * layers
+        check(unrolled(found.schedule, features), features)
+
+
+def test_a_searched_period_is_faster_where_the_network_decides() -> None:
+    predictor = Predictor(workload(topk=4, sequence_length=4096), cluster(), num_layers=4)
+    schedule = period(build("ampipe", degree=4, features=predictor.features))
+    problem = PeriodProblem.of(predictor, schedule, even_chunks(4096, 4), Direction.FORWARD)
+    named = problem.period_of(schedule.forward)
+    assert problem.time(improve_period(problem, named)) < 0.95 * problem.time(named)
+
+
+def test_the_search_of_a_period_is_deterministic() -> None:
+    found = [
+        full_stack(Predictor(workload(topk=4), without_device(cluster()), num_layers=5), (2,))
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+
+
+TIMES = st.integers(0, 6).map(float)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.fixed_dictionaries({kind: TIMES for kind in (kinds.ATTENTION, kinds.EXPERT, kinds.DISPATCH)}))
+def test_a_period_of_two_chunks_is_nearly_as_fast_as_the_best_order(times: dict[object, float]) -> None:
+    """Compared with all orders of two layers, of which most do not repeat."""
+    predictor = Predictor(workload(), without_device(cluster()), num_layers=2)
+    schedule = period(build("ampipe", degree=2, features=predictor.features))
+    lengths = even_chunks(8192, 2)
+    problem = PeriodProblem.of(predictor, schedule, lengths, Direction.BACKWARD)
+    start = problem.period_of(schedule.backward)
+    found = problem.repeated(improve_period(problem, start))
+    best, _ = best_order(problem.problem, found, max_nodes=2000)
+    assert problem.problem.time(found) <= 1.02 * problem.problem.time(best)
