@@ -167,5 +167,8 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     if values.get("moe-expert-capacity-factor", 0.0) < 0:
         # Megatron treats a negative factor as none; AMPipe does not refuse it at degree 1.
         del values["moe-expert-capacity-factor"]
+    if getattr(args, "ampipe_recomputes", False):
+        # Set aside: the layers recompute in place of Megatron.
+        values["recompute-granularity"] = "full"
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
