@@ -28,16 +28,19 @@ def test_settings_are_named_as_their_flags() -> None:
 @pytest.mark.parametrize(
     ("words", "pipeline"),
     [
-        ([], Pipeline(degree=1, backward_degree=1)),
-        (["--ampipe-degree", "4"], Pipeline(degree=4, backward_degree=4)),
+        ([], Pipeline(degree=1, backward_degree=1, stack=0)),
+        (["--ampipe-degree", "4"], Pipeline(degree=4, backward_degree=4, stack=0)),
         (
             ["--ampipe-degree", "4", "--ampipe-backward-degree", "2"],
-            Pipeline(degree=4, backward_degree=2),
+            Pipeline(degree=4, backward_degree=2, stack=0),
         ),
-        (["--ampipe-chunks", "0.75,0.25"], Pipeline(degree=2, backward_degree=2, shares=(0.75, 0.25))),
+        (
+            ["--ampipe-chunks", "0.75,0.25"],
+            Pipeline(degree=2, backward_degree=2, shares=(0.75, 0.25), stack=0),
+        ),
         (
             ["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"],
-            Pipeline(degree=1, backward_degree=1, schedule="moe-only"),
+            Pipeline(degree=1, backward_degree=1, schedule="moe-only", stack=0),
         ),
         (["--ampipe-degree", "2", "--ampipe-stack", "all"], Pipeline(degree=2, backward_degree=2, stack=0)),
         (["--ampipe-degree", "2", "--ampipe-stack", "4"], Pipeline(degree=2, backward_degree=2, stack=4)),
