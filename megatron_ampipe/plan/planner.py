@@ -7,7 +7,9 @@ The simpler plan is kept unless another is predicted to be faster by more than p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
@@ -123,11 +125,16 @@ def _cannot_share(predictor: Predictor) -> str | None:
         return "Nothing is hidden, so layers do not share a schedule."
     if len(predictor.layers) == 1 or not with_experts:
         return "A pipeline stage has one layer, so none share a schedule."
-    if not predictor.features.chunked_qkv:
-        return (
-            "Layers do not share a schedule: queries, keys and values are computed of the whole sequence "
-            "(context parallelism, for example), which is a boundary between layers."
+    reason = boundary(
+        SimpleNamespace(
+            context_parallel_size=workload.context,
+            tensor_model_parallel_size=workload.tensor,
+            moe_expert_capacity_factor=workload.capacity,
+            recompute_granularity=None,
         )
+    )
+    if reason is not None:
+        return f"Layers do not share a schedule: {reason}."
     return None
 
 
