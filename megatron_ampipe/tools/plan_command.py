@@ -7,6 +7,7 @@ Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` finds; dec
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from megatron_ampipe.tools import plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import value_of
 
+DRAWN_LAYERS = 4
+"""Of layers that share a schedule, the number that a picture shows."""
 _EPILOG = """\
 examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100
@@ -97,7 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="NAME", help="draw the predicted timeline as NAME.svg and NAME.png"
+        "--picture",
+        type=Path,
+        metavar="NAME",
+        help="draw the predicted timeline as NAME.svg and NAME.png; of layers that share a schedule, the "
+        "first few",
     )
     parser.add_argument(
         "--trace",
@@ -142,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline is not None and arguments.trace is not None:
         timeline.write_chrome(arguments.trace)
     if timeline is not None and arguments.picture is not None:
-        plan_timeline.draw(timeline, arguments.picture)
+        plan_timeline.draw(_first_layers(timeline), arguments.picture)
     if arguments.json == "-":
         json.dump(answer, sys.stdout, indent=1)
         print()
@@ -184,6 +191,12 @@ def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -
     source = f"{arguments.model} on {arguments.cluster}"
     shown = sharing_layers(predictor, pipeline.stack) if pipeline.stack != 1 else predictor.of_layers(1)
     return plan_timeline.predicted_timeline(shown, pipeline, source=source)
+
+
+def _first_layers(timeline: Timeline) -> Timeline:
+    """The layers that a picture shows: those that follow repeat them."""
+    spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
+    return dataclasses.replace(timeline, spans=spans)
 
 
 def _answer(
