@@ -99,7 +99,7 @@ def boundary(settings: Any) -> str | None:
     if settings.tensor_model_parallel_size > 1 and not moves_rows(settings.moe_expert_capacity_factor):
         return "with tensor parallelism, which tokens a capacity drops depends on the whole sequence"
     if settings.recompute_granularity == "full":
-        return "full recompute runs one layer again at a time"
+        return "Megatron's full recompute works around one layer"
     return None
 
 

@@ -255,7 +255,7 @@ INTERNALS = [
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
         "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/megatron_stages.py",
+        "layers/megatron_stages.py layers/layer_hooks.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"
@@ -395,7 +395,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/megatron_stages.py layers/router.py layers/block_modules.py",
+        "layers/megatron_stages.py layers/router.py layers/block_modules.py layers/layer_hooks.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration"
@@ -651,10 +651,38 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
-        "layers/spec.py",
+        "layers/spec.py tools/measuring",
         "holds the specifications of all layers",
         "start-up fails",
         (fields("layer_specs", "layer_norm"),),
+    ),
+    Internal(
+        "core.transformer.transformer_block.TransformerBlock",
+        "layers/layer_run.py",
+        "builds layers in order and calls each with what the one before it returned",
+        "layers that share a schedule get the wrong rows",
+        (
+            says("for i, layer_spec in enumerate(self.submodules.layer_specs)", method="_build_layers"),
+            says(
+                "for l_no, layer in enumerate(self.layers):",
+                "hidden_states, context = layer( hidden_states=hidden_states,",
+                method="forward",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.mlp.MLP",
+        "compat.py layers/megatron_stages.py",
+        "of a dense layer that shares a schedule; called with the rows of one chunk",
+        "dense layers keep their own schedule, or compute something else than the stock layer",
+        (takes("hidden_states", method="forward"),),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings.all_to_all",
+        "layers/chunk_sharding.py",
+        "moves rows between tensor-parallel ranks before and after layers that share a schedule",
+        "stacks fail under tensor parallelism",
+        (takes("group", "input_", "output_split_sizes_", "input_split_sizes"),),
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",
@@ -1140,6 +1168,41 @@ INTERNALS = [
         "its refusal of `autograd.grad` is why stages recompute by themselves",
         "recompute could be left to Megatron",
         (says("torch.autograd._is_checkpoint_valid()", "torch.autograd.backward(", method="backward"),),
+    ),
+    Internal(
+        "core.tensor_parallel.random._get_all_rng_states",
+        "layers/recompute.py",
+        "random state in which a stage ran that runs again",
+        "a recomputed layer draws other dropout masks than its forward pass",
+        (says("torch.get_rng_state()", "get_cuda_rng_tracker().get_states()"),),
+    ),
+    Internal(
+        "core.tensor_parallel.random._set_all_rng_states",
+        "layers/recompute.py",
+        "likewise",
+        "likewise",
+        (begins_with("cpu_rng_state", "cuda_rng_state", "cuda_rng_state_tracker"),),
+    ),
+    Internal(
+        "core.tensor_parallel.random._fork_rng",
+        "layers/recompute.py",
+        "random states are restored after a stage that runs again",
+        "a run is not reproducible under recompute",
+        (says("_set_all_rng_states(*current_states)"),),
+    ),
+    Internal(
+        "core.tensor_parallel.checkpoint",
+        "layers/layer.py",
+        "full recompute of dense layers that run as Megatron's",
+        "those layers fail",
+        (begins_with("function", "distribute_saved_activations"),),
+    ),
+    Internal(
+        "core.transformer.transformer_block.TransformerBlock",
+        "launch/adjustments.py",
+        "its full recompute is set aside where the schedules recompute",
+        "layers are recomputed twice",
+        (says("self.config.recompute_granularity == 'full' and self.training", method="forward"),),
     ),
     Internal(
         "core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.planned import workload_of_args
+from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
@@ -30,6 +32,21 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
         *_gather_keys_and_values(args),
         *(_prioritize_exchanges(args) if on_gpu else []),
     ]
+
+
+def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullRecompute | None:
+    """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
+
+    Megatron's works around one layer, so layers could not share a schedule. It stays with Megatron where it
+    spreads what is kept over tensor-parallel ranks, and in hybrid models, whose layers share no schedule.
+    """
+    shares = config.automatic or config.pipeline.stack != 1
+    if args.recompute_granularity != "full" or not shares:
+        return None
+    if args.distribute_saved_activations or args.hybrid_layer_pattern is not None:
+        return None
+    args.recompute_granularity, args.ampipe_recomputes = None, True
+    return FullRecompute(args.recompute_method, args.recompute_num_layers)
 
 
 def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:

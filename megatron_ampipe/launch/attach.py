@@ -13,7 +13,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import flags, host
-from megatron_ampipe.launch.adjustments import adjust_arguments
+from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
@@ -23,6 +23,7 @@ from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
+from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
@@ -70,13 +71,16 @@ def make_context(
     adjustments = [*adjustments, *adjust_arguments(args, on_gpu=on_gpu)]
     # Without a trace, only what the log says of an iteration is recorded.
     context = AMPipeContext(
-        config, recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1)
+        config,
+        recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
+        recompute=take_over_recompute(args, config),
     )
     layout = layout_of_args(args)
     rows = [
         megatron,
         *_choose(args, context, layout, plan),
         _stack_row(args, context.pipeline),
+        *_recompute_row(args, context.recompute),
         _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -153,6 +157,21 @@ def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, 
     if args.mtp_num_layers:
         where += "; each MTP layer has its own schedule"
     return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
+
+
+def _recompute_row(args: argparse.Namespace, recompute: FullRecompute | None) -> list[tuple[str, str, str]]:
+    """Which layers are recomputed inside the schedules; no row where Megatron recomputes, or nobody."""
+    if recompute is None:
+        return []
+    layers = "every layer"
+    if recompute.method == "block":
+        layers = f"first {recompute.num_layers} of a stage"
+    reason = "inside the schedules, during the backward pass of the layer above; a layer keeps its input"
+    if recompute.method == "uniform" and recompute.num_layers > 1:
+        reason += f", not one in {recompute.num_layers} layers"
+    if recompute.covers_mtp and args.mtp_num_layers:
+        reason += "; of MTP the transformer layers, not their projections"
+    return [("full recompute", layers, reason)]
 
 
 def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -17,7 +17,14 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares, parse_stack, stack_to_text
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    SCHEDULE_NAMES,
+    Pipeline,
+    parse_shares,
+    parse_stack,
+    stack_to_text,
+)
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 PlanReader = Callable[[Path], Plan]
@@ -99,7 +106,7 @@ def add_arguments(
         help="how many consecutive layers share a schedule: the next layer then begins with its first chunk "
         "while the tokens of the last one's other chunks still travel. all: every layer of a pipeline stage; "
         "1: layer by layer. Changes no result; the start-up table shows where layers cannot share one "
-        "(default: 1)",
+        "(default: all)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -181,7 +188,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     shares = None
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
-    stack = 1
+    stack = ALL_LAYERS
     if args.ampipe_stack is not None:
         stack = parse_stack(args.ampipe_stack, flag="--ampipe-stack")
     if args.ampipe_plan is not None:

@@ -195,7 +195,7 @@ def parse_stack(text: str, *, flag: str) -> int:
         BadInput: it is neither.
     """
     if text == _ALL:
-        return 0
+        return ALL_LAYERS
     if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise BadInput(
             flag,
@@ -211,6 +211,8 @@ def stack_to_text(stack: int) -> str:
     return str(stack) if stack else _ALL
 
 
+ALL_LAYERS = 0
+"""The :attr:`Pipeline.stack` of all layers of a pipeline stage."""
 _ALL = "all"
 _MOST_DIGITS = 9
 """Of a number of layers; Python does not read one of thousands of digits."""

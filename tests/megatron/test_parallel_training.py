@@ -60,6 +60,27 @@ RUNS = {
     ),
 }  # fmt: skip
 
+FULL = ["--num-layers", "4", "--recompute-granularity", "full", "--recompute-method"]
+RECOMPUTED_STACKS = {
+    "uniform": (2, [*EP, *LLAMA, *FULL, "uniform", "--recompute-num-layers", "1"], "every layer"),
+    "dense-first-mtp": (
+        2,
+        [
+            *EP, *LLAMA, *FULL, "uniform", "--recompute-num-layers", "1", "--moe-layer-freq", "[0,1,1,1]",
+            "--mtp-num-layers", "1",
+        ],
+        "every layer",
+    ),
+    "block-interleaved-overlaps": (
+        4,
+        [
+            *PP, *FULL, "block", "--recompute-num-layers", "1", "--num-layers", "8",
+            "--num-layers-per-virtual-pipeline-stage", "2", "--global-batch-size", "8", *ALL_OVERLAPS,
+        ],
+        "first 1 of a stage",
+    ),
+}  # fmt: skip
+
 
 def largest_difference(stock: Run, ours: Run) -> float:
     assert stock.iterations == ours.iterations and len(stock.iterations) == 4
@@ -77,6 +98,18 @@ def test_trains_like_stock(name: str) -> None:
     num_ranks, flags = RUNS[name]
     stock = train(*PLAIN, *flags, num_ranks=num_ranks, timeout_s=280)
     ours = train(*PLAIN, *flags, "--ampipe-degree", "4", num_ranks=num_ranks, timeout_s=280)
+    assert largest_difference(stock, ours) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", RECOMPUTED_STACKS)
+def test_stacks_recompute_like_stock(name: str) -> None:
+    num_ranks, flags, layers = RECOMPUTED_STACKS[name]
+    stock = train(*PLAIN, *flags, num_ranks=num_ranks, timeout_s=280)
+    ours = train(
+        *PLAIN, *flags, "--ampipe-degree", "4", "--ampipe-stack", "all", num_ranks=num_ranks, timeout_s=280
+    )
+    assert re.search(rf"│ full recompute +│ {layers} ", ours.output)
+    assert re.search(r"│ layers per schedule +│ all ", ours.output)
     assert largest_difference(stock, ours) <= TOLERANCE
 
 

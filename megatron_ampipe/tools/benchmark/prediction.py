@@ -15,8 +15,9 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.stacks import full_stack
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import to_text
+from megatron_ampipe.schedule import even_chunks, to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
@@ -59,12 +60,15 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
 
 
-def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bool) -> Variant:
-    """What the planner chooses for a case.
+def planned(
+    case: Case, cluster: Cluster, *, stacks: Sequence[int], num_ranks: int, fused_gradients: bool
+) -> tuple[Variant, ...]:
+    """What the planner chooses for a case, for each number of layers that share a schedule.
 
     Args:
         case: The block.
         cluster: Measured on the same machine and link.
+        stacks: Those numbers; 1 is block by block.
         num_ranks: Over which the experts are spread.
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
 
@@ -72,12 +76,34 @@ def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bo
         BadInput: the cluster has no figure for something that the block does.
     """
     workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
-    plan = make_plan(Predictor(workload, cluster))
+    predictor = Predictor(workload, cluster)
+    # Where nothing is sent or cut, the planner leaves Megatron's layers, however many there are.
+    can_help = workload.expert > 1 and workload.rows > 1
+    found = (
+        _planned_stack(predictor.of_layers(stack)) if stack > 1 and can_help else _planned_block(predictor)
+        for stack in stacks
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _planned_block(predictor: Predictor) -> Variant:
+    plan = make_plan(predictor)
     if not plan.helps:
         return Variant(PLANNED, Cut.of(1))
-    pipeline = plan.pipeline(rows=workload.rows)
+    pipeline = plan.pipeline(rows=predictor.workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
     return Variant(PLANNED, cut, to_text(plan.schedule))
+
+
+def _planned_stack(predictor: Predictor) -> Variant:
+    """The best order that is found for layers that share a schedule, whether or not it helps."""
+    found = full_stack(predictor)
+    schedule, lengths = found.schedule, found.lengths
+    rows = sum(lengths)
+    shares = tuple(length / rows for length in lengths)
+    equal = lengths == even_chunks(rows, len(lengths))
+    cut = Cut(schedule.degree, schedule.backward_degree, None if equal else shares)
+    return Variant(PLANNED, cut, to_text(schedule), stack=len(predictor.layers))
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
