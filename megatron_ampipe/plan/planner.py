@@ -25,7 +25,7 @@ from megatron_ampipe.plan.search import (
     full_plan,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import build
+from megatron_ampipe.schedule import ALL_LAYERS, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -49,14 +49,14 @@ class Plans:
 
 
 def make_plan(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = 0
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
 ) -> Plan:
     """The chosen one of :func:`make_plans`."""
     return make_plans(predictor, degrees=degrees, full=full, stack=stack).chosen
 
 
 def make_plans(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = 0
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
 ) -> Plans:
     """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
 
@@ -114,7 +114,7 @@ def make_plans(
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
     """A predictor of the layers that share one schedule, of those of a pipeline stage."""
     count = len(predictor.layers)
-    return predictor if stack == 0 or stack >= count else predictor.of_layers(stack)
+    return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
 
 
 def _cannot_share(predictor: Predictor) -> str | None:

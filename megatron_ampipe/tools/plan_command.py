@@ -26,6 +26,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
+from megatron_ampipe.schedule import ALL_LAYERS, parse_stack, stack_to_text
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         type=_stack,
-        default=0,
+        default=ALL_LAYERS,
         metavar="N",
         help="how many consecutive layers may share a schedule: 1 (block by block), a number, or all of a "
         "pipeline stage (default: all)",
@@ -339,7 +340,7 @@ def _table_of_stacks(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         forward, backward = row["forward_degree"], row["backward_degree"]
         table.add_row(
-            "no" if row["stack"] == 1 else str(row["stack"] or "all"),
+            "no" if row["stack"] == 1 else stack_to_text(row["stack"]),
             str(forward) if forward == backward else f"{forward}:{backward}",
             row["schedule"],
             f"{row['predicted_ms']:.3f}",
@@ -383,12 +384,10 @@ def _at_least_one(text: str) -> float:
 
 
 def _stack(text: str) -> int:
-    """``all`` or a number of layers, as ``Pipeline.stack``."""
-    if text == "all":
-        return 0
-    if not text.isdecimal() or not 1 <= len(text) <= 4 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers such as 4, and not 'all'")
-    return int(text)
+    try:
+        return parse_stack(text, flag="--stack")
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.rule}") from None
 
 
 def _degrees(text: str) -> tuple[int, ...]:
