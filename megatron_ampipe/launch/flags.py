@@ -255,9 +255,11 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack:
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of what an earlier run of this command line chose."""
     chosen = read_plan(Path(args.ampipe_save_plan)).pipeline()
+    # A plan may have found that layers which may share a schedule gain nothing from it.
+    stack = None if chosen.stack == 1 else args.ampipe_stack
     for flag, value, of_plan in (
         ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
-        ("--ampipe-stack", args.ampipe_stack, stack_to_text(chosen.stack)),
+        ("--ampipe-stack", stack, stack_to_text(chosen.stack)),
     ):
         if value not in (None, of_plan):
             raise BadInput(

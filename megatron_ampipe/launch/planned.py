@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block_features import features_of_settings
+from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
@@ -71,7 +71,8 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         # If layers share the order, two show whether it can be repeated.
-        pipeline.schedule_of([features_of_args(args)] * (1 if plan.stack == 1 else 2))
+        shares = plan.stack != 1 and boundary(args) is None
+        pipeline.schedule_of([features_of_args(args, shares_schedule=shares)] * (2 if shares else 1))
     except BadInput as error:
         raise BadInput(
             "--ampipe-plan",
@@ -139,9 +140,9 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
     )
 
 
-def features_of_args(args: argparse.Namespace) -> BlockFeatures:
+def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    return features_of_settings(args, capacity_scope=_capacity_scope(args))
+    return features_of_settings(args, capacity_scope=_capacity_scope(args), shares_schedule=shares_schedule)
 
 
 def _capacity_scope(args: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem, list_schedule
@@ -70,9 +70,7 @@ class PeriodProblem:
         return cls(
             problem,
             stages,
-            tuple(
-                tuple(number[Stage(stage.kind, stage.chunk, layer)] for layer in passed) for stage in stages
-            ),
+            tuple(tuple(number[replace(stage, layer=layer)] for layer in passed) for stage in stages),
         )
 
     @property
@@ -103,7 +101,7 @@ class PeriodProblem:
         lanes: list[list[Entry]] = [[] for _ in self.problem.lanes]
         for stage in program.stages:
             lane = self.problem.lanes.index(stage.kind.lane.name)
-            lanes[lane].append((number[Stage(stage.kind, stage.chunk)], stage.layer))
+            lanes[lane].append((number[replace(stage, layer=0)], stage.layer))
         return tuple(map(tuple, lanes))
 
     def program(self, period: Period) -> Program:
@@ -112,10 +110,7 @@ class PeriodProblem:
             tuple(
                 LaneOrder(
                     name,
-                    tuple(
-                        Stage(self.stages[stage].kind, self.stages[stage].chunk, layer)
-                        for stage, layer in entries
-                    ),
+                    tuple(replace(self.stages[stage], layer=layer) for stage, layer in entries),
                 )
                 for name, entries in zip(self.problem.lanes, period, strict=True)
             )

@@ -7,7 +7,9 @@ The simpler plan is kept unless another is predicted to be faster by more than p
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
@@ -23,7 +25,7 @@ from megatron_ampipe.plan.search import (
     full_plan,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import build
+from megatron_ampipe.schedule import ALL_LAYERS, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -47,14 +49,14 @@ class Plans:
 
 
 def make_plan(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = 0
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
 ) -> Plan:
     """The chosen one of :func:`make_plans`."""
     return make_plans(predictor, degrees=degrees, full=full, stack=stack).chosen
 
 
 def make_plans(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = 0
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
 ) -> Plans:
     """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
 
@@ -112,7 +114,7 @@ def make_plans(
 def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
     """A predictor of the layers that share one schedule, of those of a pipeline stage."""
     count = len(predictor.layers)
-    return predictor if stack == 0 or stack >= count else predictor.of_layers(stack)
+    return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
 
 
 def _cannot_share(predictor: Predictor) -> str | None:
@@ -123,11 +125,16 @@ def _cannot_share(predictor: Predictor) -> str | None:
         return "Nothing is hidden, so layers do not share a schedule."
     if len(predictor.layers) == 1 or not with_experts:
         return "A pipeline stage has one layer, so none share a schedule."
-    if not predictor.features.chunked_qkv:
-        return (
-            "Layers do not share a schedule: queries, keys and values are computed of the whole sequence "
-            "(context parallelism, for example), which is a boundary between layers."
+    reason = boundary(
+        SimpleNamespace(
+            context_parallel_size=workload.context,
+            tensor_model_parallel_size=workload.tensor,
+            moe_expert_capacity_factor=workload.capacity,
+            recompute_granularity=None,
         )
+    )
+    if reason is not None:
+        return f"Layers do not share a schedule: {reason}."
     return None
 
 

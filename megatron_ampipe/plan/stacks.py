@@ -67,7 +67,8 @@ def full_stack(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candid
 
 
 def _short(predictor: Predictor) -> Predictor:
-    return predictor.of_layers(min(SHORT, len(predictor.layers)))
+    # Stages that run again are placed by the order of the others, and are no part of a period.
+    return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
 
 
 def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]:

@@ -7,6 +7,7 @@ Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` finds; dec
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -25,11 +26,14 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
+from megatron_ampipe.schedule import ALL_LAYERS, parse_stack, stack_to_text
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import value_of
 
+DRAWN_LAYERS = 4
+"""Of layers that share a schedule, the number that a picture shows."""
 _EPILOG = """\
 examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100
@@ -87,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack",
         type=_stack,
-        default=0,
+        default=ALL_LAYERS,
         metavar="N",
         help="how many consecutive layers may share a schedule: 1 (block by block), a number, or all of a "
         "pipeline stage (default: all)",
@@ -97,7 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="NAME", help="draw the predicted timeline as NAME.svg and NAME.png"
+        "--picture",
+        type=Path,
+        metavar="NAME",
+        help="draw the predicted timeline as NAME.svg and NAME.png; of layers that share a schedule, the "
+        "first few",
     )
     parser.add_argument(
         "--trace",
@@ -142,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline is not None and arguments.trace is not None:
         timeline.write_chrome(arguments.trace)
     if timeline is not None and arguments.picture is not None:
-        plan_timeline.draw(timeline, arguments.picture)
+        plan_timeline.draw(_first_layers(timeline), arguments.picture)
     if arguments.json == "-":
         json.dump(answer, sys.stdout, indent=1)
         print()
@@ -184,6 +192,12 @@ def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -
     source = f"{arguments.model} on {arguments.cluster}"
     shown = sharing_layers(predictor, pipeline.stack) if pipeline.stack != 1 else predictor.of_layers(1)
     return plan_timeline.predicted_timeline(shown, pipeline, source=source)
+
+
+def _first_layers(timeline: Timeline) -> Timeline:
+    """The layers that a picture shows: those that follow repeat them."""
+    spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
+    return dataclasses.replace(timeline, spans=spans)
 
 
 def _answer(
@@ -326,7 +340,7 @@ def _table_of_stacks(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         forward, backward = row["forward_degree"], row["backward_degree"]
         table.add_row(
-            "no" if row["stack"] == 1 else str(row["stack"] or "all"),
+            "no" if row["stack"] == 1 else stack_to_text(row["stack"]),
             str(forward) if forward == backward else f"{forward}:{backward}",
             row["schedule"],
             f"{row['predicted_ms']:.3f}",
@@ -370,12 +384,10 @@ def _at_least_one(text: str) -> float:
 
 
 def _stack(text: str) -> int:
-    """``all`` or a number of layers, as ``Pipeline.stack``."""
-    if text == "all":
-        return 0
-    if not text.isdecimal() or not 1 <= len(text) <= 4 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers such as 4, and not 'all'")
-    return int(text)
+    try:
+        return parse_stack(text, flag="--stack")
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.rule}") from None
 
 
 def _degrees(text: str) -> tuple[int, ...]:

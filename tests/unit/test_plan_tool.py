@@ -273,7 +273,10 @@ def test_how_many_layers_share_a_schedule_can_be_set(
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--set", "context-parallel-size=2"], "Layers do not share a schedule: queries, keys and values"),
+        (
+            ["--set", "context-parallel-size=2"],
+            "Layers do not share a schedule: with context parallelism, a layer",
+        ),
         (["--set", "seq-length=1024"], "Sharing a schedule saves nothing more: 12 layers"),
         (["--set", "expert-model-parallel-size=1"], "Nothing is hidden, so layers do not share"),
     ],
