@@ -26,7 +26,7 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
     """The all-to-all dispatcher, with ``preprocess`` split where it waits for the other ranks' counts."""
 
     FROM_COUNTS: ClassVar = (
-        "input_splits", "output_splits", "output_splits_tp", "tokens_per_expert",
+        "num_out_tokens", "input_splits", "output_splits", "output_splits_tp", "tokens_per_expert",
         "num_global_tokens_per_local_expert",
     )  # fmt: skip
 
@@ -47,8 +47,11 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
             routing_map: ``[T, E]`` bool.
 
         Returns:
-            ``[E]`` int64, number of this rank's tokens for each expert.
+            ``[E]`` int64, number of this rank's tokens for each expert; in a second run, what the first knew
+            in the end.
         """
+        if self.input_splits is not None:
+            return self.tokens_per_expert
         self.counts = routing_map.sum(dim=0).long()
         if self.config.moe_expert_capacity_factor is None:
             self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
@@ -105,6 +108,7 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
     """The all-gather dispatcher; its ranks exchange the routing map itself instead of counts."""
 
     FROM_COUNTS: ClassVar = ("routing_map", "_tokens_per_expert")
+    _tokens_per_expert: HostCopy | None = None
 
     @property
     def counts_group(self) -> dist.ProcessGroup:
@@ -116,6 +120,14 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         """``[T, E]`` bool, the routing map of this rank's tokens."""
         return self.routing_map
 
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """As in the stock dispatcher; a second run keeps the routing maps of all ranks."""
+        known = None if self._tokens_per_expert is None else self.routing_map
+        outputs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        if known is not None:
+            self.routing_map = known
+        return outputs
+
     @property
     def _local_experts(self) -> slice:
         return slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
@@ -123,7 +135,6 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
     def set_counts(self, gathered: Tensor) -> None:
         """Set the routing maps of all ranks ``[ranks * T, E]``."""
         self.routing_map = gathered
-        self._tokens_per_expert: HostCopy | None = None
 
     def transport(self) -> Transport:
         """The token exchange of the chunk; also starts copying the experts' token counts to the host."""
@@ -165,21 +176,9 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
 ChunkDispatcher = AllToAllChunk | AllGatherChunk
 
 
-class KnownCounts:
-    """What a dispatcher knows from the other ranks, for a second run that does not exchange it again.
-
-    Args:
-        dispatcher: Of a chunk whose tokens have been dispatched.
-    """
-
-    def __init__(self, dispatcher: ChunkDispatcher) -> None:
-        self._values = {
-            name: value for name, value in vars(dispatcher).items() if name in dispatcher.FROM_COUNTS
-        }
-
-    def set_in(self, dispatcher: ChunkDispatcher) -> None:
-        """Give it to a dispatcher that has routed the same tokens."""
-        vars(dispatcher).update(self._values)
+def copy_counts(first: ChunkDispatcher, second: ChunkDispatcher) -> None:
+    """Let a second run of a chunk know from the start what the first was told by the other ranks."""
+    vars(second).update({name: value for name, value in vars(first).items() if name in first.FROM_COUNTS})
 
 
 CHUNK_DISPATCHERS: dict[str, type[ChunkDispatcher]] = {

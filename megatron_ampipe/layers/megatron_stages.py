@@ -24,7 +24,7 @@ from megatron_ampipe.layers.chunk_attention import (
     RotaryEmbedding,
     project_qkv,
 )
-from megatron_ampipe.layers.dispatcher import KnownCounts
+from megatron_ampipe.layers.dispatcher import copy_counts
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
@@ -62,7 +62,6 @@ class MegatronStages:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._whole = Chunk.joined(chunks)
         self._num_tokens, self._random, self._is_again = num_tokens, random, False
-        self._known_counts: Sequence[KnownCounts] = ()
         self._begin()
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
@@ -81,9 +80,10 @@ class MegatronStages:
         """See ``BlockStages``."""
         found = copy.copy(self)
         found._is_again = True
-        if not self._modules.dense:
-            found._known_counts = [KnownCounts(dispatcher) for dispatcher in self._dispatchers]
         found._begin()
+        if not self._modules.dense:
+            for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
+                copy_counts(first, second)
         return found
 
     # Bound methods are made when they are asked for: kept here, they would be a cycle that holds activations.
@@ -153,8 +153,6 @@ class MegatronStages:
         probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing)
         dispatcher = self._dispatchers[chunk]
         tokens, token_probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
-        if self._known_counts:
-            self._known_counts[chunk].set_in(dispatcher)
         return tokens, token_probs, logits
 
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:

@@ -50,6 +50,8 @@ class BlockCall:
         self._runs_again = keep_graph and block.recomputed
         self._keep_graph = keep_graph and not block.recomputed
         self._layout = BlockLayout(block.flow, stages.chunks, block.whole)
+        self._flow = block.flow
+        self._shapes: dict[tuple[StageKind, int | None], list[_Shape]] = {}
         self._keys = KeyValueRows(self._layout, keep_graph=self._keep_graph)
         self._segments: dict[tuple[StageKind, int | None], Segment] = {}
         self._note: Note = _nothing if crossing is None else crossing.note_use
@@ -98,6 +100,8 @@ class BlockCall:
 
     def _compute(self, kind: StageKind, chunk: int | None) -> None:
         """Run the function of one stage of one chunk, or of the whole sequence."""
+        if self._runs_again and self._keep_graph:
+            self._give_shapes(kind, chunk)
         inputs = self.values.take(kind, chunk)
         crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
         extra: dict[str, Any] = {}
@@ -135,10 +139,23 @@ class BlockCall:
         give = self.values.give if forward else self.gradients.add
         count = len(transfer.outputs) // len(chunks)
         for place, chunk in enumerate(chunks):
-            give(kind, chunk, transfer.outputs[place * count : (place + 1) * count])
+            outputs = transfer.outputs[place * count : (place + 1) * count]
+            if forward and self._runs_again and kind in self._flow.once:
+                self._shapes[kind, chunk] = [(part.shape, part.dtype, part.device) for part in outputs]
+            give(kind, chunk, outputs)
         if self._crossing is not None:
             self._crossing.note_transfer((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
         return transfer
+
+    def _give_shapes(self, kind: StageKind, chunk: int | None) -> None:
+        """For a stage that runs again: uninitialized memory for what it takes of transfers that do not."""
+        for giver in {source.giver for _, source in self._flow.taken[kind]} & self._flow.once:
+            shapes = self._shapes.pop((giver, chunk))
+            parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+            self.values.give(giver, chunk, parts)
+
+
+_Shape = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def _nothing(tensors: Sequence[Tensor | None]) -> None:

@@ -81,6 +81,8 @@ class DataFlow:
         output: What the block returns.
         taken: For each row the tensors that it takes, each with where it comes from.
         given: The same of the tensors that it gives.
+        once: Transfers that do not run again in a recomputed block: those that run forward only, whose result
+            is kept, and those of whose result the rest needs the shape alone.
     """
 
     kinds: tuple[StageKind, ...]
@@ -89,6 +91,7 @@ class DataFlow:
     output: Source
     taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
     given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
+    once: frozenset[StageKind]
 
 
 @functools.lru_cache(maxsize=512)
@@ -125,7 +128,21 @@ def data_flow(features: BlockFeatures) -> DataFlow:
         )
         for kind in kinds
     }
-    return DataFlow(kinds, sources, takers, latest[HIDDEN_STATES.name], taken, given)
+    once = frozenset(
+        kind
+        for kind in kinds
+        if Direction.BACKWARD not in kind.directions
+        or (
+            kind.scope is Scope.CHUNK
+            and not kind.lane.computes
+            and all(
+                value in taker.by_shape and taker.scope is Scope.CHUNK
+                for value, source in given[kind]
+                for taker in takers.get(source, ())
+            )
+        )
+    )
+    return DataFlow(kinds, sources, takers, latest[HIDDEN_STATES.name], taken, given, once)
 
 
 def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool) -> bool:
@@ -145,8 +162,8 @@ def dependencies(
     """Every stage of one direction with the stages that must have run before it.
 
     The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
-    A recomputed block also runs its forward graph in it, without those kinds: what they give is kept. It
-    begins when the second block above has ended, so that the tensors of two blocks at most are kept.
+    A recomputed block also runs its forward graph in it, without :attr:`DataFlow.once`. It begins when the
+    second block above has ended, so that the tensors of two blocks at most are kept.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -184,7 +201,7 @@ def _again(
     again = {
         stage: Stage(stage.kind, stage.chunk, stage.layer, again=True)
         for stage in backward
-        if layers[stage.layer].recomputed
+        if layers[stage.layer].recomputed and stage.kind not in data_flow(layers[stage.layer]).once
     }
     last = _last_of_layers(backward) if again else {}
     found = {}

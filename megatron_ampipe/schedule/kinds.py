@@ -101,6 +101,8 @@ class StageKind:
         gives: The results of its function, in order, without ``Layout.STATE``; in the backward pass the
             gradients it receives.
         directions: In which passes it runs.
+        by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
+            linear in them. A transfer that gives nothing else does not run again in a recomputed block.
         feature: The field of :class:`~.graph.BlockFeatures` without which a block has no such stage.
         chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
             sequence in every schedule.
@@ -116,6 +118,7 @@ class StageKind:
     takes: tuple[Value, ...] = field(default=(), repr=False)
     gives: tuple[Value, ...] = field(default=(), repr=False)
     directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
+    by_shape: tuple[Value, ...] = field(default=(), repr=False)
     feature: str | None = field(default=None, repr=False)
     chunked_by: str | None = field(default=None, repr=False)
     ordered_by: str | None = field(default=None, repr=False)
@@ -202,6 +205,7 @@ MERGE = StageKind(
     "merge",
     takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
     gives=(HIDDEN_STATES,),
+    by_shape=(_EXPERT_OUTPUT,),
     feature="experts",
 )
 """Unpermutation, shared expert output, residual."""

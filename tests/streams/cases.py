@@ -87,6 +87,12 @@ def runs() -> Iterator[Run]:
             yield Run(f"{name}-no-grad-{local_experts}-experts", case, gradients=False)
             yield Run(f"{name}-in-flight-{local_experts}-experts", case, in_flight=3)
             yield Run(f"{name}-late-{local_experts}-experts", case, issue=lazy_issue)
+    case = block(degree=4, layers="mdm", stack=0, recompute=("uniform", 1), model=VARIANTS["losses-top2"])
+    yield Run("recomputed-stack-in-flight", case, in_flight=3)
+    yield Run("recomputed-stack-late", case, issue=lazy_issue)
+    for number in range(10):
+        issue = functools.partial(random_issue, random.Random(number))
+        yield Run(f"recomputed-stack-random-{number}", case, issue=issue)
     for case in PARITY:
         # The split of the sequence and the attention kernel make no difference here.
         told = case.name.startswith(("degree", "length", "kernel", "only"))

@@ -17,6 +17,7 @@ from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.runtime import block_stages
 from megatron_ampipe.schedule import Pipeline, kinds
+from tests.dist import logged_losses
 from tests.dist.blocks import build_layers, transformer_config
 from tests.dist.cases import Case
 from tests.streams import model
@@ -93,6 +94,7 @@ def run_case(
         warm: Report the second of two runs.
         issue: Replaces ``schedule.issue_order``.
     """
+    logged_losses.clear()
     layers = build_layers(case)
     layer = layers[0] if stock else layers[1]
     if not stock:

@@ -46,17 +46,18 @@ def schedules(layers: Sequence[BlockFeatures]) -> list[Schedule]:
 
 
 @pytest.mark.parametrize("layers", STACKS.values(), ids=STACKS)
-def test_all_forward_stages_but_the_exchange_of_counts_run_again(layers: list[BlockFeatures]) -> None:
+def test_all_forward_stages_but_two_transfers_run_again(layers: list[BlockFeatures]) -> None:
     plain = [replace(one, recomputed=False) for one in layers]
     for schedule in schedules(layers):
         again = {stage for stage in schedule.backward.stages if stage.again}
         expected = {
             replace(stage, again=True)
             for stage in needs_of(schedule, plain, Direction.BACKWARD)
-            if layers[stage.layer].recomputed
+            # Counts run forward only; the backward of what a combine brings needs no more than its shape.
+            if layers[stage.layer].recomputed and stage.kind.name != "combine"
         }
         assert again == expected
-        assert {stage.kind.name for stage in again} == {stage.kind.name for stage in expected} - {"counts"}
+        assert "counts" not in {stage.kind.name for stage in again}
         assert not any(stage.again for stage in schedule.forward.stages)
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.planner import make_plan
+from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.stacks import full_stack
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import even_chunks, to_text
+from megatron_ampipe.schedule import to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
@@ -77,33 +76,19 @@ def planned(
     """
     workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
     predictor = Predictor(workload, cluster)
-    # Where nothing is sent or cut, the planner leaves Megatron's layers, however many there are.
-    can_help = workload.expert > 1 and workload.rows > 1
-    found = (
-        _planned_stack(predictor.of_layers(stack)) if stack > 1 and can_help else _planned_block(predictor)
-        for stack in stacks
-    )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(_planned(predictor.of_layers(stack)) for stack in stacks))
 
 
-def _planned_block(predictor: Predictor) -> Variant:
-    plan = make_plan(predictor)
+def _planned(predictor: Predictor) -> Variant:
+    """All layers of a predictor under one schedule if possible, also where that is not predicted to help."""
+    plans = make_plans(predictor)
+    plan = plans.shared or plans.alone
     if not plan.helps:
         return Variant(PLANNED, Cut.of(1))
     pipeline = plan.pipeline(rows=predictor.workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
-    return Variant(PLANNED, cut, to_text(plan.schedule))
-
-
-def _planned_stack(predictor: Predictor) -> Variant:
-    """The best order that is found for layers that share a schedule, whether or not it helps."""
-    found = full_stack(predictor)
-    schedule, lengths = found.schedule, found.lengths
-    rows = sum(lengths)
-    shares = tuple(length / rows for length in lengths)
-    equal = lengths == even_chunks(rows, len(lengths))
-    cut = Cut(schedule.degree, schedule.backward_degree, None if equal else shares)
-    return Variant(PLANNED, cut, to_text(schedule), stack=len(predictor.layers))
+    stack = pipeline.stack_of(len(predictor.layers))
+    return Variant(PLANNED, cut, to_text(plan.schedule), stack)
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

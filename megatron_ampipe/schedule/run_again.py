@@ -50,9 +50,10 @@ def with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Sta
 
 def _again(order: Sequence[Stage], layer: int, needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
     """The stages of a layer that run again; each transfer as soon as it can be started."""
-    mirrored = [
+    found_again = (
         Stage(stage.kind, stage.chunk, layer, again=True) for stage in reversed(order) if stage.layer == layer
-    ]
+    )
+    mirrored = [stage for stage in found_again if stage in needs]
     transfers = [stage for stage in mirrored if stage.is_communication]
     found: dict[Stage, None] = {}
     for stage in mirrored:
