@@ -52,7 +52,13 @@ def full_stack(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candid
     named = sorted(_named_ones(short, degrees), key=lambda one: one.total_us)
     # For all layers, and for the short stack.
     best, simplest = _timed(predictor, named[0]), named[0]
-    for start in _of_different_counts(named):
+    starts = _of_different_counts(named)
+    # An order that is searched may make the same degree in both directions the better one.
+    for one in starts.copy():
+        count = one.schedule.num_chunks
+        if one.schedule.degree != one.schedule.backward_degree:
+            starts.append(_named(short, count, count))
+    for start in starts:
         ordered = _searched(short, start)
         # Lengths and order depend on each other, so the order is searched again.
         shaped = improve_chunks(short, ordered, evaluations=STACK_CHUNK_EVALUATIONS)
