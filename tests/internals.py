@@ -255,7 +255,7 @@ INTERNALS = [
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
         "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/megatron_stages.py",
+        "layers/megatron_stages.py layers/layer_hooks.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"
@@ -395,7 +395,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/megatron_stages.py layers/router.py layers/block_modules.py",
+        "layers/megatron_stages.py layers/router.py layers/block_modules.py layers/layer_hooks.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration"
@@ -651,10 +651,38 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
-        "layers/spec.py",
+        "layers/spec.py tools/measuring",
         "holds the specifications of all layers",
         "start-up fails",
         (fields("layer_specs", "layer_norm"),),
+    ),
+    Internal(
+        "core.transformer.transformer_block.TransformerBlock",
+        "layers/layer_run.py",
+        "builds layers in order and calls each with what the one before it returned",
+        "layers that share a schedule get the wrong rows",
+        (
+            says("for i, layer_spec in enumerate(self.submodules.layer_specs)", method="_build_layers"),
+            says(
+                "for l_no, layer in enumerate(self.layers):",
+                "hidden_states, context = layer( hidden_states=hidden_states,",
+                method="forward",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.mlp.MLP",
+        "compat.py layers/megatron_stages.py",
+        "of a dense layer that shares a schedule; called with the rows of one chunk",
+        "dense layers keep their own schedule, or compute something else than the stock layer",
+        (takes("hidden_states", method="forward"),),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings.all_to_all",
+        "layers/chunk_sharding.py",
+        "moves rows between tensor-parallel ranks before and after layers that share a schedule",
+        "stacks fail under tensor parallelism",
+        (takes("group", "input_", "output_split_sizes_", "input_split_sizes"),),
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",

@@ -1,7 +1,8 @@
-"""Writes the tables of ``docs/planner.md``: the simulator compared with the strategies of the papers.
+"""Writes the tables of ``docs/planner.md``.
 
-``python -m tests.planner`` rewrites the part of the page between its markers; a test checks that it is up to
-date.
+They are the predictions for the shipped models and clusters, and the simulator compared with the strategies
+of the papers. ``python -m tests.planner`` rewrites the parts of the page between markers; a test checks that
+they are up to date.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
+from megatron_ampipe.plan.model import layers_of, read_model, workload_of
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import Plans, make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem
 from megatron_ampipe.plan.workload import Workload
@@ -22,10 +26,13 @@ from megatron_ampipe.schedule import (
     even_chunks,
     kinds,
 )
+from megatron_ampipe.shipped import config_names
 from tests.strategies import FsmoeLayer, ampipe_time, stock_time
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
-BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"
+END = "<!-- end -->"
+NOTABLE = 0.05
+"""A model with grouped experts gets another row if a speedup differs by more."""
 PLAIN = BlockFeatures(chunked_qkv=True)
 
 IDEAL = ((8.0, 4.0, 6.0), (4.0, 8.0, 2.0), (3.0, 6.0, 9.0), (9.0, 1.0, 1.0))
@@ -98,8 +105,53 @@ def fsmoe_workload(rows: int, *, expert_tensor: int = 4) -> Workload:
     )
 
 
-def render() -> Iterator[str]:
-    """The lines between the markers."""
+def stacks() -> Iterator[str]:
+    """Every shipped model on every shipped cluster, block by block and with all layers as one schedule."""
+    clusters = {name: read_cluster(find_cluster(name)) for name in config_names("clusters")}
+    yield f"| model | {' | '.join(clusters)} |"
+    yield "|---" * (1 + len(clusters)) + "|"
+    for name, path in config_names("models").items():
+        plain, grouped = (
+            [_planned(path, cluster, settings) for cluster in clusters.values()]
+            for settings in ({}, {"moe-grouped-gemm": True})
+        )
+        yield f"| {name} | {' | '.join(map(_cell, plain))} |"
+        if any(abs(_best(one) - _best(other)) > NOTABLE for one, other in zip(plain, grouped, strict=True)):
+            yield f"| the same, `moe-grouped-gemm` | {' | '.join(map(_cell, grouped))} |"
+
+
+def _planned(path: Path, cluster: Cluster, settings: dict[str, object]) -> tuple[float, Plans]:
+    """The speedup block by block over all layers, and the plans."""
+    model = read_model(path, overrides=settings)
+    workload, _ = workload_of(model, cluster)
+    layers = layers_of(model)
+    predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    plans = make_plans(predictor, full=False)
+    stock = predictor.stock()
+    return (stock.forward + stock.backward) / 1e3 / plans.blocks_ms, plans
+
+
+def _best(planned: tuple[float, Plans]) -> float:
+    blocks, plans = planned
+    return max(blocks, plans.shared.predicted_speedup) if plans.shared is not None else blocks
+
+
+def _cell(planned: tuple[float, Plans]) -> str:
+    blocks, plans = planned
+    cell = f"{blocks:.2f} ({_degrees(plans.alone)})"
+    if plans.shared is None:
+        return f"{cell}, no"
+    shared = f"{plans.shared.predicted_speedup:.2f} ({_degrees(plans.shared)})"
+    return f"{cell}, {f'**{shared}**' if plans.chosen.stack != 1 else shared}"
+
+
+def _degrees(plan: Plan) -> str:
+    forward, backward = plan.forward_degree, plan.backward_degree
+    return str(forward) if forward == backward else f"{forward}:{backward}"
+
+
+def strategies() -> Iterator[str]:
+    """The simulator compared with the strategies of the papers."""
     yield from _ideal()
     yield ""
     yield from _real()
@@ -156,11 +208,20 @@ def _fsmoe() -> Iterator[str]:
             yield f"| {testbed}, {rows} | {cells[0]} | {cells[1]} |"
 
 
+SECTIONS = {"stacks": stacks, "strategies": strategies}
+"""The name of a part of the page, in its marker, and the function that gives its lines."""
+
+
 def page() -> str:
     """The page with new tables."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n" + "\n".join(render()) + f"\n\n{END}{tail}"
+    text = PAGE.read_text(encoding="utf-8")
+    for name, lines in SECTIONS.items():
+        begin = f"<!-- begin: python -m tests.planner ({name}) -->"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(END)
+        assert tail, f"the page has no {begin}"
+        text = f"{head}{begin}\n\n" + "\n".join(lines()) + f"\n\n{END}{tail}"
+    return text
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ def _choose(
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         training.train_step = agreed_upon(choice.pipeline, training.train_step)
     elif config.automatic:
-        planner = None if config.cluster is None else planner_of(args, config.cluster)
+        planner = None
+        if config.cluster is not None:
+            planner = planner_of(args, config.cluster, stack=config.pipeline.stack)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
         shape = (rows, args.micro_batch_size)
         auto = AutoDegree(

@@ -17,7 +17,14 @@ from megatron_ampipe.config import (
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline, parse_shares, parse_stack, stack_to_text
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    SCHEDULE_NAMES,
+    Pipeline,
+    parse_shares,
+    parse_stack,
+    stack_to_text,
+)
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 PlanReader = Callable[[Path], Plan]
@@ -98,8 +105,9 @@ def add_arguments(
         metavar="N",
         help="how many consecutive layers share a schedule: the next layer then begins with its first chunk "
         "while the tokens of the last one's other chunks still travel. all: every layer of a pipeline stage; "
-        "1: layer by layer. Changes no result; the start-up table shows where layers cannot share one "
-        "(default: 1)",
+        "1: layer by layer, which --ampipe-cluster may also choose. Changes no result; the start-up table "
+        "shows where layers cannot share one "
+        "(default: all)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -181,20 +189,19 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     shares = None
     if args.ampipe_chunks is not None:
         shares = parse_shares(args.ampipe_chunks, flag="--ampipe-chunks")
-    stack = 1
+    stack = ALL_LAYERS
     if args.ampipe_stack is not None:
         stack = parse_stack(args.ampipe_stack, flag="--ampipe-stack")
     if args.ampipe_plan is not None:
         _refuse_next_to_plan(args)
         return _of_plan(args, args.ampipe_plan, read_plan)
-    for flag, value in (("--ampipe-schedule", args.ampipe_schedule), ("--ampipe-stack", args.ampipe_stack)):
-        if args.ampipe_cluster is not None and value is not None:
-            raise BadInput(
-                flag,
-                value,
-                rule="is what a plan from --ampipe-cluster chooses",
-                remedy="Leave one of the two out.",
-            )
+    if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
+        raise BadInput(
+            "--ampipe-schedule",
+            args.ampipe_schedule,
+            rule="is what a plan from --ampipe-cluster chooses",
+            remedy="Leave one of the two out.",
+        )
     config = AMPipeConfig(
         pipeline=_pipeline(args, shares, stack),
         automatic=args.ampipe_degree == AUTO,
@@ -248,9 +255,13 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack:
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of what an earlier run of this command line chose."""
     chosen = read_plan(Path(args.ampipe_save_plan)).pipeline()
+    stack = args.ampipe_stack
+    if args.ampipe_cluster is not None and chosen.stack == 1:
+        # A planner may choose layer by layer, however many layers may share a schedule.
+        stack = None
     for flag, value, of_plan in (
         ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
-        ("--ampipe-stack", args.ampipe_stack, stack_to_text(chosen.stack)),
+        ("--ampipe-stack", stack, stack_to_text(chosen.stack)),
     ):
         if value not in (None, of_plan):
             raise BadInput(

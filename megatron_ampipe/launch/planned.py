@@ -11,25 +11,27 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block_features import features_of_settings
+from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, workload_of
-from megatron_ampipe.plan.plan_file import Plan, make_plan
+from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, layers_of, workload_of
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
 
 
-def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
+def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int) -> Planner:
     """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
     Args:
         args: Megatron's validated arguments.
         cluster_file: The value of ``--ampipe-cluster``.
+        stack: How many layers may share a schedule, see ``Pipeline.stack``.
 
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
@@ -39,13 +41,14 @@ def planner_of(args: argparse.Namespace, cluster_file: str) -> Planner:
     except BadInput as error:
         raise BadInput("--ampipe-cluster", cluster_file, rule=error.rule, remedy=error.remedy) from None
     cluster = read_cluster(path)
-    workload = workload_of_args(args, cluster)
+    workload, layers = workload_of_args(args, cluster), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
         rows, batch = shape
         length = rows * workload.tensor * workload.context
         of_shape = dataclasses.replace(workload, sequence_length=length, batch=batch)
-        found = make_plan(Predictor(of_shape, cluster))
+        predictor = Predictor(of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense)
+        found = make_plan(predictor, stack=stack)
         reason = f"planned from {cluster_file}: {found.reason}"
         return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
 
@@ -67,7 +70,9 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
-        pipeline.schedule_of([features_of_args(args)])
+        # If layers share the order, two show whether it can be repeated.
+        shares = plan.stack != 1 and boundary(args) is None
+        pipeline.schedule_of([features_of_args(args, shares_schedule=shares)] * (2 if shares else 1))
     except BadInput as error:
         raise BadInput(
             "--ampipe-plan",
@@ -135,9 +140,9 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
     )
 
 
-def features_of_args(args: argparse.Namespace) -> BlockFeatures:
+def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    return features_of_settings(args, capacity_scope=_capacity_scope(args))
+    return features_of_settings(args, capacity_scope=_capacity_scope(args), shares_schedule=shares_schedule)
 
 
 def _capacity_scope(args: argparse.Namespace) -> str:
@@ -146,6 +151,15 @@ def _capacity_scope(args: argparse.Namespace) -> str:
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
     """The workload of Megatron's arguments; the cluster does not change it."""
+    workload, _ = workload_of(_model_of_args(args), cluster, ranks=args.world_size)
+    if not args.bf16 and not args.fp16:
+        # A model file has no key for fp32: without a precision, it means that of the cluster.
+        workload = dataclasses.replace(workload, dtype="fp32")
+    return workload
+
+
+def _model_of_args(args: argparse.Namespace) -> ModelFile:
+    """Megatron's arguments as a model file."""
     values: dict[str, Any] = {
         flag: value
         for flag in SIZE_FLAGS
@@ -158,9 +172,4 @@ def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workl
         # Set aside: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    model = ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
-    workload, _ = workload_of(model, cluster, ranks=args.world_size)
-    if not args.bf16 and not args.fp16:
-        # A model file has no key for fp32: without a precision, it means that of the cluster.
-        workload = dataclasses.replace(workload, dtype="fp32")
-    return workload
+    return ModelFile(Path("arguments"), values, {}, _capacity_scope(args))

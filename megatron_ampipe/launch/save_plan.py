@@ -10,11 +10,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import Shape, print_on_first_rank
 from megatron_ampipe.launch.planned import features_of_args, made_for_of_args
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.schedule import period
 
 
 def prepare_plan_file(path: Path) -> None:
@@ -79,10 +81,16 @@ def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
     """Write what ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
     pipeline = choice.pipeline
     count = pipeline.num_chunks
+    shares = pipeline.stack != 1 and boundary(args) is None
+    features = features_of_args(args, shares_schedule=shares)
+    schedule = pipeline.order or pipeline.schedule_of([features])
+    if shares:
+        schedule = period(schedule)
     forward_ms, backward_ms = choice.predicted_ms or (None, None)
     plan = Plan(
-        schedule=pipeline.schedule_of([features_of_args(args)]),
+        schedule=schedule,
         shares=pipeline.shares or (1 / count,) * count,
+        stack=pipeline.stack,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,

@@ -24,7 +24,7 @@ class AMPipeTransformerLayer(TransformerLayer):
 
     Args:
         ampipe: State shared by all pipelined layers.
-        place: Among the layers that can share a schedule; the layer has one of its own if None.
+        place: Among the layers that can share a schedule; alone if None.
         args: As for ``TransformerLayer``.
         kwargs: As for ``TransformerLayer``.
     """

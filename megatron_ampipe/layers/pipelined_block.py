@@ -18,6 +18,7 @@ from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
 from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.layer_hooks import refuse_hooks
 from megatron_ampipe.layers.megatron_stages import MegatronStages
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
@@ -145,7 +146,13 @@ class BlockStack:
         return all(block.modules.dense for block in self._blocks)
 
     def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
-        """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape."""
+        """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
+
+        Raises:
+            BadInput: several blocks share a schedule, and a layer of them has a hook of the user.
+        """
+        if len(self._blocks) > 1:
+            refuse_hooks(block.modules.moe_layer for block in self._blocks)
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=hidden.is_cuda)
         chunks = self._chunks_of(hidden.shape[0])

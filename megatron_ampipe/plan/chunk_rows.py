@@ -26,36 +26,40 @@ class Rows:
     merged: int
 
 
-def chunk_rows(workload: Workload, lengths: Sequence[int]) -> tuple[Rows, ...]:
+def chunk_rows(
+    workload: Workload, lengths: Sequence[int], *, shares_schedule: bool = False
+) -> tuple[Rows, ...]:
     """The rows, and the sizes of the attention, of each chunk.
 
     Args:
         workload: The block.
         lengths: Rows of the residual stream of one rank in each chunk.
+        shares_schedule: Layers share the schedule: every tensor-parallel rank holds a part of every chunk.
     """
     assert sum(lengths) == workload.rows and min(lengths) > 0, lengths
     found = []
     start = 0
     for length in lengths:
-        found.append(_rows(workload, start, length))
+        found.append(_rows(workload, start, length, shares_schedule=shares_schedule))
         start += length
     return tuple(found)
 
 
-def _rows(workload: Workload, start: int, length: int) -> Rows:
+def _rows(workload: Workload, start: int, length: int, *, shares_schedule: bool) -> Rows:
     # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
     last = workload.context - 1
     by_rank = []
+    shards, width = (1, workload.tensor) if shares_schedule else (workload.tensor, 1)
     for rank in {0, last}:
-        layout = SequenceLayout(
-            tensor_ranks=workload.tensor, context_ranks=workload.context, context_rank=rank
-        )
+        layout = SequenceLayout(tensor_ranks=shards, context_ranks=workload.context, context_rank=rank)
         by_rank.append(
             [
                 span
-                for shard in range(workload.tensor)
+                for shard in range(shards)
                 for span in layout.spans(
-                    shard * workload.rows + start, length, sequence_length=workload.sequence_length
+                    shard * workload.rows + start * width,
+                    length * width,
+                    sequence_length=workload.sequence_length,
                 )
             ]
         )

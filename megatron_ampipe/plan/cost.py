@@ -68,6 +68,7 @@ class CostModel:
         workload: The block.
         cluster: The times of its operations.
         added: Cost functions of kinds of stages that are not in :data:`COSTS`.
+        shares_schedule: The block shares its schedule with other layers.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -79,12 +80,21 @@ class CostModel:
         cluster: Cluster,
         *,
         added: Mapping[StageKind, CostFunction] | None = None,
+        shares_schedule: bool = False,
     ) -> None:
-        self.workload, self.cluster = workload, cluster
+        self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
         self._costs = {**COSTS, **(added or {})}
-        self.features = replace(workload.features, added=tuple(added or ()))
+        # Where layers share a schedule, they recompute as a part of it.
+        self.features = replace(
+            workload.features_of(shares_schedule=shares_schedule),
+            added=tuple(added or ()),
+            recomputed=shares_schedule and workload.recomputes,
+        )
         self.dense_features = BlockFeatures(
-            dense=True, chunked_qkv=self.features.chunked_qkv, added=self.features.added
+            dense=True,
+            chunked_qkv=self.features.chunked_qkv,
+            added=self.features.added,
+            recomputed=self.features.recomputed,
         )
         (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._gemm = cluster.gemm(workload.dtype)
@@ -92,7 +102,9 @@ class CostModel:
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
         # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
-        self._chunk_rows = functools.lru_cache(maxsize=4096)(functools.partial(chunk_rows, workload))
+        self._chunk_rows = functools.lru_cache(maxsize=4096)(
+            functools.partial(chunk_rows, workload, shares_schedule=shares_schedule)
+        )
         self._known: defaultdict[tuple[StageKind, bool], dict[object, Pair]] = defaultdict(dict)
 
     def stages(
@@ -181,6 +193,18 @@ class CostModel:
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
         exchange = self.exchange(rows.hidden, stock=True)
         return exchange + exchange
+
+    def edges(self) -> float:
+        """What layers that share a schedule do once before the first and after the last, in each direction.
+
+        With tensor parallelism, rows move from Megatron's ranks to those of the chunks, and back.
+        """
+        work = self.workload
+        if not self._shares_schedule or work.tensor == 1:
+            return 0.0
+        moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
+        figure = self.cluster.collective("all_to_all", across_nodes=self._crosses(work.tensor))
+        return 2 * (figure.time_us(moved) + self._move(work.rows * work.batch).forward)
 
     def latency(self, kind: StageKind) -> float:
         """The part of a collective of this kind that does not depend on its size."""

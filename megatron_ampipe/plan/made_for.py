@@ -1,6 +1,6 @@
 """What a plan was made for, as stored in its file: sizes of the block, parallel sizes, machines.
 
-A run makes the same record from its flags and compares the two. Pure. Called by :mod:`.plan_file` and
+A run makes the same record from its flags and compares the two. Pure. Called by :mod:`.planner` and
 ``launch``.
 """
 

@@ -17,6 +17,7 @@ from megatron_ampipe.block_features import router_has_losses
 from megatron_ampipe.config import SETTING_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster, Dtype
+from megatron_ampipe.plan.stage_layers import StageLayers, busiest_stage, pattern_of
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.records import refuse
 from megatron_ampipe.shipped import find_config
@@ -32,9 +33,10 @@ SIZE_FLAGS = (
     "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
     "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
     "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
-    "fp8-format", "no-gradient-accumulation-fusion",
+    "fp8-format", "no-gradient-accumulation-fusion", "num-layers", "moe-layer-freq",
+    "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
 )  # fmt: skip
-"""The flags that determine the sizes of a block, and so its plan."""
+"""The flags that determine the sizes of a block and how many there are, and so their plan."""
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
 
@@ -133,6 +135,15 @@ def workload_of(
     return _Builder(model, cluster, ranks, imbalance).build()
 
 
+def layers_of(model: ModelFile) -> StageLayers:
+    """The layers of the busiest pipeline stage of a model; one layer if the file does not say how many.
+
+    Raises:
+        BadInput: a value is invalid; the message names file and line.
+    """
+    return _Builder(model, None, 1, 1.0).layers()
+
+
 class _Builder:
     def __init__(self, model: ModelFile, cluster: Cluster | None, ranks: int, imbalance: float) -> None:
         self._model, self._cluster, self._ranks, self._imbalance = model, cluster, ranks, imbalance
@@ -166,6 +177,7 @@ class _Builder:
             ffn=self._whole("moe-ffn-hidden-size", default=ffn),
             gated=self._on("swiglu"),
             shared_ffn=self._whole("moe-shared-expert-intermediate-size", default=0) or None,
+            dense_ffn=ffn if self.layers().dense else None,
             capacity=capacity,
             capacity_per_chunk=self._model.capacity_scope == "chunk",
             padded=self._on("moe-pad-expert-input-to-capacity"),
@@ -185,6 +197,21 @@ class _Builder:
             place = f"{self._model.path}:{self._model.lines[key]}"
             self._assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
         return workload, tuple(self._assumed)
+
+    def layers(self) -> StageLayers:
+        num_layers = self._whole("num-layers", default=1)
+        frequency = self._model.values.get("moe-layer-freq", 1)
+        try:
+            pattern = pattern_of(frequency, num_layers) if "num-layers" in self._model.values else (True,)
+        except ValueError as error:
+            remedy = "Write 2 for every second layer, or a pattern such as ([0]*1+[1]*11)."
+            self._refuse("moe-layer-freq", str(error), remedy)
+        stages = self._whole("pipeline-model-parallel-size", default=1)
+        if "num-layers-per-virtual-pipeline-stage" in self._model.values:
+            stages = max(stages, num_layers // self._whole("num-layers-per-virtual-pipeline-stage"))
+        else:
+            stages *= self._whole("num-virtual-stages-per-pipeline-rank", default=1)
+        return busiest_stage(pattern, stages=stages)
 
     def _misspelt(self) -> dict[str, str]:
         """Keys of the file that are probably misspelled, with the key that was probably meant."""

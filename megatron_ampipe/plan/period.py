@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import Lanes, OrderProblem, list_schedule
@@ -30,11 +30,11 @@ WEIGHTS = tuple(
 """Weights of layer, chunk and critical path in the priority of a list schedule."""
 LISTED_STAGES = 6000
 """Number of list schedules, times the number of stages of the short stack."""
-MOVED_STAGES = 90_000
+MOVED_STAGES = 60_000
 """Number of moves of single stages, times the number of stages of the short stack."""
 REACH = 8
 """The largest distance by which a stage is moved."""
-STARTS = 3
+STARTS = 2
 """How many of the first periods are improved by moves."""
 
 Entry = tuple[int, int]
@@ -70,9 +70,7 @@ class PeriodProblem:
         return cls(
             problem,
             stages,
-            tuple(
-                tuple(number[Stage(stage.kind, stage.chunk, layer)] for layer in passed) for stage in stages
-            ),
+            tuple(tuple(number[replace(stage, layer=layer)] for layer in passed) for stage in stages),
         )
 
     @property
@@ -103,7 +101,7 @@ class PeriodProblem:
         lanes: list[list[Entry]] = [[] for _ in self.problem.lanes]
         for stage in program.stages:
             lane = self.problem.lanes.index(stage.kind.lane.name)
-            lanes[lane].append((number[Stage(stage.kind, stage.chunk)], stage.layer))
+            lanes[lane].append((number[replace(stage, layer=0)], stage.layer))
         return tuple(map(tuple, lanes))
 
     def program(self, period: Period) -> Program:
@@ -112,10 +110,7 @@ class PeriodProblem:
             tuple(
                 LaneOrder(
                     name,
-                    tuple(
-                        Stage(self.stages[stage].kind, self.stages[stage].chunk, layer)
-                        for stage, layer in entries
-                    ),
+                    tuple(replace(self.stages[stage], layer=layer) for stage, layer in entries),
                 )
                 for name, entries in zip(self.problem.lanes, period, strict=True)
             )

@@ -1,27 +1,21 @@
 """A plan: how to run the blocks of a model, and why; and its file, for ``--ampipe-plan``.
 
-Made by :func:`make_plan` from a workload and a cluster, written and read as YAML. Reading checks the format;
+Made by :mod:`.planner` from a workload and a cluster, written and read as YAML. Reading checks the format;
 ``schedule.check`` checks whether the plan fits a block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
-from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import DEGREES, Candidate, candidates, choose_degree, full_plan
 from megatron_ampipe.records import read_record, refuse, write_record
-from megatron_ampipe.schedule import Pipeline, Schedule, build, even_chunks, from_text, to_text
+from megatron_ampipe.schedule import Pipeline, Schedule, even_chunks, from_text, to_text
 from megatron_ampipe.yaml_lines import load
 
-MINIMUM_SPEEDUP = 1.01
-"""Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
 SHARE_TOLERANCE = 1e-3
 """Allowed deviation of the sum of a file's shares from 1."""
 
@@ -30,13 +24,16 @@ SHARE_TOLERANCE = 1e-3
 class Plan:
     """How to run every block of a model.
 
-    Predictions are None in a plan that a run found by measuring (``--ampipe-save-plan``).
+    Predictions are None in a plan that a run found by measuring (``--ampipe-save-plan``). They are of all
+    layers that share a schedule, of a block if none do.
 
     Attributes:
-        schedule: Degrees of both directions and the order of the stages.
+        schedule: Degrees of both directions and the order of the stages; it repeats if layers share it.
         shares: Share of the sequence in each chunk, with a sum of 1; the number of chunks is the larger
             degree.
-        stock_ms: Predicted time of Megatron's own block, forward and backward.
+        stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
+        num_layers: Of how many layers the predictions are.
+        stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
         stages_forward_ms: Predicted time of a forward pass from the start of its first stage to the end of
             its last one, which is what a run's recorder measures.
@@ -50,6 +47,8 @@ class Plan:
 
     schedule: Schedule
     shares: tuple[float, ...]
+    stack: int = 1
+    num_layers: int = 1
     stock_ms: float | None = None
     predicted_ms: float | None = None
     stages_forward_ms: float | None = None
@@ -71,7 +70,7 @@ class Plan:
 
     @property
     def predicted_speedup(self) -> float:
-        """Speedup over Megatron's own layer; only for a plan with predictions."""
+        """Speedup over Megatron's own layers; only for a plan with predictions."""
         assert self.stock_ms is not None and self.predicted_ms is not None
         return self.stock_ms / self.predicted_ms
 
@@ -101,6 +100,7 @@ class Plan:
             backward_degree=self.backward_degree,
             shares=None if equal else self.shares,
             order=self.schedule,
+            stack=self.stack,
         )
 
     def _are_equal(self, rows: int) -> bool:
@@ -122,6 +122,8 @@ class Plan:
             forward_degree=self.forward_degree,
             backward_degree=self.backward_degree,
             shares=self.shares,
+            stack=self.stack,
+            num_layers=self.num_layers,
             stock_ms=self.stock_ms,
             predicted_ms=self.predicted_ms,
             stages_forward_ms=self.stages_forward_ms,
@@ -166,6 +168,8 @@ class Plan:
         return cls(
             schedule=schedule,
             shares=tuple(share / total for share in found.shares),
+            stack=found.stack,
+            num_layers=found.num_layers,
             stock_ms=found.stock_ms,
             predicted_ms=found.predicted_ms,
             stages_forward_ms=found.stages_forward_ms,
@@ -188,8 +192,10 @@ class _PlanFile:
     forward_degree: int
     backward_degree: int
     shares: tuple[float, ...]
+    stack: int = field(default=1, metadata={"minimum": 0})
     made_for: MadeFor | None = None
     schedule: str
+    num_layers: int = 1
     stock_ms: float | None = None
     predicted_ms: float | None = None
     stages_forward_ms: float | None = None
@@ -197,115 +203,3 @@ class _PlanFile:
     hidden_share: float | None = None
     memory_gib: float | None = None
     reason: str
-
-
-def make_plan(predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True) -> Plan:
-    """Make a plan for the blocks of a workload on a cluster.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        degrees: The degrees that are tried.
-        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
-            milliseconds.
-
-    Returns:
-        The plan; of degree 1 if no speedup is predicted.
-
-    Raises:
-        BadInput: the predicted time of a block is 0.
-    """
-    stock = predictor.stock()
-    workload = predictor.workload
-    if not stock.forward + stock.backward > 0:
-        raise BadInput(
-            "cluster",
-            predictor.cluster.path,
-            rule="has figures with which the time of a block is 0",
-            remedy="Write the times of its operations, or measure the cluster with ampipe profile.",
-        )
-    best: Candidate | None = None
-    if workload.rows > 1 and workload.expert > 1:
-        best = (full_plan if full else choose_degree)(predictor, degrees)
-    if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
-        schedule = build("sequential", degree=1, features=workload.features)
-        timeline = predictor.timeline(schedule, (workload.rows,))
-        whole = Plan(
-            schedule=schedule,
-            shares=(1.0,),
-            stock_ms=_ms(stock),
-            predicted_ms=_ms(stock),
-            stages_forward_ms=timeline.length_us("forward") / 1e3,
-            stages_backward_ms=timeline.length_us("backward") / 1e3,
-            hidden_share=0.0,
-            memory_gib=peak_bytes(workload, forward_degree=1, backward_degree=1) / 2**30,
-            reason="",
-            made_for=MadeFor.on(workload, predictor.cluster),
-        )
-        return replace(whole, reason=_reason_against(predictor, best))
-    return plan_of(predictor, best, degrees=degrees)
-
-
-def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
-    """The plan of a candidate, with its predictions and the reason for the choice.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        found: The chosen candidate.
-        degrees: Degrees that were tried; the reason compares the next smaller and the next larger one.
-    """
-    forward, backward = found.schedule.degree, found.schedule.backward_degree
-    timeline = predictor.timeline(found.schedule, found.lengths)
-    plan = Plan(
-        schedule=found.schedule,
-        shares=tuple(length / predictor.workload.rows for length in found.lengths),
-        stock_ms=_ms(predictor.stock()),
-        predicted_ms=_ms(found.time),
-        stages_forward_ms=timeline.length_us("forward") / 1e3,
-        stages_backward_ms=timeline.length_us("backward") / 1e3,
-        hidden_share=timeline.hidden_share,
-        memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
-        reason="",
-        made_for=MadeFor.on(predictor.workload, predictor.cluster),
-    )
-    return replace(plan, reason=_reason(predictor, plan, timeline.communication_us / 1e3, degrees))
-
-
-def _reason(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
-    chosen = f"{plan.forward_degree} chunks"
-    if plan.backward_degree != plan.forward_degree:
-        chosen = f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
-    count = plan.schedule.num_chunks
-    fewer = [degree for degree in degrees if degree < count][-1:]
-    more = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
-    others = []
-    for degree in (*fewer, *more):
-        best = min(candidates(predictor, [degree]), key=lambda one: one.total_us)
-        others.append(f"{_speedup(predictor.stock(), best):.2f} with {degree}")
-    compared = f", compared with {' and '.join(others)} equal chunks" if others else ""
-    return (
-        f"With {chosen}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication are hidden "
-        f"under computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast as "
-        f"Megatron's{compared}."
-    )
-
-
-def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
-    if predictor.workload.expert == 1:
-        return "AMPipe will not help: each rank holds all experts, so nothing is sent that could be hidden."
-    if best is None:
-        return "AMPipe will not help: a sequence of one row cannot be split."
-    stock = predictor.stock()
-    share = predictor.communication_us() / (stock.forward + stock.backward)
-    return (
-        f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
-        f"about as large as the time that they hide, or larger (the best degree that was found, "
-        f"{best.schedule.num_chunks}, is predicted to be {_speedup(stock, best):.2f} times as fast)."
-    )
-
-
-def _speedup(stock: Pair, found: Candidate) -> float:
-    return (stock.forward + stock.backward) / found.total_us
-
-
-def _ms(time: Pair) -> float:
-    return (time.forward + time.backward) / 1e3

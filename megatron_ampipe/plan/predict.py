@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
@@ -54,7 +55,7 @@ class Predictor:
     ) -> None:
         self.workload, self.cluster = workload, cluster
         self._added = added
-        self._model = CostModel(workload, cluster, added=added)
+        self._model = CostModel(workload, cluster, added=added, shares_schedule=num_layers > 1)
         self.features = self._model.features
         """Of a block with experts."""
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -81,9 +82,14 @@ class Predictor:
         features = self._model.dense_features if dense else self.features
         return self._model.stages(lengths, parts=parts, whole_attention=whole_attention, features=features)
 
-    def of_layers(self, num_layers: int, *, dense: Collection[int] = ()) -> Predictor:
-        """A predictor of another number of the same blocks."""
-        return Predictor(self.workload, self.cluster, added=self._added, num_layers=num_layers, dense=dense)
+    def of_layers(
+        self, num_layers: int, *, dense: Collection[int] = (), recomputes: bool | None = None
+    ) -> Predictor:
+        """A predictor of another number of the same blocks; ``recomputes`` as in the workload if None."""
+        workload = self.workload
+        if recomputes is not None:
+            workload = replace(workload, recomputes=recomputes)
+        return Predictor(workload, self.cluster, added=self._added, num_layers=num_layers, dense=dense)
 
     def stock(self) -> Pair:
         """Time of Megatron's own layers."""
@@ -117,7 +123,7 @@ class Predictor:
         """
         schedule = self.whole(schedule)
         forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
-        return self._recomputed(Pair(forward, backward))
+        return self._with_recompute(Pair(forward, backward))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
         """What no order of the stages of a schedule can beat; lanes do not slow each other in it.
@@ -127,13 +133,15 @@ class Predictor:
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         schedule = self.whole(schedule)
-        found = []
-        for direction in Direction:
-            compiled, durations, _ = self.inputs(schedule, lengths, direction)
-            needs = needs_of(schedule, self.layers, direction)
-            times = dict(zip(compiled.stages, durations, strict=True))
-            found.append(direction_bound(times, needs).time + self._block(direction))
-        return self._recomputed(Pair(*found))
+        forward, backward = (self.direction_bound_us(schedule, lengths, direction) for direction in Direction)
+        return self._with_recompute(Pair(forward, backward))
+
+    def direction_bound_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
+        """The bound of one direction of a schedule of all of the layers, without a recompute."""
+        compiled, durations, _ = self.inputs(schedule, lengths, direction)
+        times = dict(zip(compiled.stages, durations, strict=True))
+        bound = direction_bound(times, needs_of(schedule, self.layers, direction))
+        return bound.time + self._block(direction)
 
     def direction_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """Time of one direction of a schedule of all of the layers, without a recompute."""
@@ -233,7 +241,11 @@ class Predictor:
         # Every layer of a stack makes its own call, and its parameters their own gradients.
         figure = self.cluster.host.block
         one = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
-        return one * len(self.layers)
+        return one * len(self.layers) + self._model.edges()
+
+    def _with_recompute(self, pair: Pair) -> Pair:
+        """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
+        return pair if self.features.recomputed else self._recomputed(pair)
 
     def _recomputed(self, pair: Pair) -> Pair:
         if not self.workload.recomputes:

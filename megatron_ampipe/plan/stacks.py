@@ -3,7 +3,7 @@
 Layers that share a schedule pay the edges of a pass once, not once each, so fewer chunks may be enough. As
 for one block, no step makes the result slower, and all are limited by numbers of evaluations. Periods are
 searched on a short stack of layers with experts (:mod:`.period`), and the result is predicted for all layers,
-those without experts included. Called by :mod:`.plan_file`.
+those without experts included. Called by :mod:`.planner`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def full_stack(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candid
 
 
 def _short(predictor: Predictor) -> Predictor:
-    return predictor.of_layers(min(SHORT, len(predictor.layers)))
+    # Stages that run again are placed by the order of the others, and are no part of a period.
+    return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
 
 
 def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]:
@@ -112,7 +113,13 @@ def _searched(predictor: Predictor, start: Candidate) -> Candidate:
     """Search the period of each direction; chunks and degrees are kept."""
     schedule = start.schedule
     programs: dict[Direction, Program] = {}
+    whole = predictor.whole(schedule)
     for direction in Direction:
+        time = predictor.direction_us(whole, start.lengths, direction)
+        if predictor.direction_bound_us(whole, start.lengths, direction) >= time * (1 - MINIMUM_SAVING / 2):
+            # No order can save enough.
+            programs[direction] = schedule.program(direction)
+            continue
         problem = PeriodProblem.of(predictor, schedule, start.lengths, direction)
         first = problem.period_of(schedule.program(direction))
         best = improve_period(problem, first)

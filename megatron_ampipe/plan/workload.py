@@ -96,6 +96,10 @@ class Workload:
     @property
     def features(self) -> BlockFeatures:
         """What the block contains, for its schedule."""
+        return self.features_of(shares_schedule=False)
+
+    def features_of(self, *, shares_schedule: bool) -> BlockFeatures:
+        """What the block contains, for its schedule or for one that it shares with other layers."""
         return block_features(
             losses=self.losses,
             shared_size=self.shared_ffn,
@@ -103,4 +107,5 @@ class Workload:
             capacity_per_chunk=self.capacity_per_chunk,
             tensor_ranks=self.tensor,
             context_ranks=self.context,
+            shares_schedule=shares_schedule,
         )

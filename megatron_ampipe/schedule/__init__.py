@@ -21,12 +21,13 @@ from megatron_ampipe.schedule.graph import (
 )
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
-from megatron_ampipe.schedule.pipeline import Pipeline, parse_shares, parse_stack, stack_to_text
+from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
+    "ALL_LAYERS",
     "MOE_BLOCK",
     "SCHEDULE_NAMES",
     "BlockFeatures",

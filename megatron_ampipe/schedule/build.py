@@ -29,7 +29,7 @@ from megatron_ampipe.schedule.kinds import (
     Direction,
     StageKind,
 )
-from megatron_ampipe.schedule.recompute import with_stages_again
+from megatron_ampipe.schedule.run_again import with_stages_again
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -64,7 +64,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the stages of its blocks that it lacks.
 
-    Each is put right before the first stage that needs it; all stages that run again, where :mod:`.recompute`
+    Each is put right before the first stage that needs it; all stages that run again, where :mod:`.run_again`
     says.
     """
 

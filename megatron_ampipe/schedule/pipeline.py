@@ -17,6 +17,7 @@ from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.types import Schedule
 
@@ -139,7 +140,7 @@ class Pipeline:
     def schedule_of(self, layers: Sequence[BlockFeatures]) -> Schedule:
         """The checked schedule of consecutive blocks with these features, which share it."""
         found = self.order
-        if found is None:
+        if found is None or (len(layers) == 1 and not _fits(found, layers[0])):
             # The builders know blocks with experts; what is of a dense one is added, and what runs again.
             features = replace(next((one for one in layers if one.experts), layers[0]), recomputed=False)
             found = build(
@@ -194,7 +195,7 @@ def parse_stack(text: str, *, flag: str) -> int:
         BadInput: it is neither.
     """
     if text == _ALL:
-        return 0
+        return ALL_LAYERS
     if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
         raise BadInput(
             flag,
@@ -210,9 +211,20 @@ def stack_to_text(stack: int) -> str:
     return str(stack) if stack else _ALL
 
 
+ALL_LAYERS = 0
+"""The :attr:`Pipeline.stack` of all layers of a pipeline stage."""
 _ALL = "all"
 _MOST_DIGITS = 9
 """Of a number of layers; Python does not read one of thousands of digits."""
+
+
+def _fits(order: Schedule, block: BlockFeatures) -> bool:
+    """Whether a block on its own can run an order that was made for layers that share a schedule.
+
+    With tensor parallelism, only blocks that share a schedule project queries, keys and values by chunk. One
+    that is left over, such as an MTP layer, runs the named schedule.
+    """
+    return not order.repeats or block.chunked_qkv or QKV in order.forward.whole
 
 
 def parse_shares(text: str, *, flag: str) -> tuple[float, ...]:

@@ -7,12 +7,12 @@ period lists the stages of one block in every lane; a stage of it may belong to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.schedule.build import placed
 from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
-from megatron_ampipe.schedule.kinds import COMPUTE, MERGE, MLP, QKV, Direction
+from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, Direction
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -25,48 +25,37 @@ def period(schedule: Schedule) -> Schedule:
     """
     if schedule.repeats:
         return schedule
-    backward = Program(
-        tuple(
-            LaneOrder(lane.lane, tuple(stage for stage in lane.stages if not stage.again))
-            for lane in schedule.backward.lanes
-        )
-    )
-    if QKV in schedule.forward.whole or len(schedule.forward.lanes) == 1:
-        return replace(schedule, backward=backward, repeats=True)
-    return replace(
-        schedule,
-        forward=_with_merges_of_the_last_block(schedule.forward),
-        backward=_with_merges_of_the_next_block(backward),
-        repeats=True,
-    )
+    forward, backward = schedule.forward, _without(schedule.backward, lambda stage: stage.again)
+    if QKV not in forward.whole and len(forward.lanes) > 1:
+        forward = _merging(forward, before_projections=-1)
+        backward = _merging(backward, after_projections=1)
+    return replace(schedule, forward=forward, backward=backward, repeats=True)
 
 
-def _with_merges_of_the_last_block(program: Program) -> Program:
-    def order(stages: Sequence[Stage]) -> Iterator[Stage]:
+def _merging(
+    program: Program, *, before_projections: int | None = None, after_projections: int | None = None
+) -> Program:
+    """The program with each merge next to the projections of its chunk, of a relative layer."""
+
+    def with_merges(stages: Sequence[Stage]) -> Iterator[Stage]:
         for stage in stages:
-            if stage.kind is QKV:
-                yield Stage(MERGE, stage.chunk, -1)
-            if stage.kind is not MERGE:
+            if stage.kind is not QKV:
                 yield stage
+                continue
+            if before_projections is not None:
+                yield Stage(MERGE, stage.chunk, before_projections)
+            yield stage
+            if after_projections is not None:
+                yield Stage(MERGE, stage.chunk, after_projections)
 
-    return _with_compute(program, order)
-
-
-def _with_merges_of_the_next_block(program: Program) -> Program:
-    def order(stages: Sequence[Stage]) -> Iterator[Stage]:
-        for stage in stages:
-            if stage.kind is not MERGE:
-                yield stage
-            if stage.kind is QKV:
-                yield Stage(MERGE, stage.chunk, 1)
-
-    return _with_compute(program, order)
+    left = _without(program, lambda stage: stage.kind is MERGE)
+    return Program(tuple(LaneOrder(lane.lane, tuple(with_merges(lane.stages))) for lane in left.lanes))
 
 
-def _with_compute(program: Program, order) -> Program:  # type: ignore[no-untyped-def]
+def _without(program: Program, is_left_out: Callable[[Stage], bool]) -> Program:
     return Program(
         tuple(
-            LaneOrder(lane.lane, tuple(order(lane.stages))) if lane.lane == COMPUTE else lane
+            LaneOrder(lane.lane, tuple(stage for stage in lane.stages if not is_left_out(stage)))
             for lane in program.lanes
         )
     )
@@ -83,27 +72,20 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """
 
     def program(direction: Direction) -> Program:
-        period = schedule.program(direction)
         needs = needs_of(schedule, layers, direction)
         return Program(
             tuple(
                 LaneOrder(
-                    lane.lane, tuple(stage for stage in _repeated(lane.stages, direction) if stage in needs)
+                    lane.lane,
+                    tuple(
+                        stage
+                        for stage in _repeated(lane.stages, num_layers=len(layers), direction=direction)
+                        if stage in needs
+                    ),
                 )
-                for lane in period.lanes
+                for lane in schedule.program(direction).lanes
             )
         )
-
-    def _repeated(stages: Sequence[Stage], direction: Direction) -> Iterator[Stage]:
-        last = len(layers) - 1
-        ahead = max((stage.layer for stage in stages), default=0)
-        behind = min((stage.layer for stage in stages), default=0)
-        for turn in range(-ahead, len(layers) - behind):
-            for stage in stages:
-                layer = turn + stage.layer
-                if 0 <= layer <= last:
-                    place = layer if direction is Direction.FORWARD else last - layer
-                    yield Stage(stage.kind, stage.chunk, place, stage.again)
 
     found = replace(
         schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD), repeats=False
@@ -119,3 +101,15 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     )
     # What else is missing is an error in the order that was given, which :func:`~.check.check` reports.
     return found if lacks_others else placed(found, layers)
+
+
+def _repeated(stages: Sequence[Stage], *, num_layers: int, direction: Direction) -> Iterator[Stage]:
+    """The stages of a lane in one period, once for each layer in the order of the pass."""
+    ahead = max((stage.layer for stage in stages), default=0)
+    behind = min((stage.layer for stage in stages), default=0)
+    for turn in range(-ahead, num_layers - behind):
+        for stage in stages:
+            passed = turn + stage.layer
+            if 0 <= passed < num_layers:
+                layer = passed if direction is Direction.FORWARD else num_layers - 1 - passed
+                yield replace(stage, layer=layer)

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
         # terminal.
-        console = Console(width=None if sys.stdout.isatty() else 120)
+        console = Console(width=None if sys.stdout.isatty() else 150)
         (training if arguments.end_to_end else table).show(document, console)
     if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
@@ -212,7 +212,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     cluster = read_cluster(find_cluster(arguments.planned))
     fused = has_fused_weight_gradients(on_gpu=job.device == "cuda")
     plans = [
-        prediction.planned(case, cluster, num_ranks=job.num_ranks, fused_gradients=fused)
+        prediction.planned(case, cluster, stacks=job.stacks, num_ranks=job.num_ranks, fused_gradients=fused)
         for case in job.cases
     ]
     return dataclasses.replace(job, planned=tuple(plans))

@@ -7,6 +7,7 @@ Needs neither torch nor a GPU. Shows what :mod:`megatron_ampipe.plan` finds; dec
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -20,21 +21,27 @@ from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.plan.model import find_model, read_model, workload_of
-from megatron_ampipe.plan.plan_file import Plan, make_plan
+from megatron_ampipe.plan.model import find_model, layers_of, read_model, workload_of
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import Plans, make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES, candidates
+from megatron_ampipe.schedule import ALL_LAYERS, parse_stack, stack_to_text
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import value_of
 
+DRAWN_LAYERS = 4
+"""Of layers that share a schedule, the number that a picture shows."""
 _EPILOG = """\
 examples:
   ampipe plan --model mixtral-8x7b --cluster dgx-h100
       which degree, how much it is predicted to save, and why
   ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --ranks 64 --set expert-model-parallel-size=16
       another layout than the model file names
+  ampipe plan --model qwen3-30b-a3b-like --cluster a800x8-20gbps --stack 4
+      four layers as one schedule, compared with block by block
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures measured on your machines; writes the plan, and a picture of the predicted timeline
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
@@ -81,12 +88,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help=f"numbers of chunks to try (default: {','.join(map(str, DEGREES))})",
     )
+    parser.add_argument(
+        "--stack",
+        type=_stack,
+        default=ALL_LAYERS,
+        metavar="N",
+        help="how many consecutive layers may share a schedule: 1 (block by block), a number, or all of a "
+        "pipeline stage (default: all)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     parser.add_argument(
         "--json", metavar="FILE", help="write the answer as JSON; - for stdout, in place of the table"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="NAME", help="draw the predicted timeline as NAME.svg and NAME.png"
+        "--picture",
+        type=Path,
+        metavar="NAME",
+        help="draw the predicted timeline as NAME.svg and NAME.png; of layers that share a schedule, the "
+        "first few",
     )
     parser.add_argument(
         "--trace",
@@ -116,9 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = _settings(arguments.set)
     model = read_model(find_model(arguments.model), overrides=overrides)
     workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
-    predictor = Predictor(workload, cluster)
-    plan = make_plan(predictor, degrees=arguments.degrees)
-    answer = _answer(predictor, plan, arguments, assumed)
+    layers = layers_of(model)
+    predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
+    plans = make_plans(predictor, degrees=arguments.degrees, stack=arguments.stack)
+    plan = plans.chosen
+    answer = _answer(predictor, plans, arguments, assumed)
     timeline = _timeline(predictor, plan, arguments)
     if arguments.json not in (None, "-"):
         outputs.write_text(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
@@ -129,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     if timeline is not None and arguments.trace is not None:
         timeline.write_chrome(arguments.trace)
     if timeline is not None and arguments.picture is not None:
-        plan_timeline.draw(timeline, arguments.picture)
+        plan_timeline.draw(_first_layers(timeline), arguments.picture)
     if arguments.json == "-":
         json.dump(answer, sys.stdout, indent=1)
         print()
@@ -169,21 +190,32 @@ def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -
         return None
     pipeline = arguments.trace_of or plan.pipeline(rows=predictor.workload.rows)
     source = f"{arguments.model} on {arguments.cluster}"
-    return plan_timeline.predicted_timeline(predictor, pipeline, source=source)
+    shown = sharing_layers(predictor, pipeline.stack) if pipeline.stack != 1 else predictor.of_layers(1)
+    return plan_timeline.predicted_timeline(shown, pipeline, source=source)
+
+
+def _first_layers(timeline: Timeline) -> Timeline:
+    """The layers that a picture shows: those that follow repeat them."""
+    spans = tuple(span for span in timeline.spans if span.layer <= DRAWN_LAYERS)
+    return dataclasses.replace(timeline, spans=spans)
 
 
 def _answer(
-    predictor: Predictor, plan: Plan, arguments: argparse.Namespace, assumed: tuple[str, ...]
+    predictor: Predictor, plans: Plans, arguments: argparse.Namespace, assumed: tuple[str, ...]
 ) -> dict[str, Any]:
     """Everything that is shown, as plain data."""
+    plan = plans.chosen
     return {
         "model": arguments.model,
         "cluster": arguments.cluster,
         "assumed": list(assumed),
         "stock_ms": plan.stock_ms,
-        "degrees": _rows(predictor, arguments.degrees),
+        "degrees": _rows(predictor.of_layers(1), arguments.degrees),
+        "stacks": _stacks(predictor, plans),
         "forward_degree": plan.forward_degree,
         "backward_degree": plan.backward_degree,
+        "stack": plan.stack,
+        "num_layers": plan.num_layers,
         "shares": list(plan.shares),
         "schedule": plan.schedule.name,
         "predicted_ms": plan.predicted_ms,
@@ -220,6 +252,30 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
     return rows
 
 
+def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
+    """The layers of a pipeline stage block by block, and sharing a schedule; empty if they cannot."""
+    if plans.shared is None:
+        return []
+    shared = plans.shared
+    assert shared.stock_ms is not None and shared.predicted_ms is not None
+    lengths = [round(share * predictor.workload.rows) for share in shared.shares]
+    bound = sharing_layers(predictor, shared.stack).bound_us(shared.schedule, lengths)
+    blocks, together = (
+        {
+            "stack": plan.stack,
+            "layers": shared.num_layers,
+            "forward_degree": plan.forward_degree,
+            "backward_degree": plan.backward_degree,
+            "schedule": plan.schedule.name if plan.helps else "stock",
+            "predicted_ms": time_ms,
+            "speedup": shared.stock_ms / time_ms,
+        }
+        for plan, time_ms in ((plans.alone, plans.blocks_ms), (shared, shared.predicted_ms))
+    )
+    together["share_of_bound"] = (bound.forward + bound.backward) / 1e3 / shared.predicted_ms
+    return [blocks, together]
+
+
 def _row(
     degree: int, schedule: str, forward: float, backward: float, stock: float, hidden: float, memory: float
 ) -> dict[str, Any]:
@@ -253,19 +309,46 @@ def _show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
             style="bold" if row is fastest else None,
         )
     console.print(table)
+    if answer["stacks"]:
+        console.print(_table_of_stacks(answer["stacks"]))
     for sentence in answer["assumed"]:
         console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if plan.helps:
         shares = " ".join(f"{share:.3g}" for share in plan.shares)
         console.print(
             f"choice: degree {plan.forward_degree} forward, {plan.backward_degree} backward, schedule "
-            f"{plan.schedule.name}, shares {shares}: {plan.predicted_ms:.3f} ms, "
+            f"{plan.schedule.name}, shares {shares}, {_together(plan)}: {plan.predicted_ms:.3f} ms, "
             f"{plan.predicted_speedup:.2f} times as fast",
             soft_wrap=True,
         )
     else:
         console.print("choice: degree 1, Megatron's own layers", soft_wrap=True)
     console.print(plan.reason, soft_wrap=True)
+
+
+def _together(plan: Plan) -> str:
+    if plan.stack == 1:
+        return "block by block"
+    return f"{plan.num_layers} layers together"
+
+
+def _table_of_stacks(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{rows[0]['layers']} layers of a pipeline stage, one micro-batch, predicted")
+    for name in ("together", "degree", "schedule", "both ms", "speedup", "share of the bound"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    fastest = max(rows, key=lambda row: row["speedup"])
+    for row in rows:
+        forward, backward = row["forward_degree"], row["backward_degree"]
+        table.add_row(
+            "no" if row["stack"] == 1 else stack_to_text(row["stack"]),
+            str(forward) if forward == backward else f"{forward}:{backward}",
+            row["schedule"],
+            f"{row['predicted_ms']:.3f}",
+            f"{row['speedup']:.2f}",
+            f"{row['share_of_bound']:.0%}" if "share_of_bound" in row else "",
+            style="bold" if row is fastest else None,
+        )
+    return table
 
 
 def _settings(texts: Sequence[str]) -> dict[str, Any]:
@@ -298,6 +381,13 @@ def _at_least_one(text: str) -> float:
     if not 1 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return value
+
+
+def _stack(text: str) -> int:
+    try:
+        return parse_stack(text, flag="--stack")
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.rule}") from None
 
 
 def _degrees(text: str) -> tuple[int, ...]:

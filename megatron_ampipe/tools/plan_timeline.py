@@ -51,10 +51,10 @@ def _is_number(text: str) -> bool:
 
 
 def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str) -> Timeline:
-    """One block, forward and then backward.
+    """One block, or all layers of a predictor, forward and then backward.
 
     Args:
-        predictor: Of the workload on the cluster.
+        predictor: Of the workload on the cluster, with the layers that share the schedule.
         pipeline: What runs.
         source: Names the model and the cluster.
 
@@ -70,7 +70,7 @@ def predicted_timeline(predictor: Predictor, pipeline: Pipeline, *, source: str)
             remedy=f"Use --trace-of {rows} or less.",
         )
     lengths = tuple(sum(span.length for span in chunk.hidden) for chunk in pipeline.chunks(rows))
-    schedule = pipeline.schedule_of([predictor.workload.features])
+    schedule = pipeline.schedule_of(predictor.layers)
     return predictor.timeline(schedule, lengths, labels={PREDICTED: source, **pipeline.labels})
 
 

@@ -18,6 +18,7 @@ from megatron_ampipe.timeline import DIRECTIONS, Timeline
 
 _REMEDY = "Give a file that ampipe plan --trace wrote."
 _SHOWN_STAGES = 4
+_NAMED = ("backward degree", "shares", "schedule", "layers that share a schedule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -
     Raises:
         BadInput: another degree, order or cut, or a block of other stages.
     """
+    layers = {span.layer for span in predicted.spans}
+    if len(layers) > 1:
+        raise BadInput(
+            "--predicted",
+            path,
+            rule=f"is of {len(layers)} layers that share a schedule, and one layer is drawn",
+            remedy="Predict one block, with ampipe plan --stack 1, and record a run with --ampipe-stack 1.",
+        )
     for timeline in measured:
         if timeline.is_predicted:
             raise BadInput(
@@ -72,7 +81,7 @@ def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -
                 rule="is a prediction, and --predicted needs recorded traces to compare it with",
                 remedy="Give the directory that a run got as --ampipe-trace-dir.",
             )
-        labels = ("degree", "backward degree", "schedule", "shares")
+        labels = ("degree", *_NAMED)
         differing = [name for name in labels if predicted.labels.get(name) != timeline.labels.get(name)]
         if differing:
             raise BadInput(
@@ -162,9 +171,7 @@ def _remedy(timeline: Timeline) -> str:
 def _described(timeline: Timeline) -> str:
     labels = timeline.labels
     words = [f"degree {labels.get('degree', 'unknown')}"]
-    words += [
-        f"{name} {labels[name]}" for name in ("backward degree", "shares", "schedule") if name in labels
-    ]
+    words += [f"{name} {labels[name]}" for name in _NAMED if name in labels]
     return ", ".join(words)
 
 

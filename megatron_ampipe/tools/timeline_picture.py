@@ -5,6 +5,9 @@ example below the rank that it is compared with.
 
 Chooses nothing of what it draws. Called by :mod:`megatron_ampipe.tools.draw_command`.
 
+Several layers that share a schedule run at the same time, so a strip along the top of each bar says of which
+layer it is.
+
 The forward and the backward pass of one layer get a panel each, on one scale, because between them a run
 does other things for a long time; a whole iteration gets one panel. Each rank's clock begins at its own
 first stage of the panel: the clocks of different ranks need not agree.
@@ -48,7 +51,10 @@ _PNG_DPI = 180
 _MAX_PNG_PIXELS = 30_000
 _BAR_SHARE, _SEAM_IN = 0.84, 0.012
 _BACKWARD_SHARE, _BACKWARD_ALPHA = 0.15, 0.75
+# Layers next to each other run at the same time: three shades tell them apart.
+_LAYER_SHARE, _LAYER_SHADES = 0.2, ("#22262B", "#9AA0A6", "#FFFFFF")
 _LEGEND_COLUMNS, _LEGEND_ROW_IN = 10, 0.2
+_NAMED_LAYERS = 4
 # A whole iteration is drawn wider, so that its median span has this width, up to a limit.
 _MEDIAN_SPAN_IN, _MAX_WIDTH_IN = 0.06, 90.0
 
@@ -101,10 +107,11 @@ def draw(timelines: Sequence[Timeline], *, targets: Sequence[Path], title: str, 
     with matplotlib.rc_context(settings):
         rows, height_in = _rows(timelines)
         panels = _panels(timelines, split=split)
+        layers = _layers(timelines)
         bottom_in = 0.78 + _LEGEND_ROW_IN * _legend_rows(timelines)
-        size_in = (_width_in(panels, split=split), height_in + _TOP_IN + bottom_in)
+        size_in = (_width_in(panels, split=split and len(layers) == 1), height_in + _TOP_IN + bottom_in)
         figure = Figure(figsize=size_in, facecolor=_PAPER)
-        _draw_panels(figure, panels, rows, rows_in=height_in, bottom_in=bottom_in)
+        _draw_panels(figure, panels, rows, layers=layers, rows_in=height_in, bottom_in=bottom_in)
         _draw_margins(figure, timelines, rows, title=title, bottom_in=bottom_in)
         _draw_legend(figure, timelines)
         for target in targets:
@@ -128,6 +135,10 @@ def chunk_colours(chunks: Sequence[int]) -> dict[int, str]:
         chunk: to_hex(colormaps["viridis"](0.95 * place / (len(chunks) - 1)))
         for place, chunk in enumerate(chunks)
     }
+
+
+def _layers(timelines: Sequence[Timeline]) -> list[int]:
+    return sorted({span.layer for timeline in timelines for span in timeline.spans})
 
 
 def _rows(timelines: Sequence[Timeline]) -> tuple[list[_Row], float]:
@@ -167,13 +178,22 @@ def _panels(timelines: Sequence[Timeline], *, split: bool) -> list[_Panel]:
 def _width_in(panels: Sequence[_Panel], *, split: bool) -> float:
     if split:
         return _WIDTH_IN
-    lengths_us = [span.end_us - span.begin_us for part in panels[0].spans.values() for span in part]
+    lengths_us = [
+        span.end_us - span.begin_us for panel in panels for part in panel.spans.values() for span in part
+    ]
     median_ms = max(statistics.median(lengths_us) / 1e3, 1e-6)
-    return min(_MAX_WIDTH_IN, max(_WIDTH_IN, panels[0].length_ms / median_ms * _MEDIAN_SPAN_IN))
+    length_ms = sum(panel.length_ms for panel in panels)
+    return min(_MAX_WIDTH_IN, max(_WIDTH_IN, length_ms / median_ms * _MEDIAN_SPAN_IN))
 
 
 def _draw_panels(
-    figure: Figure, panels: Sequence[_Panel], rows: Sequence[_Row], *, rows_in: float, bottom_in: float
+    figure: Figure,
+    panels: Sequence[_Panel],
+    rows: Sequence[_Row],
+    *,
+    layers: Sequence[int],
+    rows_in: float,
+    bottom_in: float,
 ) -> None:
     width_in, height_in = figure.get_size_inches()
     room_in = width_in - _LEFT_IN - _RIGHT_IN - _PANEL_GAP_IN * (len(panels) - 1)
@@ -194,6 +214,8 @@ def _draw_panels(
         for row in rows:
             spans = [span for span in panel.spans.get(row.timeline, []) if span.lane == row.lane]
             _draw_row(axes, row, spans, colours=colours, in_per_ms=in_per_ms)
+            if len(layers) > 1:
+                _draw_layers(axes, row, spans, layers)
 
 
 def _dress(axes: Axes, rows: Sequence[_Row], *, panel: _Panel, panel_in: float) -> None:
@@ -248,6 +270,22 @@ def _draw_row(
             axes.broken_barh(bars, foot, facecolor=_INK, linewidth=0, alpha=_BACKWARD_ALPHA, zorder=3)
 
 
+def _draw_layers(axes: Axes, row: _Row, spans: Sequence[StageSpan], layers: Sequence[int]) -> None:
+    bar_in = _ROW_IN * _BAR_SHARE
+    strip = (row.y_in + bar_in * (0.5 - _LAYER_SHARE), bar_in * _LAYER_SHARE)
+    for place, layer in enumerate(layers):
+        bars = [
+            (span.begin_us / 1e3, (span.end_us - span.begin_us) / 1e3)
+            for span in spans
+            if span.layer == layer
+        ]
+        axes.broken_barh(bars, strip, facecolor=_shade(place), linewidth=0, zorder=3)
+
+
+def _shade(place: int) -> str:
+    return _LAYER_SHADES[place % len(_LAYER_SHADES)]
+
+
 def _draw_margins(
     figure: Figure, timelines: Sequence[Timeline], rows: Sequence[_Row], *, title: str, bottom_in: float
 ) -> None:
@@ -269,7 +307,7 @@ def _draw_margins(
         middle_in = bottom_in + (own[0] + own[-1]) / 2
         name, below = f"rank {timeline.rank}", layers_of(timeline)
         if timeline.is_predicted:
-            name, below = PREDICTED, "one block"
+            name, below = PREDICTED, "one block" if len(_layers([timeline])) == 1 else below
         write(0.2, middle_in + 0.02, name, fontweight="bold", va="bottom")
         write(0.2, middle_in - 0.02, below, color=_FAINT_INK, fontsize=8, va="top")
         if timeline.communication_us:
@@ -305,6 +343,13 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         handles.append(Patch(facecolor=WHOLE_BLOCK, label="whole block"))
     if any(span.direction == "backward" for span in spans):
         handles.append(Line2D([], [], color=_INK, alpha=_BACKWARD_ALPHA, linewidth=2.5, label="backward"))
+    layers = _layers(timelines)
+    for place in range(min(len(layers), len(_LAYER_SHADES)) if len(layers) > 1 else 0):
+        named = ", ".join(map(str, layers[place :: len(_LAYER_SHADES)][:_NAMED_LAYERS]))
+        more = ", ..." if len(layers[place :: len(_LAYER_SHADES)]) > _NAMED_LAYERS else ""
+        handles.append(
+            Patch(facecolor=_shade(place), edgecolor=_FAINT_INK, label=f"strip: layer {named}{more}")
+        )
     figure.legend(
         handles=handles,
         loc="lower center",
@@ -319,9 +364,10 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
 
 
 def _legend_rows(timelines: Sequence[Timeline]) -> int:
-    # Two more than the chunks: the whole block, and backward.
+    # More than the chunks: the whole block, backward, and shades of layers.
     chunks = _chunks([span for timeline in timelines for span in timeline.spans])
-    return math.ceil((len(chunks) + 2) / _LEGEND_COLUMNS)
+    shades = len(_LAYER_SHADES) if len(_layers(timelines)) > 1 else 0
+    return math.ceil((len(chunks) + 2 + shades) / _LEGEND_COLUMNS)
 
 
 def _chunks(spans: Sequence[StageSpan]) -> list[int]:

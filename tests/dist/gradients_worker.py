@@ -24,6 +24,13 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "all-but-router": lambda name: "router" not in name,
     "everything": lambda name: True,
 }
+FROZEN_OF_STACK: dict[str, Callable[[str], bool]] = {
+    "router-of-all": lambda name: "router" in name,
+    "all-of-all": lambda name: True,
+    "first-layer": lambda name: name.startswith("layers.0."),
+    "second-layer": lambda name: name.startswith("layers.1."),
+    "all-but-second-layer": lambda name: not name.startswith("layers.1."),
+}
 ROUTINGS: dict[str, Callable[[int, int], int]] = {
     # (rank, row) to expert; experts 0 and 1 are on rank 0, 2 and 3 on rank 1.
     "rank-1-receives-nothing": lambda rank, row: 0 if rank == 0 else row % 2,
@@ -73,11 +80,26 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
     )
 
 
-def layers(**model: Any) -> tuple[Any, Any]:
-    """A stock layer and an AMPipe layer of degree 4 with the same weights."""
+STACK = "mdm"
+"""Layers that share a schedule: with experts, dense, with experts."""
+
+
+def layers(kinds: str = "m", *, executor: str = "thread", **model: Any) -> tuple[Any, Any]:
+    """A stock layer, or several, and AMPipe's of degree 4 with the same weights, which share a schedule."""
+    from tests.dist import logged_losses
     from tests.dist.blocks import build_layers
 
-    case = Case("gradients", batch=BATCH, sequence_length=SEQUENCE, model=BASE | model)
+    # Megatron keeps the losses of as many layers as the first model has.
+    logged_losses.clear()
+    case = Case(
+        "gradients",
+        batch=BATCH,
+        sequence_length=SEQUENCE,
+        layers=kinds,
+        stack=0,
+        executor=executor,
+        model=BASE | model,
+    )
     return build_layers(case)
 
 
@@ -113,7 +135,7 @@ def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]])
         grad_reduce_in_fp32=True,
         bucket_size=4000,
     )
-    model = DistributedDataParallel(layer.config, settings, layer)
+    model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
     fired: dict[str, list[int]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     accumulators = []
@@ -149,6 +171,7 @@ def ddp(
     distributed_optimizer: bool,
     routing: str | None = None,
     first_writes: bool = False,
+    kinds: str = "m",
     **model: Any,
 ) -> dict[str, Any]:
     """Run the same iterations with both layers.
@@ -157,11 +180,12 @@ def ddp(
         fusion: Linear layers add their weights' gradients to ``main_grad``.
         distributed_optimizer: Gradients are reduced to the shards of a distributed optimizer.
         routing: A name in ``ROUTINGS``.
+        kinds: Which layers share a schedule.
         first_writes: In the first micro-batch, linear layers overwrite ``main_grad`` instead of adding to it.
         model: Fields of Megatron's configuration.
     """
     with fused_weight_gradients() if fusion else contextlib.nullcontext():
-        pair = layers(gradient_accumulation_fusion=fusion, **model)
+        pair = layers(kinds, gradient_accumulation_fusion=fusion, **model)
         if first_writes:
             from tests.dist.first_writes import use_first_writes
 
@@ -188,10 +212,10 @@ def ddp(
 # Autograd
 
 
-def in_flight() -> dict[str, Any]:
-    """Two micro-batches in flight: forward a, forward b, backward a, backward b, in one layer."""
+def in_flight(kinds: str = "m") -> dict[str, Any]:
+    """Two micro-batches in flight: forward a, forward b, backward a, backward b, in the same layers."""
     found = []
-    for layer in layers():
+    for layer in layers(kinds):
         a, b = make_hidden(1), make_hidden(2)
         outputs = forward(layer, a), forward(layer, b)
         for output in outputs:
@@ -212,12 +236,12 @@ def twice() -> dict[str, Any]:
     return {"message": None}
 
 
-def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
+def frozen(which: str, *, input_needs_gradient: bool, kinds: str = "m") -> dict[str, Any]:
     """Parameters that are not trained."""
     found, requires = [], []
-    for layer in layers():
+    for layer in layers(kinds):
         for name, parameter in layer.named_parameters():
-            parameter.requires_grad_(not FROZEN[which](name))
+            parameter.requires_grad_(not (FROZEN | FROZEN_OF_STACK)[which](name))
         hidden = make_hidden(1).detach().requires_grad_(input_needs_gradient)
         output = forward(layer, hidden)
         requires.append(output.requires_grad)
@@ -228,7 +252,7 @@ def frozen(which: str, *, input_needs_gradient: bool) -> dict[str, Any]:
     return {"differences": compare(*found), "requires": requires, "with gradient": trained}
 
 
-def no_grad() -> dict[str, Any]:
+def no_grad(kinds: str = "m") -> dict[str, Any]:
     """Evaluation saves nothing for backward, and keeps no tensor alive."""
     import torch
 
@@ -247,7 +271,7 @@ def no_grad() -> dict[str, Any]:
         saved += 1
         return tensor
 
-    stock, ours = layers()
+    stock, ours = layers(kinds)
     hidden = make_hidden(1)
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         with torch.no_grad():
@@ -264,6 +288,101 @@ def no_grad() -> dict[str, Any]:
         "with": trained,
         "left when the output is gone": alive(),
     }
+
+
+# Hooks of layers and of parameters
+
+
+def layer_hooks() -> dict[str, Any]:
+    """Every kind of hook, on a layer that shares a schedule with others, and on one that does not."""
+    from megatron_ampipe.errors import BadInput
+
+    seen: list[Any] = []
+
+    def watch(module: Any, *tensors: Any) -> None:
+        seen.append(tensors)
+
+    def message(layer: Any, model: Any, register: str) -> str | None:
+        handle = getattr(layer, register)(watch)
+        try:
+            forward(model, make_hidden(1)).sum().backward()
+        except BadInput as error:
+            return str(error)
+        finally:
+            handle.remove()
+        return None
+
+    kinds = (
+        "register_forward_pre_hook",
+        "register_forward_hook",
+        "register_full_backward_pre_hook",
+        "register_full_backward_hook",
+    )
+    _, stack = layers("mm")
+    refused = {kind: [message(layer, stack, kind) for layer in stack.layers] for kind in kinds}
+    inside = message(stack.layers[1].mlp.router, stack, "register_forward_hook")
+    stock, alone = layers()
+    allowed = [message(alone, alone, kind) for kind in kinds]
+    seen.clear()
+    message(alone, alone, "register_forward_hook")
+    ((_, (output, _)),) = seen
+    return {
+        "refused": refused,
+        "inside": inside,
+        "allowed": allowed,
+        "differences": compare({"output": forward(stock, make_hidden(1))}, {"output": output}),
+    }
+
+
+def parameter_hooks(executor: str) -> dict[str, Any]:
+    """When the gradients of each layer of a stack arrive: stages of layers and hooks, in order.
+
+    Returns:
+        ``events``: ``[layer, None]`` for a stage of the backward pass, ``[layer, name]`` for the hook of a
+        parameter.
+    """
+    _, ours = layers(STACK, executor=executor)
+    events: list[tuple[int, str | None]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        layer = int(name.split(".")[1])
+        return lambda *_: events.append((layer, name))
+
+    accumulators = []
+    for name, parameter in ours.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(hook(name))
+        accumulators.append(accumulator)
+    output = forward(ours, make_hidden(1)).sum()
+    with executed_stages(lambda stage: events.append((stage.layer, None))):
+        output.backward()
+    return {"events": events, "parameters": [name for name, _ in ours.named_parameters()]}
+
+
+@contextlib.contextmanager
+def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Context manager that calls ``tell`` with every stage before an executor runs it."""
+    from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+
+    originals = {kind: kind.execute for kind in (SequentialExecutor, ThreadExecutor)}
+
+    def telling(original: Callable[..., None]) -> Callable[..., None]:
+        def execute(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], *rest: Any) -> None:
+            def run(stage: Any) -> Any:
+                tell(stage)
+                return run_stage(stage)
+
+            original(self, order, needs, run, *rest)
+
+        return execute
+
+    for kind, original in originals.items():
+        kind.execute = telling(original)
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.execute = original
 
 
 # Collectives
@@ -400,6 +519,22 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         for needs in (True, False)
     },
     "no-grad": no_grad,
+    "ddp-stack": lambda: ddp(fusion=False, distributed_optimizer=False, kinds=STACK),
+    "ddp-stack-fused-sharded": lambda: ddp(fusion=True, distributed_optimizer=True, kinds=STACK),
+    "in-flight-stack": lambda: in_flight(STACK),
+    "no-grad-stack": lambda: no_grad(STACK),
+    **{
+        f"stack-frozen-{which}{'' if needs else '-constant-input'}": lambda which=which, needs=needs: frozen(
+            which, input_needs_gradient=needs, kinds=STACK
+        )
+        for which in FROZEN_OF_STACK
+        for needs in (True, False)
+    },
+    "layer-hooks": layer_hooks,
+    **{
+        f"parameter-hooks-{executor}": lambda executor=executor: parameter_hooks(executor)
+        for executor in ("thread", "sequential")
+    },
     **{f"order-{routing}": lambda routing=routing: collectives(routing) for routing in ROUTINGS},
     "order-capacity": lambda: collectives("one-expert-for-all", **TIGHT),
     "order-dropped-unequally": lambda: collectives("rank-1-receives-nothing", **TIGHT),
@@ -411,6 +546,8 @@ def main() -> None:
     use_groups()
     results: dict[str, object] = {}
     for name in sys.argv[1:] or CASES:
+        # The end of the log of a failed launch shows it.
+        print(f"case {name}", flush=True)
         try:
             results[name] = CASES[name]()
         except Exception:

@@ -30,7 +30,7 @@ def main() -> None:
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
-    from megatron_ampipe.tools.measuring.memory import PASSES, TensorMeter, Watch, WatchedExecutor
+    from megatron_ampipe.tools.measuring.peak_memory import PASSES, TensorMeter, Watch, WatchedExecutor
     from tests.dist import logged_losses
     from tests.dist.blocks import transformer_config
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.gradients_worker import CASES, FROZEN
+from tests.dist.gradients_worker import CASES, FROZEN, FROZEN_OF_STACK
 from tests.dist.launch import run_workers
 
 TOLERANCE = 1e-5
@@ -40,8 +40,9 @@ def test_ddp_sees_every_parameter_once_per_micro_batch(name: str, reports: list[
         assert len(result["fired"]) >= 8
         assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
         assert result["fired"] == result["stock fired"]
-        # Query-key-value, projection, and two layers of two experts.
-        assert result["written by fused layers"] == (6 if "fused" in name else 0)
+        # Query-key-value, projection, and two layers of two experts; of a dense layer its two layers.
+        in_layers = 6 + 4 + 6 if "stack" in name else 6
+        assert result["written by fused layers"] == (in_layers if "fused" in name else 0)
 
 
 def test_a_second_backward_is_refused(reports: list[dict[str, Any]]) -> None:
@@ -60,9 +61,52 @@ def test_frozen_parameters_get_no_gradient(which: str, reports: list[dict[str, A
         assert without["with gradient"] >= (1 if which == "everything" else 2)
 
 
-def test_without_gradients_nothing_is_kept(reports: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("which", FROZEN_OF_STACK)
+def test_frozen_parameters_of_a_stack_get_no_gradient(which: str, reports: list[dict[str, Any]]) -> None:
     for results in reports:
-        result = results["no-grad"]
+        with_input, without = (
+            results[f"stack-frozen-{which}"],
+            results[f"stack-frozen-{which}-constant-input"],
+        )
+        assert with_input["requires"] == [True, True]
+        assert without["requires"] == [which != "all-of-all"] * 2
+        assert with_input["with gradient"] == without["with gradient"] + 1
+
+
+@pytest.mark.parametrize("executor", ["thread", "sequential"])
+def test_gradients_of_a_layer_arrive_before_the_backward_of_the_layer_below_ends(
+    executor: str, reports: list[dict[str, Any]]
+) -> None:
+    """So that Megatron reduces them while the layers below still compute. Each hook fires once."""
+    for results in reports:
+        events = results[f"parameter-hooks-{executor}"]["events"]
+        fired = [name for _, name in events if name is not None]
+        assert sorted(fired) == sorted(results[f"parameter-hooks-{executor}"]["parameters"])
+        last_stage = {layer: place for place, (layer, name) in enumerate(events) if name is None}
+        for layer in (2, 1):
+            hooks = [place for place, (of, name) in enumerate(events) if name is not None and of == layer]
+            assert last_stage[layer] < min(hooks), "a gradient that is not complete"
+            assert max(hooks) < last_stage[layer - 1]
+
+
+def test_hooks_on_layers_that_share_a_schedule_are_refused(reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        found = results["layer-hooks"]
+        for kind, messages in found["refused"].items():
+            name = kind.removeprefix("register_").removeprefix("full_").replace("_hook", " hook")
+            name = name.replace("_pre", " pre-hook").removesuffix(" hook") if "_pre_" in kind else name
+            for layer, message in enumerate(messages, 1):
+                assert message.startswith(f"{name.replace('_', ' ')} of layer {layer} __main__."), message
+                assert "layers that share a schedule run as one" in message
+                assert "Use --ampipe-stack 1" in message
+        assert found["inside"] is None
+        assert found["allowed"] == [None] * 4
+
+
+@pytest.mark.parametrize("name", ["no-grad", "no-grad-stack"])
+def test_without_gradients_nothing_is_kept(name: str, reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        result = results[name]
         assert result["without"] == {"saved": 0, "alive": 0, "requires grad": False}
         assert min(result["with"].values()) > 0, "otherwise the check would find nothing in any case"
         assert result["left when the output is gone"] == 0, "a reference cycle holds the activations"

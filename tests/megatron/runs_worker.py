@@ -22,7 +22,11 @@ def main() -> int:
             return code
         from megatron.training.training import destroy_global_state
 
+        from tests.dist import logged_losses
+
         destroy_global_state()
+        # Megatron keeps them for as many layers as the first model has.
+        logged_losses.clear()
     return 0
 
 

@@ -63,10 +63,6 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-stack", "all"],
         "--ampipe-stack all: has no effect at --ampipe-degree 1",
     ),
-    "stack-with-cluster": (
-        [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-cluster", "dgx-h100", "--ampipe-stack", "2"],
-        "--ampipe-stack 2: is what a plan from --ampipe-cluster chooses",
-    ),
     "cluster-at-degree-4": (
         [*ACCEPTED, "--ampipe-cluster", "dgx-h100"],
         "--ampipe-cluster dgx-h100: has no effect at --ampipe-degree 4",

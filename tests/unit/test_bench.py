@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_ampipe.schedule import (
     StageKind,
     build,
     dependencies,
+    from_text,
     kinds,
 )
 from megatron_ampipe.shipped import config_names
@@ -150,10 +152,12 @@ def test_a_slow_network_needs_iproute2(
         (["--layers", "0"], "--layers"),
         (["--stack", "3"], "--stack 3: is above the number of layers (1)"),
         (["--layers", "4", "--stack", "1,5"], "--stack 5: is above the number of layers (4)"),
-        (["--layers", "4", "--stack", "0"], "--stack 0: is not a list of whole numbers of layers"),
-        (["--layers", "4", "--stack", "x"], "--stack x: is not a list of whole numbers of layers"),
-        (["--layers", "4", "--stack", "1,"], "Use --stack 1,all"),
-        (["--layers", "2", "--planned", "x"], "--planned x: the planner plans one block"),
+        (
+            ["--layers", "4", "--stack", "0"],
+            "--stack 0: must be a whole number of layers, at least 1, or all",
+        ),
+        (["--layers", "4", "--stack", "1,x"], "--stack x: must be a whole number of layers"),
+        (["--layers", "4", "--stack", "1,"], "--stack (empty): must be a whole number of layers"),
         (["--from", "/absent.json"], "--from /absent.json"),
     ],
 )
@@ -302,12 +306,12 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         timeout_s=9.0,
         rendezvous="/tmp/x",
         cores=(0, 1),
-        planned=(Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),
+        planned=((Variant("planned", Cut.of(2, shares=(0.75, 0.25)), "schedule searched degree 2\n"),),),
         layers=4,
         stacks=(1,),
     )
     assert BenchJob.from_json(job.to_json()) == job
-    assert job.variants_of(0) == (*job.variants, *job.planned)
+    assert job.variants_of(0) == (*job.variants, *job.planned[0])
     assert [str(variant) for variant in job.variants] == [
         "stock",
         "ampipe degree 1",
@@ -682,6 +686,22 @@ def test_layers_are_predicted_stack_by_stack() -> None:
     (_, two), (_, four), (_, mixed) = predicted(4, 2), predicted(4, 4), predicted(4, 3)
     assert 4 * one > two > four
     assert predicted(3, 3)[1] + one == pytest.approx(mixed, rel=1e-6)
+
+
+def test_a_plan_is_made_for_every_stack() -> None:
+    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+    case = dataclasses.replace(CASE, sequence_length=2048, hidden=256, ffn=1024)
+    settings = {"num_ranks": 2, "fused_gradients": False}
+    block, stack = prediction.planned(case, cluster, stacks=(1, 3), **settings)
+    assert (block.stack, stack.stack) == (1, 3)
+    assert stack.order is not None
+    assert from_text(stack.order).repeats
+    schedule = stack.pipeline.schedule_of([BlockFeatures(chunked_qkv=True)] * 3)
+    assert {stage.layer for stage in schedule.forward.stages} == {0, 1, 2}
+    assert stack.pipeline.num_chunks == len(stack.pipeline.chunks(case.sequence_length))
+    # On one rank nothing is sent.
+    alone = prediction.planned(case, cluster, stacks=(1, 3), num_ranks=1, fused_gradients=False)
+    assert [variant.chunked for variant in alone] == [False]
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ BOUNDARIES: dict[str, tuple[dict[str, Any], str | None]] = {
     "tensor and no capacity": ({"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": -1.0}, None),
     "context": ({"context_parallel_size": 2}, "gathers keys and values"),
     "selective recompute": ({"recompute_granularity": "selective"}, None),
-    "full recompute": ({"recompute_granularity": "full"}, "full recompute runs one layer again"),
+    "full recompute": ({"recompute_granularity": "full"}, "full recompute works around one layer"),
 }
 
 

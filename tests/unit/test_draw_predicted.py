@@ -90,6 +90,25 @@ def test_the_picture_names_both_and_aligns_them(traces: Path, monkeypatch: pytes
     assert begins == {0: {0, 2000}, 1: {0, 1000}, 2: {0, 2000}, 3: {0, 1000}}
 
 
+def test_layers_that_share_a_schedule_have_a_strip_each(
+    traces: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = prediction(**{"layers that share a schedule": "all"})
+    both = replace(one, spans=one.spans + tuple(replace(span, layer=2) for span in one.spans))
+    texts: set[str] = set()
+
+    def reading(figure: Any, target: Path) -> None:
+        texts.update(text.get_text() for text in figure.texts)
+        texts.update(text.get_text() for text in figure.legends[0].get_texts())
+
+    monkeypatch.setattr(timeline_picture, "_write", reading)
+    timeline_picture.draw([both], targets=[traces / "a.png"], title="", split=True)
+    assert {"strip: layer 1", "strip: layer 2", "layers 1-2"} <= texts and "one block" not in texts
+    both.write_chrome(traces / "predicted.json")
+    assert draw(traces) == 2
+    assert "is of 2 layers that share a schedule" in capsys.readouterr().err
+
+
 def test_the_mean_is_over_the_ranks_that_ran_a_direction() -> None:
     slow = Timeline(1, (StageSpan("compute", "qkv", "forward", 1, 1, 0.0, 3000.0),), LABELS)
     fast = Timeline(0, (StageSpan("compute", "qkv", "backward", 1, 1, 0.0, 9000.0),), LABELS)

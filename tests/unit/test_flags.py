@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.schedule import Pipeline, parse_stack, stack_to_text
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.schedule import BlockFeatures, Pipeline, build, parse_stack, period, stack_to_text
 
 
 def parse(*words: str) -> AMPipeConfig:
@@ -25,23 +28,24 @@ def test_settings_are_named_as_their_flags() -> None:
     assert sorted(named) == sorted([*SETTING_NAMES, "config"])
 
 
+def of(degree: int, **fields: Any) -> Pipeline:
+    """A pipeline with the default of the flags: all layers share a schedule."""
+    return Pipeline.of(degree, **{"stack": 0} | fields)
+
+
 @pytest.mark.parametrize(
     ("words", "pipeline"),
     [
-        ([], Pipeline(degree=1, backward_degree=1)),
-        (["--ampipe-degree", "4"], Pipeline(degree=4, backward_degree=4)),
-        (
-            ["--ampipe-degree", "4", "--ampipe-backward-degree", "2"],
-            Pipeline(degree=4, backward_degree=2),
-        ),
-        (["--ampipe-chunks", "0.75,0.25"], Pipeline(degree=2, backward_degree=2, shares=(0.75, 0.25))),
-        (
-            ["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"],
-            Pipeline(degree=1, backward_degree=1, schedule="moe-only"),
-        ),
-        (["--ampipe-degree", "2", "--ampipe-stack", "all"], Pipeline(degree=2, backward_degree=2, stack=0)),
-        (["--ampipe-degree", "2", "--ampipe-stack", "4"], Pipeline(degree=2, backward_degree=2, stack=4)),
-        (["--ampipe-degree", "auto", "--ampipe-stack", "2"], Pipeline(degree=1, backward_degree=1, stack=2)),
+        ([], of(1)),
+        (["--ampipe-degree", "4"], of(4)),
+        (["--ampipe-degree", "4", "--ampipe-backward-degree", "2"], of(4, backward_degree=2)),
+        (["--ampipe-chunks", "0.75,0.25"], of(2, shares=(0.75, 0.25))),
+        (["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"], of(1, schedule="moe-only")),
+        (["--ampipe-degree", "2", "--ampipe-stack", "all"], of(2)),
+        (["--ampipe-degree", "2", "--ampipe-stack", "4"], of(2, stack=4)),
+        (["--ampipe-degree", "2", "--ampipe-stack", "1"], of(2, stack=1)),
+        (["--ampipe-degree", "auto", "--ampipe-stack", "2"], of(1, stack=2)),
+        (["--ampipe-degree", "auto", "--ampipe-cluster", "a", "--ampipe-stack", "2"], of(1, stack=2)),
     ],
 )
 def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> None:
@@ -69,3 +73,23 @@ def test_what_auto_chooses_cannot_be_given() -> None:
     ):
         with pytest.raises(BadInput, match=rule):
             parse("--ampipe-degree", "auto", *words)
+
+
+def test_a_saved_plan_is_for_as_many_layers_as_the_flags_say(tmp_path: Path) -> None:
+    features = BlockFeatures(chunked_qkv=True)
+    one = build("ampipe", degree=2, features=features)
+    for stack, schedule in ((1, one), (0, period(one))):
+        plan = Plan(schedule=schedule, shares=(0.5, 0.5), stack=stack, reason="measured")
+        plan.write(tmp_path / f"{stack}.yaml", head="a test")
+
+    def restart(stack: int, *words: str) -> int:
+        file = str(tmp_path / f"{stack}.yaml")
+        return parse("--ampipe-degree", "auto", "--ampipe-save-plan", file, *words).pipeline.stack
+
+    assert restart(0) == restart(0, "--ampipe-stack", "all") == 0
+    assert restart(1) == restart(1, "--ampipe-stack", "1") == 1
+    # A planner may have found that sharing does not help.
+    assert restart(1, "--ampipe-cluster", "dgx-h100", "--ampipe-stack", "all") == 1
+    for plan_stack, given in ((0, "4"), (0, "1"), (1, "all")):
+        with pytest.raises(BadInput, match=f"--ampipe-stack {given}: is not that of the plan in"):
+            restart(plan_stack, "--ampipe-stack", given)

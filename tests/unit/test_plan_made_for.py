@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.planned import choice_of_plan
+from megatron_ampipe.launch.planned import choice_of_plan, planner_of
+from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.plan_file import Plan, make_plan
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import ALL_LAYERS
 from tests.plan_cases import cluster, workload
 
 
@@ -123,7 +126,7 @@ def run_of(**changes: Any) -> argparse.Namespace:
         "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None, "moe_shared_expert_intermediate_size": None,
         "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_save_plan": None,
-        "ampipe_plan": "plan.yaml",
+        "ampipe_plan": "plan.yaml", "recompute_granularity": None,
     }  # fmt: skip
     return argparse.Namespace(**(values | changes))
 
@@ -137,6 +140,40 @@ def test_the_only_note_of_the_planned_run_is_the_cluster(file: Path) -> None:
     choice = choice_of_plan(run_of(), Plan.read(file), str(file))
     assert choice.notes == (f"the plan was made on: {cluster().description}",)
     assert choice.pipeline.num_chunks == 2
+
+
+def planned(stack: int, **changes: Any) -> Choice:
+    run = run_of(num_layers=12, moe_layer_freq=[0] + 11 * [1], **changes)
+    planner = planner_of(run, "a800x8-20gbps", stack=stack)
+    return planner((run.seq_length // run.tensor_model_parallel_size, 1))
+
+
+def test_a_run_plans_as_many_layers_as_may_share_a_schedule() -> None:
+    slow = {"seq_length": 4096, "moe_router_topk": 4}
+    blocks, together = planned(1, **slow), planned(ALL_LAYERS, **slow)
+    assert blocks.pipeline.stack == 1 and together.pipeline.stack == ALL_LAYERS
+    assert together.pipeline.order is not None and together.pipeline.order.repeats
+    assert "12 layers as one schedule" in together.reason
+    # From the first stage of the first layer to the last stage of the last one.
+    assert sum(together.predicted_ms or ()) > 8 * sum(blocks.predicted_ms or ())
+    assert planned(4, **slow, pipeline_model_parallel_size=6, world_size=48).pipeline.stack == 4
+    assert planned(ALL_LAYERS, **slow, context_parallel_size=2, world_size=16).pipeline.stack == 1
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_run_with_a_plan_of_layers_that_share_a_schedule(tensor: int, tmp_path: Path) -> None:
+    made = workload(topk=4, sequence_length=4096, tensor=tensor)
+    path = tmp_path / "plan.yaml"
+    make_plan(Predictor(made, cluster(), num_layers=6), degrees=(2,)).write(path, head="a test")
+    run = run_of(seq_length=4096, moe_router_topk=4, tensor_model_parallel_size=tensor, world_size=8 * tensor)
+    run.sequence_parallel = tensor > 1
+    choice = choice_of_plan(run, Plan.read(path), str(path))
+    assert choice.pipeline.stack == ALL_LAYERS and choice.predicted_ms is not None
+    # Where there is a boundary, each layer runs it alone.
+    alone = choice_of_plan(
+        argparse.Namespace(**{**vars(run), "recompute_granularity": "full"}), Plan.read(path), ""
+    )
+    assert alone.pipeline == choice.pipeline
 
 
 def test_a_difference_that_changes_only_times_is_a_note(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

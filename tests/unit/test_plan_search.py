@@ -15,7 +15,7 @@ from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
-from megatron_ampipe.plan.plan_file import plan_of
+from megatron_ampipe.plan.planner import plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
 from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degree, full_plan, improve_chunks

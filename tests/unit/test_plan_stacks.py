@@ -11,7 +11,17 @@ from megatron_ampipe.plan.period import PeriodProblem, improve_period
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import choose_degree
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import Direction, build, check, even_chunks, kinds, period, unrolled
+from megatron_ampipe.schedule import (
+    Direction,
+    Pipeline,
+    Stage,
+    build,
+    check,
+    even_chunks,
+    kinds,
+    period,
+    unrolled,
+)
 from tests.plan_cases import cluster, without_device, workload
 
 BLOCKS = {
@@ -86,6 +96,39 @@ def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) 
     for layers in (1, 2, 5):
         features = [predictor.features] * layers
         check(unrolled(found.schedule, features), features)
+
+
+def test_tensor_parallel_layers_that_share_a_schedule_project_by_chunk() -> None:
+    """Each rank then holds a part of every chunk: early chunks attend to few keys, and rows move twice."""
+    alone = Predictor(workload(tensor=2, expert=4), cluster())
+    stack = alone.of_layers(3)
+    assert not alone.features.chunked_qkv and stack.features.chunked_qkv
+    first, last = (
+        (costs := one.costs((2048, 2048), 1, False))[Stage(kinds.ATTENTION, 0)].forward
+        / costs[Stage(kinds.ATTENTION, 1)].forward
+        for one in (alone, stack)
+    )
+    assert last < first
+    # A plan's order is for layers that share it; a layer on its own runs the named one.
+    found = full_stack(stack, (2,))
+    pipeline = Pipeline.of(
+        found.schedule.degree, backward_degree=found.schedule.backward_degree, order=found.schedule, stack=0
+    )
+    for features in ([alone.features], [stack.features] * 3):
+        check(pipeline.schedule_of(features), features)
+
+
+def test_full_recompute_is_a_part_of_the_shared_schedule() -> None:
+    plain, repeated = (
+        Predictor(workload(recomputes=recomputes), cluster(), num_layers=3) for recomputes in (False, True)
+    )
+    found = full_stack(repeated, (2,))
+    again = sum(stage.again for stage in repeated.whole(found.schedule).backward.stages)
+    assert again and not any(stage.again for stage in found.schedule.backward.stages)
+    # In the schedule, instead of before it: their transfers can be hidden too.
+    once, twice = (one.pass_us(found.schedule, found.lengths) for one in (plain, repeated))
+    both = once.backward + once.forward
+    assert twice.forward == once.forward and 0.9 * both < twice.backward < 1.02 * both
 
 
 def test_a_searched_period_is_faster_where_the_network_decides() -> None:

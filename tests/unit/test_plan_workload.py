@@ -9,7 +9,15 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, find_model, read_model, workload_of
+from megatron_ampipe.plan.model import (
+    SIZE_FLAGS,
+    ModelFile,
+    find_model,
+    layers_of,
+    read_model,
+    workload_of,
+)
+from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
 
 PLAIN = """\
@@ -193,3 +201,48 @@ def test_the_planner_reads_the_listed_flags_and_no_others(tmp_path: Path) -> Non
         workload_of(ModelFile(path, watched, model.lines), read_cluster(find_cluster("dgx-h100")))
         asked |= watched.asked
     assert asked == set(SIZE_FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "dense"),
+    [
+        ("", 12, ()),
+        ("moe-layer-freq: 3\n", 12, (1, 2, 4, 5, 7, 8, 10, 11)),
+        ('moe-layer-freq: "([0]*1+[1]*11)"\n', 12, (0,)),
+        ("moe-layer-freq: [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n", 12, (0,)),
+        ('moe-layer-freq: "([0]*1+[1]*11)"\npipeline-model-parallel-size: 4\n', 3, ()),
+        ("pipeline-model-parallel-size: 2\nnum-layers-per-virtual-pipeline-stage: 2\n", 2, ()),
+        ("pipeline-model-parallel-size: 2\nnum-virtual-stages-per-pipeline-rank: 3\n", 2, ()),
+        ("pipeline-model-parallel-size: 5\n", 3, ()),
+    ],
+)
+def test_layers_of_a_pipeline_stage(text: str, layers: int, dense: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(PLAIN + text)
+    model = read_model(path)
+    assert layers_of(model) == StageLayers(layers, dense)
+    found, _ = workload_of(model, None, ranks=64)
+    assert found.dense_ffn == (4096 if dense else None)
+
+
+def test_a_model_file_without_layers_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(PLAIN.replace("num-layers: 12\n", ""))
+    assert layers_of(read_model(path)) == StageLayers()
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ('"([0]*1+[1]*9)"', "is of 10 layers, and num-layers is 12"),
+        ('"[1]*1000000000"', "is neither a whole number nor a pattern"),
+        ('"__import__(1)"', "is neither a whole number nor a pattern"),
+        ("[0, 2]", "is neither a whole number nor a pattern"),
+        ("0", "is neither a whole number nor a pattern"),
+    ],
+)
+def test_a_wrong_pattern_of_layers_is_refused(value: str, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(f"{PLAIN}moe-layer-freq: {value}\n")
+    with pytest.raises(BadInput, match=rf"model\.yaml:\d+: moe-layer-freq .*: {rule}"):
+        layers_of(read_model(path))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
@@ -57,6 +57,7 @@ def test_text_form_of_the_order_of_the_paper() -> None:
     assert to_text(build("ampipe", degree=2, features=BlockFeatures())) == AMPIPE_OF_TWO
 
 
+@settings(deadline=None)
 @given(names, degrees, features)
 def test_named_schedules_pass_the_checks_and_are_read_back_from_text(
     name: str, degree: int, block: BlockFeatures
@@ -66,6 +67,7 @@ def test_named_schedules_pass_the_checks_and_are_read_back_from_text(
     assert from_text(to_text(schedule)) == schedule
 
 
+@settings(deadline=None)
 @given(names, degrees, features, st.booleans())
 def test_issue_order_respects_lanes_and_dependencies(
     name: str, degree: int, block: BlockFeatures, host_waits: bool
@@ -95,6 +97,7 @@ def test_the_next_attention_is_issued_before_the_host_waits(chunked_qkv: bool) -
         assert order.index(dispatch) < order.index(Stage(kinds.ROUTE, chunk + 1))
 
 
+@settings(deadline=None)
 @given(names, degrees, features)
 def test_the_backward_issue_order_does_not_depend_on_host_waits(
     name: str, degree: int, block: BlockFeatures
@@ -200,6 +203,7 @@ pairs_of_degrees = st.tuples(st.integers(1, 6), st.integers(1, 4)).flatmap(
 )
 
 
+@settings(deadline=None)
 @given(names, pairs_of_degrees, features)
 def test_each_direction_has_its_own_degree(
     name: str, degrees_: tuple[int, int], block: BlockFeatures

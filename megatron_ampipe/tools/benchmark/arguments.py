@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import SCHEDULE_NAMES, parse_shares
+from megatron_ampipe.schedule import SCHEDULE_NAMES, parse_shares, parse_stack
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
@@ -31,7 +31,8 @@ examples:
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
-      what ampipe plan would choose for each block, and schedules and degrees chosen by hand
+      what ampipe plan would choose for each block, and schedules and degrees chosen by hand; with --layers
+      also for layers that share a schedule
   ampipe bench --from bench.json --plot bench
       table and pictures of an earlier result
   ampipe bench --from bench.json --predict cluster.yaml
@@ -74,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and chosen automatically if there are fewer GPUs than ranks"
     )
     predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
-    planned = "also measure what the planner chooses for each case on this cluster"
+    planned = "also measure what the planner chooses for each case and stack on this cluster"
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--cases", metavar="NAME,NAME", help="only these cases of the grid (default: all)")
@@ -160,18 +161,11 @@ def stacks(text: str | None, *, layers: int) -> tuple[int, ...]:
         layers: How many layers there are.
 
     Raises:
-        BadInput: it is not a list of numbers of layers, or there are not as many layers.
+        BadInput: a word is no number of layers, or there are not as many layers.
     """
     found = []
     for word in (text if text is not None else "1,all").split(","):
-        if word != "all" and not _is_number(word):
-            raise BadInput(
-                "--stack",
-                text or "(empty)",
-                rule="is not a list of whole numbers of layers of at least 1, or 'all'",
-                remedy="Use --stack 1,all: block by block, and all layers under one schedule.",
-            )
-        size = layers if word == "all" else int(word)
+        size = parse_stack(word, flag="--stack") or layers
         if size > layers:
             raise BadInput(
                 "--stack",
@@ -195,10 +189,6 @@ def check_training(arguments: argparse.Namespace, link: Link) -> None:
         BadInput: a flag could have no effect, or cannot be honoured.
     """
     if not arguments.end_to_end:
-        if arguments.planned is not None and layers(arguments) > 1:
-            rule = f"the planner plans one block, and --layers {arguments.layers} measures several"
-            remedy = "Leave --planned or --layers out."
-            raise BadInput("--planned", arguments.planned, rule=rule, remedy=remedy)
         if arguments.rounds is not None:
             rule = "belongs to --end-to-end: without it, nothing is trained"
             remedy = "Add --end-to-end, or leave --rounds out."

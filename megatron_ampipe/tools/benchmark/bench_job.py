@@ -31,7 +31,8 @@ class BenchJob:
         timeout_s: A collective fails after this time.
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
-        planned: For each case, what the planner chose; empty where ``--planned`` was not given.
+        planned: For each case, what the planner chose, for each of ``stacks``; empty where ``--planned`` was
+            not given.
         layers: How many consecutive layers are one measurement, each with its own weights.
         stacks: How many of them share a schedule; 1 is block by block.
     """
@@ -51,7 +52,7 @@ class BenchJob:
     timeout_s: float
     rendezvous: str
     cores: tuple[int, ...]
-    planned: tuple[Variant, ...] = ()
+    planned: tuple[tuple[Variant, ...], ...] = ()
     layers: int = 1
     stacks: tuple[int, ...] = (1,)
 
@@ -69,7 +70,7 @@ class BenchJob:
 
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
         """Likewise, with what was planned for this case."""
-        return (*self.variants, *self.planned[case_index : case_index + 1])
+        return (*self.variants, *(self.planned[case_index] if self.planned else ()))
 
     @property
     def num_processes(self) -> int:
@@ -86,7 +87,7 @@ class BenchJob:
         found = json.loads(line)
         found["cases"] = tuple(Case(**case) for case in found["cases"])
         found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
-        found["planned"] = tuple(map(Variant.from_fields, found["planned"]))
+        found["planned"] = tuple(tuple(map(Variant.from_fields, of_case)) for of_case in found["planned"])
         for key in ("schedules", "cores", "stacks"):
             found[key] = tuple(found[key])
         return cls(**found)

@@ -24,8 +24,8 @@ from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
-from megatron_ampipe.tools.measuring.memory import TensorMeter, WatchedExecutor, peak_bytes
 from megatron_ampipe.tools.measuring.network import burst_bytes
+from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, WatchedExecutor, peak_bytes
 from megatron_ampipe.tools.measuring.stage_times import stage_times
 from megatron_ampipe.tools.measuring.variant import Variant
 

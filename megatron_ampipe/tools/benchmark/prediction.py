@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.plan_file import make_plan
+from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import to_text
@@ -59,12 +59,15 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
 
 
-def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bool) -> Variant:
-    """What the planner chooses for a case.
+def planned(
+    case: Case, cluster: Cluster, *, stacks: Sequence[int], num_ranks: int, fused_gradients: bool
+) -> tuple[Variant, ...]:
+    """What the planner chooses for a case, for each number of layers that share a schedule.
 
     Args:
         case: The block.
         cluster: Measured on the same machine and link.
+        stacks: Those numbers; 1 is block by block.
         num_ranks: Over which the experts are spread.
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
 
@@ -72,12 +75,20 @@ def planned(case: Case, cluster: Cluster, *, num_ranks: int, fused_gradients: bo
         BadInput: the cluster has no figure for something that the block does.
     """
     workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
-    plan = make_plan(Predictor(workload, cluster))
+    predictor = Predictor(workload, cluster)
+    return tuple(dict.fromkeys(_planned(predictor.of_layers(stack)) for stack in stacks))
+
+
+def _planned(predictor: Predictor) -> Variant:
+    """All layers of a predictor under one schedule if possible, also where that is not predicted to help."""
+    plans = make_plans(predictor)
+    plan = plans.shared or plans.alone
     if not plan.helps:
         return Variant(PLANNED, Cut.of(1))
-    pipeline = plan.pipeline(rows=workload.rows)
+    pipeline = plan.pipeline(rows=predictor.workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
-    return Variant(PLANNED, cut, to_text(plan.schedule))
+    stack = pipeline.stack_of(len(predictor.layers))
+    return Variant(PLANNED, cut, to_text(plan.schedule), stack)
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

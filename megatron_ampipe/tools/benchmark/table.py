@@ -47,7 +47,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     metered = all(case.get("stock_peak_bytes") for case in document["cases"])
     columns += ["busy"] * counted + ["MiB"] * metered
     for column in columns + ["predicted", "off by"] * predicted:
-        table.add_column(column, justify="right")
+        # In a narrow terminal a figure goes on in the next line rather than losing its end.
+        table.add_column(column, justify="right", overflow="fold")
     for case in document["cases"]:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
         measured = [f"{case['stock_busy_cores']:.2f}"] if counted else []

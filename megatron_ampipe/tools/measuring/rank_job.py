@@ -50,7 +50,7 @@ class RankJob(Protocol):
 
 
 class BlockJob(RankJob, Protocol):
-    """A job about single blocks, which :func:`.rank_worker.start_torch` prepares a rank for."""
+    """A job about blocks, which :func:`.rank_worker.start_torch` prepares a rank for."""
 
     @property
     def cases(self) -> tuple[Case, ...]:

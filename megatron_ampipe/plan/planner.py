@@ -1,0 +1,235 @@
+"""Makes the plan of a model's blocks on a cluster: block by block, or several layers as one schedule.
+
+Chooses between what :mod:`.search` finds for one block and :mod:`.stacks` for several layers, and says why.
+The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+from megatron_ampipe.block_features import boundary
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cost import Pair
+from megatron_ampipe.plan.made_for import MadeFor
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.search import (
+    DEGREES,
+    MINIMUM_SAVING,
+    Candidate,
+    candidates,
+    choose_degree,
+    full_plan,
+)
+from megatron_ampipe.plan.stacks import choose_stack, full_stack
+from megatron_ampipe.schedule import ALL_LAYERS, build
+
+MINIMUM_SPEEDUP = 1.01
+"""Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """What was compared for the layers of a pipeline stage.
+
+    Attributes:
+        alone: The plan of one block; with it, blocks run one after another.
+        shared: The plan of layers that share a schedule; None if they cannot.
+        blocks_ms: Time of the same layers block by block.
+        chosen: One of the two, with the reason.
+    """
+
+    alone: Plan
+    shared: Plan | None
+    blocks_ms: float
+    chosen: Plan
+
+
+def make_plan(
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
+) -> Plan:
+    """The chosen one of :func:`make_plans`."""
+    return make_plans(predictor, degrees=degrees, full=full, stack=stack).chosen
+
+
+def make_plans(
+    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
+) -> Plans:
+    """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
+
+    Args:
+        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
+        degrees: The degrees that are tried.
+        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
+            milliseconds.
+        stack: How many layers may share a schedule: 1 is block by block, 0 all.
+
+    Returns:
+        The plans. Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup
+        is predicted.
+
+    Raises:
+        BadInput: the predicted time of a block is 0.
+    """
+    stock = predictor.stock()
+    if not stock.forward + stock.backward > 0:
+        raise BadInput(
+            "cluster",
+            predictor.cluster.path,
+            rule="has figures with which the time of a block is 0",
+            remedy="Write the times of its operations, or measure the cluster with ampipe profile.",
+        )
+    alone = _block_plan(predictor.of_layers(1), degrees, full=full)
+    if stack == 1 or len(predictor.layers) == 1:
+        return Plans(alone, None, _blocks_ms(predictor, alone), alone)
+    if (why := _cannot_share(predictor)) is not None:
+        because = replace(alone, reason=f"{alone.reason} {why}")
+        return Plans(alone, None, _blocks_ms(predictor, alone), because)
+    sharing = sharing_layers(predictor, stack)
+    found = (full_stack if full else choose_stack)(sharing, degrees)
+    blocks_ms = _blocks_ms(sharing, alone)
+    shared = replace(_plan_without_reason(sharing, found), stack=stack)
+    blocks = _ms(sharing.stock()) / blocks_ms
+    if shared.predicted_speedup < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
+        why = (
+            f"Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share one are "
+            f"predicted to be {shared.predicted_speedup:.2f} times as fast as Megatron's, block by block "
+            f"{blocks:.2f} times."
+        )
+        return Plans(alone, shared, blocks_ms, replace(alone, reason=f"{alone.reason} {why}"))
+    before = "as Megatron runs them" if not alone.helps else f"with {_degrees(alone)} each"
+    communication_ms = sharing.timeline(found.schedule, found.lengths).communication_us / 1e3
+    reason = (
+        f"With {len(sharing.layers)} layers as one schedule in {_degrees(shared)}, {shared.hidden_share:.0%} "
+        f"of {communication_ms:.4g} ms of communication are hidden under computation: the layers are "
+        f"predicted to be {shared.predicted_speedup:.2f} times as fast as Megatron's, and block by block, "
+        f"{before}, {blocks:.2f} times."
+    )
+    return Plans(alone, shared, blocks_ms, replace(shared, reason=reason))
+
+
+def sharing_layers(predictor: Predictor, stack: int) -> Predictor:
+    """A predictor of the layers that share one schedule, of those of a pipeline stage."""
+    count = len(predictor.layers)
+    return predictor if stack == ALL_LAYERS or stack >= count else predictor.of_layers(stack)
+
+
+def _cannot_share(predictor: Predictor) -> str | None:
+    """Why layers do not share a schedule, as a sentence; None if they can."""
+    workload = predictor.workload
+    with_experts = sum(features.experts for features in predictor.layers)
+    if workload.expert == 1 or workload.rows == 1:
+        return "Nothing is hidden, so layers do not share a schedule."
+    if len(predictor.layers) == 1 or not with_experts:
+        return "A pipeline stage has one layer, so none share a schedule."
+    reason = boundary(
+        SimpleNamespace(
+            context_parallel_size=workload.context,
+            tensor_model_parallel_size=workload.tensor,
+            moe_expert_capacity_factor=workload.capacity,
+            recompute_granularity=None,
+        )
+    )
+    if reason is not None:
+        return f"Layers do not share a schedule: {reason}."
+    return None
+
+
+def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
+    """The time of all layers of a predictor block by block, with the plan of one block."""
+    assert alone.predicted_ms is not None and alone.stock_ms is not None
+    with_experts = sum(features.experts for features in predictor.layers)
+    others_ms = _ms(predictor.stock()) - with_experts * alone.stock_ms
+    return with_experts * alone.predicted_ms + others_ms
+
+
+def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
+    stock = predictor.stock()
+    workload = predictor.workload
+    best: Candidate | None = None
+    if workload.rows > 1 and workload.expert > 1:
+        best = (full_plan if full else choose_degree)(predictor, degrees)
+    if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
+        schedule = build("sequential", degree=1, features=workload.features)
+        whole = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
+        return replace(whole, hidden_share=0.0, reason=_reason_against(predictor, best))
+    return plan_of(predictor, best, degrees=degrees)
+
+
+def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
+    """The plan of a candidate, with its predictions and the reason for the choice.
+
+    Args:
+        predictor: Of the workload on the cluster.
+        found: The chosen candidate.
+        degrees: Degrees that were tried; the reason compares the next smaller and the next larger one.
+    """
+    plan = _plan_without_reason(predictor, found)
+    communication_ms = predictor.timeline(found.schedule, found.lengths).communication_us / 1e3
+    return replace(plan, reason=_reason(predictor, plan, communication_ms, degrees))
+
+
+def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
+    forward, backward = found.schedule.degree, found.schedule.backward_degree
+    timeline = predictor.timeline(found.schedule, found.lengths)
+    return Plan(
+        schedule=found.schedule,
+        shares=tuple(length / predictor.workload.rows for length in found.lengths),
+        num_layers=found.stack,
+        stock_ms=_ms(predictor.stock()),
+        predicted_ms=_ms(found.time),
+        stages_forward_ms=timeline.length_us("forward") / 1e3,
+        stages_backward_ms=timeline.length_us("backward") / 1e3,
+        hidden_share=timeline.hidden_share,
+        memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
+        reason="",
+        made_for=MadeFor.on(predictor.workload, predictor.cluster),
+    )
+
+
+def _degrees(plan: Plan) -> str:
+    """How many chunks a plan has, as words."""
+    if plan.backward_degree == plan.forward_degree:
+        return f"{plan.forward_degree} chunks"
+    return f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
+
+
+def _reason(predictor: Predictor, plan: Plan, communication_ms: float, degrees: tuple[int, ...]) -> str:
+    count = plan.schedule.num_chunks
+    fewer = [degree for degree in degrees if degree < count][-1:]
+    more = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
+    others = []
+    for degree in (*fewer, *more):
+        best = min(candidates(predictor, [degree]), key=lambda one: one.total_us)
+        others.append(f"{_speedup(predictor.stock(), best):.2f} with {degree}")
+    compared = f", compared with {' and '.join(others)} equal chunks" if others else ""
+    return (
+        f"With {_degrees(plan)}, {plan.hidden_share:.0%} of {communication_ms:.3g} ms of communication are "
+        f"hidden under computation: the block is predicted to be {plan.predicted_speedup:.2f} times as fast "
+        f"as Megatron's{compared}."
+    )
+
+
+def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
+    if predictor.workload.expert == 1:
+        return "AMPipe will not help: each rank holds all experts, so nothing is sent that could be hidden."
+    if best is None:
+        return "AMPipe will not help: a sequence of one row cannot be split."
+    stock = predictor.stock()
+    share = predictor.communication_us() / (stock.forward + stock.backward)
+    return (
+        f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
+        f"about as large as the time that they hide, or larger (the best degree that was found, "
+        f"{best.schedule.num_chunks}, is predicted to be {_speedup(stock, best):.2f} times as fast)."
+    )
+
+
+def _speedup(stock: Pair, found: Candidate) -> float:
+    return (stock.forward + stock.backward) / found.total_us
+
+
+def _ms(time: Pair) -> float:
+    return (time.forward + time.backward) / 1e3

@@ -1,0 +1,156 @@
+"""Training runs of four layers that share a schedule (``--ampipe-stack``), compared with stock runs.
+
+Each case is a stock run and runs with AMPipe, of the same mock data and seed; they must log the same digits.
+All cases of a layout share the same ranks.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
+
+pytestmark = pytest.mark.timeout(400)
+
+TOLERANCE = 1e-5
+"""Relative difference of a loss due to fp32 rounding; measured: 0."""
+LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
+NUM_ITERATIONS = 4
+SAVED_ITERATION = 2
+
+COMMON = [
+    *TINY_GPT,
+    *TINY_MOE,
+    *MOCK_DATA,
+    *shlex.split(
+        f"--num-layers 4 --train-iters {NUM_ITERATIONS} --seq-length 32 --attention-dropout 0 "
+        "--hidden-dropout 0 --lr-decay-style constant --global-batch-size 4"
+    ),
+]
+EP = "--expert-model-parallel-size 2 "
+ALL = "--ampipe-stack all --ampipe-degree 2"
+OTHERS = (ALL, "--ampipe-stack 2 --ampipe-degree 4 --ampipe-backward-degree 2")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A stock run, and what is added to its flags in runs that must equal it."""
+
+    flags: str
+    added: tuple[str, ...] = (ALL,)
+    boundary: str = "boundaries between pipeline stages"
+    """What the start-up table says of the first of these runs."""
+
+
+LAYOUTS: dict[str, dict[str, Pair]] = {
+    "ep2": {
+        # The dense parameters are data-parallel. An evaluation takes the pre-hooks of the gather away.
+        "overlaps": Pair(
+            EP + "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+            "--ddp-bucket-size 1000 --eval-iters 1 --eval-interval 2 --global-batch-size 8",
+            added=OTHERS,
+        ),
+        "dense-first": Pair(EP + "--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32"),
+        "dense-between": Pair(EP + "--moe-layer-freq [1,0,1,0] --moe-z-loss-coeff 1e-3", added=OTHERS),
+        "recompute": Pair(
+            EP + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        ),
+        "mtp": Pair(
+            EP + "--mtp-num-layers 1 --position-embedding-type rope",
+            boundary="each MTP layer has its own schedule",
+        ),
+    },
+    "tp2": {
+        "sequence-parallel": Pair(
+            EP + "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            added=OTHERS,
+        ),
+    },
+    "pp2": {
+        "interleaved": Pair(
+            "--pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
+            "--global-batch-size 8",
+            boundary="boundaries between virtual pipeline stages",
+        ),
+    },
+}
+PAIRS = {name: (layout, pair) for layout, pairs in LAYOUTS.items() for name, pair in pairs.items()}
+
+
+@cache
+def runs_of(layout: str) -> Mapping[str, Run]:
+    """All runs of a layout, by case and number; the stock run is number 0."""
+    runs = {
+        f"{name} {number}": [*COMMON, *shlex.split(pair.flags), *shlex.split(added)]
+        for name, pair in LAYOUTS[layout].items()
+        for number, added in enumerate(("", *pair.added))
+    }
+    found = pretrain_several(runs, num_ranks=2, timeout_s=380)
+    for name, run in found.items():
+        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
+    assert found.keys() == runs.keys()
+    return found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_layers_that_share_a_schedule_train_like_stock(name: str) -> None:
+    layout, pair = PAIRS[name]
+    stock = runs_of(layout)[f"{name} 0"]
+    assert stock.iterations == list(range(1, NUM_ITERATIONS + 1))
+    assert stock.lm_loss[-1] < stock.lm_loss[0], "a run that learns nothing proves little"
+    for number in range(1, len(pair.added) + 1):
+        _assert_same_digits(stock, runs_of(layout)[f"{name} {number}"])
+    table = runs_of(layout)[f"{name} 1"].table
+    assert "layers per schedule all " in table
+    assert pair.boundary in table
+
+
+def test_an_evaluation_runs_through_the_stack() -> None:
+    stock, *stacked = (runs_of("ep2")[f"overlaps {number}"] for number in range(3))
+    assert len(stock.validation_loss) == NUM_ITERATIONS // 2
+    for ours in stacked:
+        assert ours.validation_loss == pytest.approx(stock.validation_loss, rel=TOLERANCE)
+
+
+def test_checkpoints_of_stacks_and_of_stock_interchange(tmp_path: Path) -> None:
+    """Each kind of run goes on from a checkpoint of the other, its optimizer state included."""
+    common = [*COMMON, *EP.split()]
+    kinds = {"stock": [], "stack": ALL.split()}
+    runs = {
+        kind: [*common, *flags, "--save", str(tmp_path / kind), "--save-interval", str(SAVED_ITERATION)]
+        for kind, flags in kinds.items()
+    }
+    runs |= {
+        f"{kind} from {other}": [
+            *common,
+            *flags,
+            *("--load", str(tmp_path / other), "--ckpt-step", str(SAVED_ITERATION)),
+        ]
+        for kind, flags in kinds.items()
+        for other in kinds
+        if other != kind
+    }
+    found = pretrain_several(runs, num_ranks=2, timeout_s=280)
+    for name, run in found.items():
+        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
+    unbroken = found["stock"]
+    _assert_same_digits(unbroken, found["stack"])
+    for name in ("stock from stack", "stack from stock"):
+        resumed = found[name]
+        assert resumed.iterations == [3, 4]
+        # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
+        assert resumed.lm_loss[0] == pytest.approx(unbroken.lm_loss[2], rel=TOLERANCE)
+        assert resumed.grad_norm == pytest.approx(unbroken.grad_norm[2:], abs=LAST_DIGIT_OF_GRAD_NORM)
+
+
+def _assert_same_digits(stock: Run, ours: Run) -> None:
+    assert ours.iterations == stock.iterations
+    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE)
+    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE)
+    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
