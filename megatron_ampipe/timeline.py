@@ -20,7 +20,9 @@ COMPUTE = "compute"
 DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
 """The label of a simulated timeline; its value is the source of the prediction."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}(?:\.[0-9]{1,6})?", re.ASCII)
+AGAIN = "again:"
+"""What the names of stages begin with that run again in the backward pass."""
+_NAME = re.compile(rf"(?:{AGAIN})?[A-Za-z][A-Za-z0-9_-]{{0,63}}(?:\.[0-9]{{1,6}})?", re.ASCII)
 """Pattern for the name of a stage or a lane."""
 _LARGEST = 1e15
 """Largest time in microseconds (30 years), layer number or iteration number in a trace."""
@@ -53,6 +55,16 @@ class StageSpan:
         """The chunk number, or None for a stage of the whole block."""
         _, _, number = self.stage.partition(".")
         return int(number) if number.isascii() and number.isdecimal() else None
+
+    @property
+    def kind(self) -> str:
+        """What the stage does: ``attention``."""
+        return self.stage.removeprefix(AGAIN).partition(".")[0]
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether it is a stage of the forward pass, run again in the backward pass."""
+        return self.stage.startswith(AGAIN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Scope, StageKind
-from megatron_ampipe.schedule.types import AGAIN, LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.timeline import AGAIN
 
 
 def to_text(schedule: Schedule) -> str:

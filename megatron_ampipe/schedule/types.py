@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.schedule.kinds import ATTENTION, Direction, StageKind
-
-AGAIN = "again:"
-"""What the names of stages begin with that run again in the backward pass."""
+from megatron_ampipe.timeline import AGAIN
 
 
 @dataclass(frozen=True, slots=True)

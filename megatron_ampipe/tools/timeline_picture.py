@@ -249,7 +249,7 @@ def _draw_row(
         fill = _fill(span, colours)
         # A gap between neighbours: a white edge would cover narrow ones completely.
         shown_ms = length_ms - min(_SEAM_IN / in_per_ms, 0.2 * length_ms)
-        looks[fill, span.direction == "backward"].append((begin_ms, shown_ms))
+        looks[fill, _has_foot(span)].append((begin_ms, shown_ms))
         name = _fitting_name(span, room_in=length_ms * in_per_ms)
         if name:
             axes.text(
@@ -263,9 +263,9 @@ def _draw_row(
                 clip_on=True,
                 zorder=4,
             )
-    for (fill, backward), bars in looks.items():
+    for (fill, has_foot), bars in looks.items():
         axes.broken_barh(bars, (row.y_in - bar_in / 2, bar_in), facecolor=fill, linewidth=0, zorder=2)
-        if backward:
+        if has_foot:
             foot = (row.y_in - bar_in / 2, bar_in * _BACKWARD_SHARE)
             axes.broken_barh(bars, foot, facecolor=_INK, linewidth=0, alpha=_BACKWARD_ALPHA, zorder=3)
 
@@ -341,7 +341,7 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     handles: list[Any] = [Patch(facecolor=colours[chunk], label=f"chunk {chunk}") for chunk in chunks]
     if any(span.chunk is None for span in spans):
         handles.append(Patch(facecolor=WHOLE_BLOCK, label="whole block"))
-    if any(span.direction == "backward" for span in spans):
+    if any(map(_has_foot, spans)):
         handles.append(Line2D([], [], color=_INK, alpha=_BACKWARD_ALPHA, linewidth=2.5, label="backward"))
     layers = _layers(timelines)
     for place in range(min(len(layers), len(_LAYER_SHADES)) if len(layers) > 1 else 0):
@@ -374,12 +374,17 @@ def _chunks(spans: Sequence[StageSpan]) -> list[int]:
     return sorted({span.chunk for span in spans if span.chunk is not None})
 
 
+def _has_foot(span: StageSpan) -> bool:
+    """Whether the bar is marked as backward; a forward stage that the backward pass runs again is not."""
+    return span.direction == "backward" and not span.runs_again
+
+
 def _fill(span: StageSpan, colours: dict[int, str]) -> str:
     from matplotlib.colors import to_hex, to_rgb
 
     if span.chunk is None:
         return WHOLE_BLOCK
-    tint = _TINTS.get(span.stage.partition(".")[0], _OTHER_TINT)
+    tint = _TINTS.get(span.kind, _OTHER_TINT)
     red, green, blue = (value + (1 - value) * tint for value in to_rgb(colours[span.chunk]))
     return to_hex((red, green, blue))
 
@@ -393,13 +398,13 @@ def _fitting_name(span: StageSpan, *, room_in: float) -> str:
 
 
 def _initial(span: StageSpan) -> str:
-    kind, _, number = span.stage.partition(".")
-    return f"{_letter(kind)}{number}"
+    _, _, number = span.stage.partition(".")
+    return f"{_letter(span.kind)}{number}"
 
 
 def _initials(timelines: Sequence[Timeline]) -> str:
     """What the initials in the bars mean."""
-    stages = {span.stage.partition(".")[0] for timeline in timelines for span in timeline.spans}
+    stages = {span.kind for timeline in timelines for span in timeline.spans}
     return "   ".join(f"{_letter(stage)} {stage}" for stage in sorted(stages))
 
 

@@ -41,6 +41,18 @@ def test_there_are_no_races(reports: list[dict[str, Any]]) -> None:
     assert min(run["operations"] for run in found.values()) > 50
 
 
+def test_the_host_does_not_wait_when_a_layer_runs_again(reports: list[dict[str, Any]]) -> None:
+    waits = [
+        run["waits"]
+        for report in reports
+        for name, run in report["runs"].items()
+        if name.startswith(("recomputed-stack", "parity-stack-recompute-capacity"))
+    ]
+    assert len(waits) == 14
+    assert all(any(place.startswith("forward dispatch") for place in places) for places in waits)
+    assert not any(place.startswith("backward") for places in waits for place in places)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_inserted_fault_is_reported(name: str, reports: list[dict[str, Any]]) -> None:
     faulty, sound = reports[0]["faults"][name]

@@ -48,7 +48,11 @@ def main() -> None:
                 gradients=run.gradients,
                 issue=run.issue,
             )
-            found[run.name] = {"races": result.races, "operations": result.num_operations}
+            found[run.name] = {
+                "races": result.races,
+                "operations": result.num_operations,
+                "waits": sorted({place for place, _ in result.waits}),
+            }
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}
     if process == 0:

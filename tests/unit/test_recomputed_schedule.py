@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
+from megatron_ampipe.timeline import StageSpan, Timeline
 
 PLAIN = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
 RECOMPUTED = replace(PLAIN, recomputed=True)
@@ -135,3 +137,11 @@ def test_a_layer_that_is_not_recomputed_has_no_stage_again() -> None:
     schedule = Pipeline.of(2).schedule_of([features])
     with pytest.raises(BadInput, match="has a stage again:"):
         check(schedule, [replace(features, recomputed=False)])
+
+
+def test_a_stage_that_runs_again_is_found_in_a_timeline(tmp_path: Path) -> None:
+    span = StageSpan("compute", "again:expert.2", "backward", 1, 1, 0.0, 5.0)
+    assert (span.kind, span.chunk, span.runs_again) == ("expert", 2, True)
+    file = tmp_path / "trace.json"
+    Timeline(rank=0, spans=(span,)).write_chrome(file)
+    assert Timeline.read_chrome(file).spans == (span,)
