@@ -658,10 +658,12 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/layer_run.py",
-        "builds layers in order and calls each with what the one before it returned",
-        "layers that share a schedule get the wrong rows",
+        "layers/layer_run.py launch/adjustments.py",
+        "builds layers in order and calls each with what the one before it returned; its full recompute is set "
+        "aside where the schedules recompute",
+        "layers that share a schedule get the wrong rows, or are recomputed twice",
         (
+            says("self.config.recompute_granularity == 'full' and self.training", method="forward"),
             says("for i, layer_spec in enumerate(self.submodules.layer_specs)", method="_build_layers"),
             says(
                 "for l_no, layer in enumerate(self.layers):",
@@ -1196,13 +1198,6 @@ INTERNALS = [
         "full recompute of dense layers that run as Megatron's",
         "those layers fail",
         (begins_with("function", "distribute_saved_activations"),),
-    ),
-    Internal(
-        "core.transformer.transformer_block.TransformerBlock",
-        "launch/adjustments.py",
-        "its full recompute is set aside where the schedules recompute",
-        "layers are recomputed twice",
-        (says("self.config.recompute_granularity == 'full' and self.training", method="forward"),),
     ),
     Internal(
         "core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
