@@ -659,8 +659,8 @@ INTERNALS = [
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
         "layers/layer_run.py launch/adjustments.py",
-        "builds layers in order and calls each with what the one before it returned; its full recompute is set "
-        "aside where the schedules recompute",
+        "builds layers in order and calls each with what the one before it returned; its full recompute is "
+        "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
         (
             says("self.config.recompute_granularity == 'full' and self.training", method="forward"),
