@@ -6,14 +6,17 @@ All cases of a layout share the same ranks.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_ampipe.schedule import Pipeline
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
 
 pytestmark = pytest.mark.timeout(400)
@@ -154,3 +157,45 @@ def _assert_same_digits(stock: Run, ours: Run) -> None:
     assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE)
     assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE)
     assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
+
+
+ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
+    "all": (0, {}, ("all", "boundaries between pipeline stages")),
+    "four": (4, {}, ("4", "boundaries between pipeline stages, and after every 4 layers")),
+    "one": (1, {}, ("1", "layer by layer; --ampipe-stack all lets consecutive layers share a schedule")),
+    "virtual-stages-and-mtp": (
+        2,
+        {"virtual_pipeline_model_parallel_size": 2, "mtp_num_layers": 1},
+        (
+            "2",
+            "boundaries between virtual pipeline stages, and after every 2 layers; each MTP layer has its "
+            "own schedule",
+        ),
+    ),
+    "context": (
+        0,
+        {"context_parallel_size": 2},
+        (
+            "1, in place of all",
+            "a boundary after every layer: with context parallelism, a layer gathers keys and values of the "
+            "whole sequence",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_start_up_table_says_where_boundaries_are(name: str) -> None:
+    from megatron_ampipe.launch.attach import _stack_row
+
+    stack, settings, expected = ROWS[name]
+    plain = {
+        "context_parallel_size": 1,
+        "tensor_model_parallel_size": 1,
+        "moe_expert_capacity_factor": None,
+        "recompute_granularity": None,
+        "virtual_pipeline_model_parallel_size": None,
+        "mtp_num_layers": None,
+    }
+    args = argparse.Namespace(**plain | settings)
+    assert _stack_row(args, Pipeline.of(4, stack=stack)) == ("layers per schedule", *expected)
