@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_ampipe.schedule.build import placed
 from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
-from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, Direction
+from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -48,8 +48,13 @@ def _merging(
             if after_projections is not None:
                 yield Stage(MERGE, stage.chunk, after_projections)
 
-    left = _without(program, lambda stage: stage.kind is MERGE)
+    left = _without(program, lambda stage: _ends_a_block(stage.kind))
     return Program(tuple(LaneOrder(lane.lane, tuple(with_merges(lane.stages))) for lane in left.lanes))
+
+
+def _ends_a_block(kind: StageKind | None) -> bool:
+    """Whether it is the merge, or a kind that was added after it, which :func:`unrolled` places."""
+    return kind is not None and (kind is MERGE or _ends_a_block(kind.after))
 
 
 def _without(program: Program, is_left_out: Callable[[Stage], bool]) -> Program:

@@ -20,6 +20,7 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
+    StageKind,
     build,
     check,
     from_text,
@@ -203,3 +204,17 @@ def test_how_many_layers_share_a_schedule() -> None:
     assert [Pipeline.of(4, stack=stack).stack_of(6) for stack in (0, 1, 4, 6, 9)] == [6, 1, 4, 6, 6]
     assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, all layers together"
     assert str(Pipeline.of(4)) == "degree 4, schedule ampipe"
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_what_is_added_after_the_merge_ends_its_block(name: str) -> None:
+    polish = StageKind(
+        "polish", takes=(kinds.HIDDEN_STATES,), gives=(kinds.HIDDEN_STATES,), after=kinds.MERGE
+    )
+    layers = [BlockFeatures(chunked_qkv=True, added=(polish,))] * 3
+    schedule = unrolled(period(build(name, degree=2, features=layers[0])), layers)
+    check(schedule, layers)
+    if name != "moe-only":
+        # The next block takes what it gives, chunk by chunk.
+        needs = needs_of(schedule, layers, Direction.FORWARD)
+        assert needs[Stage(kinds.QKV, 0, 1)] == (Stage(polish, 0, 0),)
