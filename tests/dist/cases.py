@@ -75,10 +75,14 @@ PARITY = [
             layers="mmm",
             stack=stack,
         )
-        for stack in (0, 2)
-        for degree in (2, 4)
-        for schedule in ("ampipe", "moe-only", "sequential")
-        for executor in ("sequential", "thread")
+        for stack, degree, schedule, executor in (
+            (0, 2, "ampipe", "sequential"),
+            (0, 2, "ampipe", "thread"),
+            (0, 2, "moe-only", "thread"),
+            (0, 2, "sequential", "sequential"),
+            (2, 4, "ampipe", "sequential"),
+            (2, 4, "ampipe", "thread"),
+        )
     ),
     *(Case(f"stack-{layers}", layers=layers, stack=stack) for layers, stack in (("dmdm", 0), ("ddmm", 2))),
     Case("stack-two-degrees", layers="mdm", stack=0, degree=2, backward_degree=4),
@@ -98,11 +102,17 @@ PARITY = [
             parallel={"tensor_model_parallel_size": 2, **parallel},
             sequence_length=36,
         )
-        for degree, backward in ((2, None), (3, None), (2, 4))
-        for name, parallel, model in (
-            ("", {}, SEVERAL_AUX | Z),
-            ("-ep2", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, SEVERAL_AUX),
-            ("-capacity", {}, TIGHT),
+        for name, parallel, model, degree, backward in (
+            ("", {}, SEVERAL_AUX | Z, 3, None),
+            ("", {}, SEVERAL_AUX | Z, 2, 4),
+            (
+                "-ep2",
+                {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+                SEVERAL_AUX,
+                2,
+                None,
+            ),
+            ("-capacity", {}, TIGHT, 2, None),
         )
     ),
     Case("stack-shares", layers="mm", stack=0, degree=3, shares=(0.5, 0.3, 0.2)),
@@ -436,29 +446,27 @@ RECOMPUTE = [
             model=LARGE,
             recompute=UNIFORM,
         )
-        for degree in (2, 4)
-        for schedule in ("ampipe", "moe-only", "sequential")
-        for executor in ("sequential", "thread")
+        for degree, schedule, executor in (
+            (2, "ampipe", "sequential"),
+            (4, "ampipe", "thread"),
+            (2, "moe-only", "thread"),
+            (2, "sequential", "sequential"),
+        )
     ),
     *(
         Case(f"stack-recompute-{name}", **{"layers": "mmm", "stack": 0, "recompute": UNIFORM} | settings)
         for name, settings in {
             "alone": {"layers": "m", "stack": 1, "model": LARGE},
-            "by-block": {"layers": "mdm", "stack": 1, "model": LARGE},
             "of-two": {"stack": 2, "model": LARGE},
             "dense": {"layers": "dmdm", "model": LARGE},
             "dense-first": {"layers": "ddmm", "stack": 2, "model": LARGE},
             "block": {"layers": "mmmm", "recompute": ("block", 2), "model": LARGE},
-            "block-dense": {"layers": "dmdm", "recompute": ("block", 1), "model": LARGE},
             "two-degrees": {"layers": "mdm", "degree": 2, "backward_degree": 4, "model": LARGE},
             "two-degrees-other-way": {
                 "layers": "mdm", "degree": 6, "backward_degree": 3, "sequence_length": 37, "model": LARGE,
             },
-            "shares": {"shares": UNEQUAL, "batch": 3, "rope": True},
-            "several-losses": {"model": SEVERAL_AUX | Z | {"moe_router_topk": 2}},
             "losses-alone": {"only_losses": True, "model": SEVERAL_AUX | Z},
             "capacity": {"model": TIGHT | AUX, "batch": 3},
-            "capacity-two-degrees": {"model": TIGHT | AUX, "degree": 4, "backward_degree": 2},
             "shared": {"model": LARGE | {"moe_shared_expert_intermediate_size": 48}},
             "expert-bias": {
                 "model": {
@@ -468,7 +476,6 @@ RECOMPUTE = [
                 },
             },
             "allgather": {"model": LARGE | TIGHT | {"moe_token_dispatcher_type": "allgather"}, "batch": 3},
-            "one-expert-each": {"model": {"num_moe_experts": 2}},
             "latent": {"model": LATENT | LARGE},
             "evaluation": {"training": False, "model": AUX},
             "ep1": {"world_size": 1, "model": LARGE},

@@ -190,12 +190,25 @@ def main() -> None:
         for index, chunk in enumerate(chunks):
             for name, parameter in chunk.named_parameters():
                 gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                found[f"gradient of {index} {name}"] = gradient.float().clone()
+                found[f"gradient of {index} {name}"] = over_tensor_ranks(gradient.float().clone(), parameter)
             for name, buffer in chunk.named_buffers():
                 if buffer.is_floating_point():
-                    found[f"buffer {index} {name}"] = buffer.float().clone()
+                    found[f"buffer {index} {name}"] = over_tensor_ranks(buffer.float().clone())
         for name, metric in get_moe_metrics_tracker().metrics.items():
-            found[f"logged {name}"] = metric.values.float().clone()
+            found[f"logged {name}"] = over_tensor_ranks(metric.values.float().clone())
+        return found
+
+    def over_tensor_ranks(found: torch.Tensor, parameter: torch.nn.Parameter | None = None) -> torch.Tensor:
+        """What belongs to the rows of this rank, summed as Megatron does before it uses it.
+
+        Layers that share a schedule hold other rows of the sequence than Megatron's. Other gradients stay.
+        """
+        if mpu.get_tensor_model_parallel_world_size() == 1:
+            return found
+        if parameter is None or getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
+        elif not getattr(parameter, "allreduce", True):
+            torch.distributed.all_reduce(found, group=mpu.get_expert_data_parallel_group())
         return found
 
     def make_batches(args: Any) -> list[dict[str, torch.Tensor]]:
