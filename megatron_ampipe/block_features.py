@@ -88,16 +88,19 @@ def block_features(
     )
 
 
-def boundary(settings: Any) -> str | None:
+def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     """Why consecutive layers cannot share a schedule; None if they can.
 
     Args:
         settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
+        whole_attention: The schedule computes attention of the whole sequence at once (``moe-only``).
     """
     if settings.context_parallel_size > 1:
         return "with context parallelism, a layer gathers keys and values of the whole sequence"
     if settings.tensor_model_parallel_size > 1 and not moves_rows(settings.moe_expert_capacity_factor):
         return "with tensor parallelism, which tokens a capacity drops depends on the whole sequence"
+    if settings.tensor_model_parallel_size > 1 and whole_attention:
+        return "with tensor parallelism, attention of the whole sequence needs Megatron's order of the rows"
     if settings.recompute_granularity == "full":
         return "Megatron's full recompute works around one layer"
     return None

@@ -138,7 +138,7 @@ def _choose(
 
 def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:
     """How many layers share a schedule, and where the boundaries between schedules are."""
-    name, reason = "layers per schedule", boundary(args)
+    name, reason = "layers per schedule", boundary(args, whole_attention=pipeline.whole_attention)
     if pipeline.stack == 1:
         return name, "1", "layer by layer; --ampipe-stack all lets consecutive layers share a schedule"
     if reason is not None:

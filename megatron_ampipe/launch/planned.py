@@ -71,7 +71,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         # If layers share the order, two show whether it can be repeated.
-        shares = plan.stack != 1 and boundary(args) is None
+        shares = plan.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
         pipeline.schedule_of([features_of_args(args, shares_schedule=shares)] * (2 if shares else 1))
     except BadInput as error:
         raise BadInput(

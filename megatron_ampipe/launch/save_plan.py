@@ -81,7 +81,7 @@ def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
     """Write what ``--ampipe-degree auto`` chose for the shape of input that the flags give, as a plan."""
     pipeline = choice.pipeline
     count = pipeline.num_chunks
-    shares = pipeline.stack != 1 and boundary(args) is None
+    shares = pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
     features = features_of_args(args, shares_schedule=shares)
     schedule = pipeline.order or pipeline.schedule_of([features])
     if shares:

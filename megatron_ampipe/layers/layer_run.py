@@ -47,9 +47,10 @@ class LayerRun:
 
     def _size(self) -> int:
         """How many layers share a schedule."""
-        if boundary(self._blocks[0].modules.config) is not None:
+        config, pipeline = self._blocks[0].modules.config, self._context.pipeline
+        if boundary(config, whole_attention=pipeline.whole_attention) is not None:
             return 1
-        return self._context.pipeline.stack_of(len(self._blocks))
+        return pipeline.stack_of(len(self._blocks))
 
 
 @dataclass(slots=True)

@@ -131,7 +131,8 @@ def _cannot_share(predictor: Predictor) -> str | None:
             tensor_model_parallel_size=workload.tensor,
             moe_expert_capacity_factor=workload.capacity,
             recompute_granularity=None,
-        )
+        ),
+        whole_attention=False,
     )
     if reason is not None:
         return f"Layers do not share a schedule: {reason}."

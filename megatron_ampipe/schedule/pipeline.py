@@ -150,6 +150,15 @@ class Pipeline:
         check(schedule, layers)
         return schedule
 
+    @property
+    def whole_attention(self) -> bool:
+        """Whether attention is computed of the whole sequence at once."""
+        found = self.order
+        if found is None:
+            features = BlockFeatures(chunked_qkv=True)
+            found = build(self.schedule, degree=self.degree, features=features)
+        return found.whole_attention
+
     def stack_of(self, num_layers: int) -> int:
         """How many of this number of consecutive layers share a schedule at most."""
         return min(self.stack, num_layers) if self.stack else num_layers

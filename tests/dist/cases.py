@@ -115,6 +115,18 @@ PARITY = [
             ("-capacity", {}, TIGHT, 2, None),
         )
     ),
+    *(
+        Case(
+            f"stack-tp2-{schedule}",
+            schedule=schedule,
+            layers="mm",
+            stack=0,
+            rope=True,
+            parallel={"tensor_model_parallel_size": 2},
+            model=SEVERAL_AUX,
+        )
+        for schedule in ("moe-only", "sequential")
+    ),
     Case("stack-shares", layers="mm", stack=0, degree=3, shares=(0.5, 0.3, 0.2)),
     *(
         Case(f"degree{degree}-{schedule}-{executor}", degree=degree, schedule=schedule, executor=executor)

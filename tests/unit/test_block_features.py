@@ -12,7 +12,7 @@ import pytest
 from megatron_ampipe.block_features import boundary, features_of_settings, router_has_losses
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model import read_model, workload_of
-from megatron_ampipe.schedule import BlockFeatures
+from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from tests.unit.test_plan_workload import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -168,9 +168,17 @@ def test_where_layers_cannot_share_a_schedule(name: str) -> None:
     """Only where projections of a chunk need other chunks, and under full recompute."""
     settings, expected = BOUNDARIES[name]
     args = arguments(**settings)
-    found = boundary(args)
+    found = boundary(args, whole_attention=False)
     assert (found is None) is (expected is None)
     assert expected is None or expected in str(found)
     features = features_of_settings(args, capacity_scope="sequence", shares_schedule=True)
     if args.recompute_granularity != "full":
         assert features.chunked_qkv is (found is None)
+
+
+def test_attention_of_the_whole_sequence_is_a_boundary_under_tensor_parallelism() -> None:
+    """A stack spreads each chunk over the tensor-parallel ranks: all chunks together are not in order."""
+    for ranks, schedule, shares in ((2, "moe-only", False), (2, "ampipe", True), (1, "moe-only", True)):
+        pipeline = Pipeline.of(4, schedule=schedule, stack=0)
+        args = arguments(tensor_model_parallel_size=ranks)
+        assert (boundary(args, whole_attention=pipeline.whole_attention) is None) is shares
