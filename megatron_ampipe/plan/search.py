@@ -9,7 +9,7 @@ ranks with the same figures find the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.order import improve_order
@@ -162,13 +162,8 @@ def reorder(predictor: Predictor, start: Candidate) -> Candidate:
     }
     if all(programs[direction] == schedule.program(direction) for direction in Direction):
         return start
-    found = Schedule(
-        "searched",
-        schedule.degree,
-        programs[Direction.FORWARD],
-        programs[Direction.BACKWARD],
-        schedule.backward_degree,
-    )
+    forward, backward = programs[Direction.FORWARD], programs[Direction.BACKWARD]
+    found = replace(schedule, name="searched", forward=forward, backward=backward)
     check(found, [predictor.features])
     return Candidate(found, start.lengths, predictor.pass_us(found, start.lengths))
 

@@ -9,6 +9,7 @@ those without experts included. Called by :mod:`.planner`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_ampipe.plan.period import SHORT, PeriodProblem, improve_period
 from megatron_ampipe.plan.predict import Predictor
@@ -134,14 +135,8 @@ def _searched(predictor: Predictor, start: Candidate) -> Candidate:
         programs[direction] = problem.program(best) if is_faster else schedule.program(direction)
     if all(programs[direction] == schedule.program(direction) for direction in Direction):
         return start
-    found = Schedule(
-        "searched",
-        schedule.degree,
-        programs[Direction.FORWARD],
-        programs[Direction.BACKWARD],
-        schedule.backward_degree,
-        repeats=True,
-    )
+    forward, backward = programs[Direction.FORWARD], programs[Direction.BACKWARD]
+    found = replace(schedule, name="searched", forward=forward, backward=backward)
     return _with_time(predictor, found, start.lengths)
 
 
