@@ -30,6 +30,7 @@ SETTING_NAMES = (
     "save-plan",
     "schedule",
     "stack",
+    "memory",
     "capacity-scope",
     "trace-dir",
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe.config import AUTO
+from megatron_ampipe.schedule import KEEP
 
 
 def above_one(name: str) -> Callable[[Any], object]:
@@ -178,3 +179,10 @@ def recomputes(*modules: str) -> Callable[[Any], object]:
         return next((module for module in chosen if module in modules), None)
 
     return applies
+
+
+def restores_what_is_recomputed(arguments: Any) -> object:
+    """Refuses a memory strategy for experts that are recomputed as a whole."""
+    memory = getattr(arguments, "ampipe_memory", None)
+    full = getattr(arguments, "recompute_granularity", None) == "full"
+    return memory if memory != KEEP and (full or recomputes("moe")(arguments) is not None) else None

@@ -308,6 +308,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
     ),
     Refusal(
+        "--ampipe-memory",
+        when.restores_what_is_recomputed,
+        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
+        "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
+        "core_attn.",
+    ),
+    Refusal(
         "--cuda-graph-impl",
         when.not_equal("cuda_graph_impl", "none"),
         "CUDA graphs are not supported",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_ampipe.refusals import REFUSALS
+from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 from tests.dist.cases import PARITY, Case
 from tests.megatron.test_parallel_training import RUNS
@@ -123,6 +124,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
     ("selective recompute", _model("recompute_granularity", "selective")),
     ("full recompute inside the schedule", lambda case: case.recompute is not None),
+    ("experts that keep less (`--ampipe-memory`)", lambda case: case.memory != KEEP),
     ("fp32 residual", _model("fp32_residual_connection", True)),
     ("evaluation", lambda case: not case.training),
 )

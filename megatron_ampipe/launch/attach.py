@@ -27,7 +27,7 @@ from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Chunk, Pipeline, SequenceLayout, stack_to_text
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Chunk, Pipeline, SequenceLayout, stack_to_text
 
 
 def make_context(
@@ -81,6 +81,7 @@ def make_context(
         *_choose(args, context, layout, plan),
         _stack_row(args, context.pipeline),
         *_recompute_row(args, context.recompute),
+        *_memory_row(context.pipeline.memory),
         _attention_row(args, on_gpu=on_gpu),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
@@ -104,7 +105,8 @@ def _choose(
     elif config.automatic:
         planner = None
         if config.cluster is not None:
-            planner = planner_of(args, config.cluster, stack=config.pipeline.stack)
+            given = config.pipeline
+            planner = planner_of(args, config.cluster, stack=given.stack, memory=given.memory)
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
         shape = (rows, args.micro_batch_size)
         auto = AutoDegree(
@@ -172,6 +174,16 @@ def _recompute_row(args: argparse.Namespace, recompute: FullRecompute | None) ->
     if recompute.covers_mtp and args.mtp_num_layers:
         reason += "; of MTP the transformer layers, not their projections"
     return [("full recompute", layers, reason)]
+
+
+def _memory_row(strategy: str) -> list[tuple[str, str, str]]:
+    """What the experts do not keep; no row where they keep everything."""
+    if strategy == KEEP:
+        return []
+    reason = "the experts' first product and activation are computed once more in the backward pass"
+    if "redispatch" in STRATEGIES[strategy]:
+        reason = "tokens are sent once more in the backward pass, and " + reason
+    return [("memory", strategy, reason)]
 
 
 def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -128,7 +128,7 @@ class AutoDegree:
         else:
             degrees = candidates(shape[0])
             given = self._context.config.pipeline
-            self._trials = Trials(degrees, schedule=given.schedule, stack=given.stack)
+            self._trials = Trials(degrees, schedule=given.schedule, stack=given.stack, memory=given.memory)
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
             left, needed = self._iterations_left(), most_iterations(len(degrees))

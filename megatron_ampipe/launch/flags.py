@@ -19,7 +19,9 @@ from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
+    KEEP,
     SCHEDULE_NAMES,
+    STRATEGIES,
     Pipeline,
     parse_shares,
     parse_stack,
@@ -108,6 +110,14 @@ def add_arguments(
         "1: layer by layer, which --ampipe-cluster may also choose. Changes no result; the start-up table "
         "shows where layers cannot share one "
         "(default: all)",
+    )
+    group.add_argument(
+        "--ampipe-memory",
+        choices=tuple(STRATEGIES),
+        default=None,
+        help="what the experts keep for their backward pass: keep everything; rebuild computes their first "
+        "product and activation once more instead, while tokens travel; redispatch also sends the tokens "
+        "once more. Changes no bit of any result (default: keep)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -218,6 +228,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             ("--ampipe-chunks", args.ampipe_chunks),
             ("--ampipe-schedule", args.ampipe_schedule),
             ("--ampipe-stack", args.ampipe_stack),
+            ("--ampipe-memory", args.ampipe_memory),
             ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
             ("--ampipe-trace-dir", args.ampipe_trace_dir),
         ):
@@ -234,11 +245,13 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
 def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int) -> Pipeline:
     """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
     degree, backward = args.ampipe_degree, args.ampipe_backward_degree
-    schedule = args.ampipe_schedule or SCHEDULE_NAMES[0]
+    schedule, memory = args.ampipe_schedule or SCHEDULE_NAMES[0], args.ampipe_memory or KEEP
     if degree != AUTO:
         if degree is None:
             degree = 1 if shares is None else len(shares)
-        return Pipeline.of(degree, backward_degree=backward, shares=shares, schedule=schedule, stack=stack)
+        return Pipeline.of(
+            degree, backward_degree=backward, shares=shares, schedule=schedule, stack=stack, memory=memory
+        )
     if shares is not None or backward is not None:
         flag, value = "--ampipe-backward-degree", str(backward)
         if shares is not None:
@@ -249,7 +262,7 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack:
             rule="is what --ampipe-degree auto chooses",
             remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
         )
-    return Pipeline.of(1, schedule=schedule, stack=stack)
+    return Pipeline.of(1, schedule=schedule, stack=stack, memory=memory)
 
 
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
@@ -262,6 +275,7 @@ def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeCon
     for flag, value, of_plan in (
         ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
         ("--ampipe-stack", stack, stack_to_text(chosen.stack)),
+        ("--ampipe-memory", args.ampipe_memory, chosen.memory),
     ):
         if value not in (None, of_plan):
             raise BadInput(
@@ -284,7 +298,7 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
 
 
 def _refuse_next_to_plan(args: argparse.Namespace) -> None:
-    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule", "stack"):
+    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule", "stack", "memory"):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"
         if value is not None:

@@ -22,16 +22,18 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import BlockFeatures, SequenceLayout
+from megatron_ampipe.refusal_conditions import recomputes
+from megatron_ampipe.schedule import KEEP, BlockFeatures, SequenceLayout, with_memory
 
 
-def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int) -> Planner:
+def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int, memory: str = KEEP) -> Planner:
     """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
     Args:
         args: Megatron's validated arguments.
         cluster_file: The value of ``--ampipe-cluster``.
         stack: How many layers may share a schedule, see ``Pipeline.stack``.
+        memory: What the experts keep, see ``Pipeline.memory``.
 
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
@@ -47,7 +49,9 @@ def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int) -> Pl
         rows, batch = shape
         length = rows * workload.tensor * workload.context
         of_shape = dataclasses.replace(workload, sequence_length=length, batch=batch)
-        predictor = Predictor(of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense)
+        predictor = Predictor(
+            of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
+        )
         found = make_plan(predictor, stack=stack)
         reason = f"planned from {cluster_file}: {found.reason}"
         return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
@@ -67,12 +71,20 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         BadInput: the plan was made for other blocks, or its order or chunks do not fit this model's blocks.
     """
     notes = _compare(args, plan, plan_file)
+    if plan.memory != KEEP and (module := recomputes("moe")(args)) is not None:
+        raise BadInput(
+            "--ampipe-plan",
+            plan_file,
+            rule=f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
+            remedy="Leave moe out of --recompute-modules.",
+        )
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))
     try:
         # If layers share the order, two show whether it can be repeated.
         shares = plan.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
-        pipeline.schedule_of([features_of_args(args, shares_schedule=shares)] * (2 if shares else 1))
+        features = with_memory(features_of_args(args, shares_schedule=shares), plan.memory)
+        pipeline.schedule_of([features] * (2 if shares else 1))
     except BadInput as error:
         raise BadInput(
             "--ampipe-plan",

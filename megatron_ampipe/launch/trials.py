@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline
 
 CANDIDATES = (1, 2, 4, 8, 16)
 """Degrees that are tried: powers of two, so that any two can be combined as forward and backward degree."""
@@ -66,10 +66,11 @@ class Trials:
         degrees: The degrees to try.
         schedule: Name of the order of stages, for all degrees.
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
+        memory: What the experts keep, as in ``Pipeline.memory``.
     """
 
-    def __init__(self, degrees: Sequence[int], *, schedule: str, stack: int = 1) -> None:
-        self._schedule, self._stack = schedule, stack
+    def __init__(self, degrees: Sequence[int], *, schedule: str, stack: int = 1, memory: str = KEEP) -> None:
+        self._schedule, self._stack, self._memory = schedule, stack, memory
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
@@ -149,7 +150,13 @@ class Trials:
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
-        return Pipeline.of(degree, backward_degree=backward, schedule=self._schedule, stack=self._stack)
+        return Pipeline.of(
+            degree,
+            backward_degree=backward,
+            schedule=self._schedule,
+            stack=self._stack,
+            memory=self._memory,
+        )
 
 
 def _degrees(pipeline: Pipeline) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
+from megatron_ampipe.layers.expert_products import ExpertProducts
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.schedule import StageKind, kinds
 
@@ -107,6 +108,11 @@ class BlockModules:
             for kind, modules in used.items()
         }
         return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
+
+    @cached_property
+    def expert_products(self) -> ExpertProducts:
+        """The products of the local experts."""
+        return ExpertProducts.of(self.moe.experts)
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -97,6 +97,12 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = tokens_per_expert
         return outputs
 
+    def tokens_again(self, hidden_states: Tensor) -> Tensor:
+        """``[R, B, D]`` to the tokens ``[T, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        tokens, _ = self.dispatch_preprocess(hidden_states, self.routing_map, self.probs)
+        found: Tensor = tokens
+        return found
+
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
@@ -127,6 +133,10 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         if known is not None:
             self.routing_map = known
         return outputs
+
+    def tokens_again(self, hidden_states: Tensor) -> Tensor:
+        """``[R, B, D]`` to the tokens ``[T, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        return hidden_states.view(-1, hidden_states.shape[-1])
 
     @property
     def _local_experts(self) -> slice:

@@ -25,9 +25,11 @@ from megatron_ampipe.layers.chunk_attention import (
     project_qkv,
 )
 from megatron_ampipe.layers.dispatcher import copy_counts
+from megatron_ampipe.layers.expert_products import products_run_by
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
+from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
 
@@ -180,13 +182,28 @@ class MegatronStages:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
         return self._exchange(chunks, tensors, combine=direction is Direction.BACKWARD)
 
-    def expert(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    def expert(
+        self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
+    ) -> tuple[Tensor, ...]:
         """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
-        dispatcher = self._dispatchers[chunk]
-        tokens, tokens_per_expert, probs = dispatcher.dispatch_postprocess(tokens, probs)
-        output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
+        return (self._dispatchers[chunk].combine_preprocess(self._experts(chunk, tokens, probs, inner)),)
+
+    def _experts(self, chunk: int, tokens: Tensor, probs: Tensor, inner: InnerTensors | None) -> Tensor:
+        tokens, tokens_per_expert, probs = self._dispatchers[chunk].dispatch_postprocess(tokens, probs)
+        with products_run_by(inner, self._modules.expert_products):
+            output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
-        return (dispatcher.combine_preprocess(output),)
+        found: Tensor = output
+        return found
+
+    def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
+        return (self._dispatchers[chunk].tokens_again(normed),)
+
+    def rebuild(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
+        """The experts once more without their last product, for ``inner``."""
+        self._experts(chunk, tokens, probs, inner)
+        return ()
 
     def combine(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
@@ -227,9 +244,12 @@ _COMPUTE: Mapping[StageKind, ComputeFunction] = {
     kinds.EXPERT: MegatronStages.expert,
     kinds.MERGE: MegatronStages.merge,
     kinds.MLP: MegatronStages.mlp,
+    kinds.REPERMUTE: MegatronStages.repermute,
+    kinds.REBUILD: MegatronStages.rebuild,
 }
 _COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
     kinds.COUNTS: MegatronStages.counts,
     kinds.DISPATCH: MegatronStages.dispatch,
     kinds.COMBINE: MegatronStages.combine,
+    kinds.REDISPATCH: MegatronStages.dispatch,
 }

@@ -24,7 +24,7 @@ from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
+from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout, with_memory
 
 
 class PipelinedBlock:
@@ -62,7 +62,7 @@ class PipelinedBlock:
     def features(self, *, shares_schedule: bool = False) -> BlockFeatures:
         """What the block contains in the current pass."""
         modules = self.modules
-        return replace(
+        found = replace(
             features_of_settings(
                 modules.config,
                 capacity_scope=self._context.config.capacity_scope,
@@ -74,6 +74,9 @@ class PipelinedBlock:
             recomputed=self.recomputes,
             added=tuple(stage.kind for stage in self._context.added),
         )
+        if not torch.is_grad_enabled():
+            return found
+        return with_memory(found, self._context.pipeline.memory)
 
     @property
     def recomputes(self) -> bool:

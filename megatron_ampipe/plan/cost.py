@@ -17,6 +17,7 @@ from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
+    KEEP,
     MOE_BLOCK,
     BlockFeatures,
     Direction,
@@ -25,6 +26,7 @@ from megatron_ampipe.schedule import (
     data_flow,
     is_whole,
     kinds,
+    with_memory,
 )
 
 COUNT_BYTES = 8
@@ -69,6 +71,7 @@ class CostModel:
         cluster: The times of its operations.
         added: Cost functions of kinds of stages that are not in :data:`COSTS`.
         shares_schedule: The block shares its schedule with other layers.
+        memory: What the experts keep for their backward, see ``Pipeline.memory``.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -81,14 +84,18 @@ class CostModel:
         *,
         added: Mapping[StageKind, CostFunction] | None = None,
         shares_schedule: bool = False,
+        memory: str = KEEP,
     ) -> None:
         self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
         self._costs = {**COSTS, **(added or {})}
         # Where layers share a schedule, they recompute as a part of it.
-        self.features = replace(
-            workload.features_of(shares_schedule=shares_schedule),
-            added=tuple(added or ()),
-            recomputed=shares_schedule and workload.recomputes,
+        self.features = with_memory(
+            replace(
+                workload.features_of(shares_schedule=shares_schedule),
+                added=tuple(added or ()),
+                recomputed=shares_schedule and workload.recomputes,
+            ),
+            memory,
         )
         self.dense_features = BlockFeatures(
             dense=True,
@@ -211,7 +218,7 @@ class CostModel:
         work = self.workload
         if kind is kinds.COUNTS:
             return self._counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
-        if kind not in (kinds.DISPATCH, kinds.COMBINE) or work.expert == 1:
+        if kind not in (kinds.DISPATCH, kinds.COMBINE, kinds.REDISPATCH) or work.expert == 1:
             return 0.0
         if work.dispatcher == "allgather":
             return self._counts_figure().alpha_us
@@ -288,21 +295,53 @@ class CostModel:
         return Pair(time, time)
 
     def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
+        """The local experts: what :meth:`rebuild` repeats, and the last product and the rows' way back."""
         work = self.workload
-        received = self._copies(rows * work.batch) * load * work.expert_tensor
         inner = work.ffn / work.expert_tensor
-        calls = 1 if work.grouped else work.local_experts
+        total = self._until_activation(rows, load=load, chunked=chunked)
+        total += self._products(
+            self._received(rows, load), inner, work.hidden, self._expert_calls, chunked=chunked
+        )
+        return total + self._arranged(rows, load=load)
+
+    def rebuild(self, rows: int, *, load: float) -> Pair:
+        """First product and activation of the experts once more, in the backward pass."""
+        return Pair(0.0, self._until_activation(rows, load=load, chunked=False).forward)
+
+    def repermute(self, rows: int, *, load: float) -> Pair:
+        """Permutation of the tokens once more, in the backward pass."""
+        return Pair(0.0, self._move(self._copies(rows * self.workload.batch) * load).forward)
+
+    def redispatch(self, rows: int) -> Pair:
+        """A dispatch once more, in the backward pass."""
+        return Pair(0.0, self.exchange(rows).forward)
+
+    def _until_activation(self, rows: int, *, load: float, chunked: bool) -> Pair:
+        work = self.workload
+        inner = work.ffn / work.expert_tensor
         up = (2 if work.gated else 1) * inner
-        total = self._products(received, work.hidden, up, calls, chunked=chunked)
-        total += self._products(received, inner, work.hidden, calls, chunked=chunked)
-        total += self._pass_over(received * (up + inner))
-        if work.local_experts > 1 and work.dispatcher == "alltoall":
-            # Rows are sorted by expert first, and their order is restored afterwards.
-            total += self._move(received) + self._move(received)
-        if work.expert_tensor > 1 and work.dispatcher == "alltoall":
-            gathered = self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)
-            total += gathered + gathered
+        received = self._received(rows, load)
+        total = self._products(received, work.hidden, up, self._expert_calls, chunked=chunked)
+        return total + self._pass_over(received * (up + inner)) + self._arranged(rows, load=load)
+
+    def _arranged(self, rows: int, *, load: float) -> Pair:
+        """Rows sorted by expert and gathered over the ranks that share one, or the way back."""
+        work, received, total = self.workload, self._received(rows, load), ZERO
+        if work.dispatcher != "alltoall":
+            return total
+        if work.local_experts > 1:
+            total += self._move(received)
+        if work.expert_tensor > 1:
+            total += self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)
         return total
+
+    def _received(self, rows: int, load: float) -> float:
+        """Rows that the local experts compute."""
+        return self._copies(rows * self.workload.batch) * load * self.workload.expert_tensor
+
+    @property
+    def _expert_calls(self) -> int:
+        return 1 if self.workload.grouped else self.workload.local_experts
 
     def merge(self, rows: int, *, load: float) -> Pair:
         tokens = rows * self.workload.batch
@@ -436,6 +475,9 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.COMBINE: lambda model, work: model.exchange(work.rows.hidden),
     kinds.MERGE: lambda model, work: model.merge(work.rows.hidden, load=model.load()),
     kinds.MLP: lambda model, work: model.mlp(work.rows.hidden, chunked=work.chunked),
+    kinds.REPERMUTE: lambda model, work: model.repermute(work.rows.hidden, load=model.load()),
+    kinds.REDISPATCH: lambda model, work: model.redispatch(work.rows.hidden),
+    kinds.REBUILD: lambda model, work: model.rebuild(work.rows.hidden, load=model.load()),
 }
 """The cost function of every kind of stage of the MoE block."""
 _DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})

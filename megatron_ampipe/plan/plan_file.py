@@ -13,7 +13,15 @@ from typing import Literal
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.records import read_record, refuse, write_record
-from megatron_ampipe.schedule import Pipeline, Schedule, even_chunks, from_text, to_text
+from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
+    Pipeline,
+    Schedule,
+    even_chunks,
+    from_text,
+    to_text,
+)
 from megatron_ampipe.yaml_lines import load
 
 SHARE_TOLERANCE = 1e-3
@@ -32,6 +40,7 @@ class Plan:
         shares: Share of the sequence in each chunk, with a sum of 1; the number of chunks is the larger
             degree.
         stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
+        memory: What the experts keep for their backward, see ``Pipeline.memory``.
         num_layers: Of how many layers the predictions are.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
@@ -48,6 +57,7 @@ class Plan:
     schedule: Schedule
     shares: tuple[float, ...]
     stack: int = 1
+    memory: str = KEEP
     num_layers: int = 1
     stock_ms: float | None = None
     predicted_ms: float | None = None
@@ -101,6 +111,7 @@ class Plan:
             shares=None if equal else self.shares,
             order=self.schedule,
             stack=self.stack,
+            memory=self.memory,
         )
 
     def _are_equal(self, rows: int) -> bool:
@@ -123,6 +134,7 @@ class Plan:
             backward_degree=self.backward_degree,
             shares=self.shares,
             stack=self.stack,
+            memory=self.memory,
             num_layers=self.num_layers,
             stock_ms=self.stock_ms,
             predicted_ms=self.predicted_ms,
@@ -161,6 +173,9 @@ class Plan:
         if (found.hidden_share or 0.0) > 1:
             shown = f"hidden_share {found.hidden_share:g}"
             refuse(path, lines["hidden_share"], shown, "is a share, from 0 to 1", "Write for example 0.9.")
+        if found.memory not in STRATEGIES:
+            rule = f"is not one of {', '.join(STRATEGIES)}"
+            refuse(path, lines["memory"], f"memory {found.memory}", rule, f"Write {KEEP}.")
         total = sum(found.shares)
         if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
             rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
@@ -169,6 +184,7 @@ class Plan:
             schedule=schedule,
             shares=tuple(share / total for share in found.shares),
             stack=found.stack,
+            memory=found.memory,
             num_layers=found.num_layers,
             stock_ms=found.stock_ms,
             predicted_ms=found.predicted_ms,
@@ -193,6 +209,7 @@ class _PlanFile:
     backward_degree: int
     shares: tuple[float, ...]
     stack: int = field(default=1, metadata={"minimum": 0})
+    memory: str = KEEP
     made_for: MadeFor | None = None
     schedule: str
     num_layers: int = 1

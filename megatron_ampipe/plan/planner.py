@@ -154,7 +154,7 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     if workload.rows > 1 and workload.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)
     if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
-        schedule = build("sequential", degree=1, features=workload.features)
+        schedule = build("sequential", degree=1, features=predictor.features)
         whole = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
         return replace(whole, hidden_share=0.0, reason=_reason_against(predictor, best))
     return plan_of(predictor, best, degrees=degrees)
@@ -179,6 +179,7 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
     return Plan(
         schedule=found.schedule,
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
+        memory=predictor.memory,
         num_layers=found.stack,
         stock_ms=_ms(predictor.stock()),
         predicted_ms=_ms(found.time),

@@ -17,6 +17,7 @@ from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
+    KEEP,
     BlockFeatures,
     Direction,
     Schedule,
@@ -39,6 +40,7 @@ class Predictor:
         added: Cost functions of kinds of stages that are not in :data:`.cost.COSTS`.
         num_layers: How many such blocks share a schedule.
         dense: Which of them have no experts, counted from 0.
+        memory: What the experts keep for their backward, see ``Pipeline.memory``.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
@@ -52,10 +54,11 @@ class Predictor:
         added: Mapping[StageKind, CostFunction] | None = None,
         num_layers: int = 1,
         dense: Collection[int] = (),
+        memory: str = KEEP,
     ) -> None:
-        self.workload, self.cluster = workload, cluster
+        self.workload, self.cluster, self.memory = workload, cluster, memory
         self._added = added
-        self._model = CostModel(workload, cluster, added=added, shares_schedule=num_layers > 1)
+        self._model = CostModel(workload, cluster, added=added, shares_schedule=num_layers > 1, memory=memory)
         self.features = self._model.features
         """Of a block with experts."""
         self.layers: tuple[BlockFeatures, ...] = tuple(
@@ -89,7 +92,14 @@ class Predictor:
         workload = self.workload
         if recomputes is not None:
             workload = replace(workload, recomputes=recomputes)
-        return Predictor(workload, self.cluster, added=self._added, num_layers=num_layers, dense=dense)
+        return Predictor(
+            workload,
+            self.cluster,
+            added=self._added,
+            num_layers=num_layers,
+            dense=dense,
+            memory=self.memory,
+        )
 
     def stock(self) -> Pair:
         """Time of Megatron's own layers."""

@@ -7,9 +7,11 @@ shares a schedule.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from megatron_ampipe.runtime.block_stages import BlockStages, CompiledBlock
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.gradients import Gradients
-from megatron_ampipe.runtime.segment import GradientSums, Segment
+from megatron_ampipe.runtime.inner_tensors import InnerTensors
+from megatron_ampipe.runtime.segment import GradientSums, Segment, with_history
 from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
 from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
 
@@ -37,8 +40,8 @@ class BlockCall:
         keep_graph: Whether there will be a backward pass.
 
     Attributes:
-        values: What the stages of the forward pass give, while it runs; of a recomputed block also while they
-            run again.
+        values: What the stages of the forward pass give, while it runs; also while stages run again, or
+            restore what others have not kept.
         gradients: Their gradients, while the backward pass runs.
         sums: Of the gradients of the parameters.
     """
@@ -55,6 +58,8 @@ class BlockCall:
         self._keys = KeyValueRows(self._layout, keep_graph=self._keep_graph)
         self._segments: dict[tuple[StageKind, int | None], Segment] = {}
         self._note: Note = _nothing if crossing is None else crossing.note_use
+        self._inner: dict[tuple[StageKind, int | None], InnerTensors] = {}
+        self._restores = self._keep_graph and block.restores
         self._crossed_inputs: dict[tuple[StageKind, int | None], tuple[StorageWeakRef, ...]] = {}
         self.sums = GradientSums()
 
@@ -68,6 +73,8 @@ class BlockCall:
         if self._runs_again:
             self._given, self._stages = self.values.given, self._stages.again()
             self._keys = KeyValueRows(self._layout, keep_graph=True)
+        if self._restores:
+            self._left = self.values.left()
         self.values.let_go()
         del self.values
 
@@ -77,6 +84,9 @@ class BlockCall:
             self._keep_graph = True
             self.values = Values(self._layout, self._given, self._keys, note=self._note, keeps_output=False)
             del self._given
+        if self._restores:
+            self.values = self._left
+            del self._left
         self.gradients = Gradients(self._layout, above, self._keys, device=device, note=self._note)
         return self.gradients
 
@@ -84,16 +94,23 @@ class BlockCall:
         """All stages of the backward pass have run; :attr:`sums` are complete."""
         self.gradients.let_go()
         del self.gradients, self._keys
-        if self._runs_again:
+        if self._runs_again or self._restores:
             self.values.let_go()
             del self.values
 
     def run(self, parts: Sequence[Stage], direction: Direction) -> Transfer | None:
-        """Run one stage, given as the same stage of each of its chunks."""
+        """Run one stage, given as the same stage of each of its chunks.
+
+        Args:
+            parts: What runs.
+            direction: Forward for a stage that computes values, in whichever pass.
+        """
         kind = parts[0].kind
         if not kind.lane.computes:
             return self._communicate(kind, [part.chunk for part in parts], direction)
         compute = self._compute if direction is Direction.FORWARD else self._differentiate
+        if kind.restores is not None:
+            compute = self._restore
         for part in parts:
             compute(part.kind, part.chunk)
         return None
@@ -107,17 +124,38 @@ class BlockCall:
         extra: dict[str, Any] = {}
         if any(value.layout is Layout.KEYS for value in kind.takes):
             extra["sums"] = self._keys.sums
-        segment = Segment(
-            functools.partial(self._stages.compute(kind), chunk, **extra),
-            *inputs,
-            keep_graph=self._keep_graph,
-            recompute=kind in self._stages.recomputed,
-        )
+        hooks: AbstractContextManager[None] = contextlib.nullcontext()
+        if self._restores and self._flow.is_restored(kind):
+            inner = self._inner[kind, chunk] = InnerTensors(self._stages.parameters.get(kind, ()))
+            extra["inner"], hooks = inner, inner.dropped()
+        with hooks:
+            segment = Segment(
+                functools.partial(self._stages.compute(kind), chunk, **extra),
+                *inputs,
+                keep_graph=self._keep_graph,
+                recompute=kind in self._stages.recomputed,
+            )
         outputs, segment.values = segment.values, ()
         if self._keep_graph:
             self._segments[kind, chunk] = segment
             self._crossed_inputs[kind, chunk] = crossed
         self.values.give(kind, chunk, outputs)
+
+    def _restore(self, kind: StageKind, chunk: int | None) -> None:
+        """Compute values once more: for stages that take them, or inside the stage that has dropped them."""
+        assert kind.restores is not None
+        inputs = self.values.take(kind, chunk)
+        crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
+        function = self._stages.compute(kind)
+        if kind.gives:
+            with torch.no_grad():
+                self.values.give(kind, chunk, function(chunk, *inputs))
+            return
+        inner = self._inner.pop((kind.restores, chunk))
+        with inner.restored():
+            function(chunk, *with_history(inputs), inner=inner)
+        if self._crossing is not None:
+            self._crossed_inputs[kind.restores, chunk] += crossed
 
     def _differentiate(self, kind: StageKind, chunk: int | None) -> None:
         """The backward of :meth:`_compute`."""

@@ -35,7 +35,9 @@ ComputeFunction = Callable[..., tuple[Tensor, ...]]
 """Of a kind that is computed: ``(chunk, *values it takes)`` to the values it gives.
 
 The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets ``sums``, a
-:class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then returns none.
+:class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then returns none. A
+kind that does not keep all that its backward needs, and the kind that restores it, get the same ``inner``, an
+:class:`~.inner_tensors.InnerTensors` that must run its products.
 """
 
 
@@ -106,11 +108,13 @@ class CompiledBlock:
         flow: Which stage takes what from which.
         whole: Kinds of stages that are of the whole sequence.
         recomputed: Its forward stages run again in the backward pass.
+        restores: Some of its stages restore in the backward pass what others have not kept.
     """
 
     flow: DataFlow
     whole: frozenset[StageKind]
     recomputed: bool
+    restores: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +161,8 @@ class CompiledSchedule:
                 for kind in flow.kinds
                 if is_whole(kind, features, whole_attention=schedule.whole_attention)
             )
-            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed))
+            restores = any(kind.restores is not None for kind in flow.kinds)
+            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed, restores))
         ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
         return cls(tuple(blocks), needs, order, parts, ends)
 

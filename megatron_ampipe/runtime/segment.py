@@ -87,7 +87,7 @@ class Segment:
         self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            detached = _DetachInputs.apply(_ANCHOR, *inputs)
+            detached = with_history(inputs)
             outputs = function(*detached)
         # The output edges keep the graph alive, including the node that the input edges point to.
         self._input_edges = tuple(GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in detached)
@@ -95,6 +95,12 @@ class Segment:
             get_gradient_edge(output) if output.requires_grad else None for output in outputs
         )
         return tuple(output.detach() for output in outputs)
+
+
+def with_history(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors as inputs of a separate graph: operations on them save what their backward needs."""
+    detached: tuple[Tensor, ...] = _DetachInputs.apply(_ANCHOR, *tensors)
+    return detached
 
 
 _ANCHOR = torch.zeros(0, requires_grad=True)

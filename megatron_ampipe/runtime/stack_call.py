@@ -100,7 +100,7 @@ class StackCall:
         parts, ends = schedule.parts[direction], schedule.ends[direction]
 
         def run(stage: Stage) -> Transfer | None:
-            as_in = Direction.FORWARD if stage.again else direction
+            as_in = Direction.FORWARD if stage.computes_values else direction
             transfer = self._blocks[stage.layer].run(parts[stage], as_in)
             if stage in ends:
                 end(stage.layer)

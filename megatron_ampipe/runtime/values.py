@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows, write_rows
-from megatron_ampipe.schedule import Chunk, DataFlow, Direction, Layout, Source, Span, StageKind, Value
+from megatron_ampipe.schedule import Chunk, DataFlow, Layout, Source, Span, StageKind, Value
 
 # S sequence rows, B batch, D hidden size.
 
@@ -69,7 +69,7 @@ class BlockLayout:
     def gradient_givers(self, source: Source) -> list[StageKind]:
         """The kinds that give a gradient of a value."""
         takers = self.flow.takers.get(source, ())
-        return [kind for kind in takers if Direction.BACKWARD in kind.directions]
+        return [kind for kind in takers if kind.is_differentiated]
 
     def _num_stages(self, source: Source, kinds: Collection[StageKind]) -> int:
         per_stage = len(self.chunks) if self.is_kept_whole(source) else 1
@@ -130,7 +130,8 @@ class Values:
 
     Args:
         layout: Of the block.
-        below: ``[S, B, D]``, what the block is given, or the values of the block that gives it.
+        below: ``[S, B, D]``, what the block is given, or the values of the block that gives it; None if no
+            stage takes it any more.
         keys: Where keys and values are put.
         note: Told of what a stage copies before its function runs.
         keeps_output: Whether :attr:`output` is needed.
@@ -139,7 +140,7 @@ class Values:
     def __init__(
         self,
         layout: BlockLayout,
-        below: Tensor | Values,
+        below: Tensor | Values | None,
         keys: KeyValueRows,
         *,
         note: Note,
@@ -181,6 +182,12 @@ class Values:
         hidden = self._below.output if isinstance(self._below, Values) else self._below
         assert hidden is not None, "a block runs before the one below it"
         return hidden
+
+    def left(self) -> Values:
+        """What stages of the backward pass will take. All stages of the forward pass have run."""
+        found = Values(self._layout, None, self._keys, note=self._note, keeps_output=False)
+        found._tensors, found._reads = self._tensors, self._reads
+        return found
 
     def let_go(self) -> None:
         """All stages of the block have run: only :attr:`output` is read, by the block above."""

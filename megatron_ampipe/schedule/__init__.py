@@ -21,6 +21,7 @@ from megatron_ampipe.schedule.graph import (
 )
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
+from megatron_ampipe.schedule.memory_strategy import KEEP, STRATEGIES, with_memory
 from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
@@ -28,8 +29,10 @@ from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
     "ALL_LAYERS",
+    "KEEP",
     "MOE_BLOCK",
     "SCHEDULE_NAMES",
+    "STRATEGIES",
     "BlockFeatures",
     "Chunk",
     "DataFlow",
@@ -66,4 +69,5 @@ __all__ = [
     "stream_of",
     "to_text",
     "unrolled",
+    "with_memory",
 ]

@@ -24,6 +24,7 @@ from megatron_ampipe.schedule.kinds import (
     LOSSES,
     MERGE,
     QKV,
+    REDISPATCH,
     ROUTE,
     SHARED,
     Direction,
@@ -134,7 +135,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
         features,
         first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *of_chunk))],
         last_half=[*backward(EXPERT, *reversed(of_chunk)), *whole],
-        backward_comm=backward(COMBINE, DISPATCH),
+        backward_comm=_redispatched(backward(COMBINE, DISPATCH), features),
     )
 
 
@@ -153,7 +154,7 @@ def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
             *_each(ROUTE, last_first),
             *reversed(attention),
         ],
-        backward_comm=[*_each(COMBINE, last_first), *_each(DISPATCH, last_first)],
+        backward_comm=_redispatched([*_each(COMBINE, last_first), *_each(DISPATCH, last_first)], features),
     )
 
 
@@ -200,6 +201,17 @@ def _overlapped(
         comm=backward_comm,
     )
     return Schedule(name, degree, forward, backward, degree)
+
+
+def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
+    """The collectives of a backward pass, with the tokens of a chunk sent again right before its combine."""
+    if not features.redispatch:
+        return backward_comm
+    return [
+        one
+        for stage in backward_comm
+        for one in ([Stage(REDISPATCH, stage.chunk), stage] if stage.kind is COMBINE else [stage])
+    ]
 
 
 def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_ampipe.schedule.kinds import (
@@ -36,6 +36,9 @@ class BlockFeatures:
             can be projected chunk by chunk. Attention as a whole still takes them as a whole.
         recomputed: The forward pass keeps only what the block is given, and its stages run again in the
             backward pass (:attr:`Stage.again <.types.Stage.again>`).
+        rebuild: The experts keep what they are given, and compute their inner tensors once more in the
+            backward pass.
+        redispatch: With ``rebuild``: what the experts are given is not kept either, and is sent once more.
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -45,6 +48,8 @@ class BlockFeatures:
     ordered_routing: bool = False
     chunked_qkv: bool = False
     recomputed: bool = False
+    rebuild: bool = False
+    redispatch: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
@@ -93,6 +98,10 @@ class DataFlow:
     given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
     once: frozenset[StageKind]
 
+    def is_restored(self, kind: StageKind) -> bool:
+        """Whether other rows give back what stages of this kind have not kept for their backward."""
+        return any(row.restores is kind for row in self.kinds)
+
 
 @functools.lru_cache(maxsize=512)
 def data_flow(features: BlockFeatures) -> DataFlow:
@@ -131,7 +140,7 @@ def data_flow(features: BlockFeatures) -> DataFlow:
     once = frozenset(
         kind
         for kind in kinds
-        if Direction.BACKWARD not in kind.directions
+        if not kind.is_differentiated
         or (
             kind.scope is Scope.CHUNK
             and not kind.lane.computes
@@ -163,7 +172,8 @@ def dependencies(
 
     The backward graph is the forward graph with its edges reversed, without the kinds that run forward only.
     A recomputed block also runs its forward graph in it, without :attr:`DataFlow.once`. It begins when the
-    second block above has ended, so that the tensors of two blocks at most are kept.
+    second block above has ended, so that the tensors of two blocks at most are kept. Kinds that restore what
+    another has not kept wait for one another as in a forward pass, and that kind's backward for them.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -179,8 +189,15 @@ def dependencies(
         return {
             stage: needed
             for stage, needed in forward.items()
-            if not (layers[stage.layer].recomputed and _only_adds_gradients(stage.kind))
+            if direction in stage.kind.directions
+            and not (layers[stage.layer].recomputed and _only_adds_gradients(stage.kind))
         }
+    restoring = {
+        stage: [one for one in needed if one.kind.restores is not None]
+        for stage, needed in forward.items()
+        if stage.kind.restores is not None
+    }
+    forward = {stage: needed for stage, needed in forward.items() if stage not in restoring}
     backward: dict[Stage, list[Stage]] = {
         stage: [] for stage in forward if direction in stage.kind.directions
     }
@@ -189,7 +206,11 @@ def dependencies(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
-    return {stage: tuple(needed) for stage, needed in (backward | _again(forward, backward, layers)).items()}
+    found = backward | _again(forward, backward, layers)
+    for stage in restoring:
+        assert stage.kind.restores is not None
+        found[replace(stage, kind=stage.kind.restores)].append(stage)
+    return {stage: tuple(needed) for stage, needed in (found | restoring).items()}
 
 
 def _again(

@@ -110,6 +110,8 @@ class StageKind:
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
         after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
+        restores: For a kind that runs in the backward pass only, and computes values there, as a forward
+            stage does: the kind whose backward waits for it, because its forward stage has not kept them.
     """
 
     name: str
@@ -125,6 +127,12 @@ class StageKind:
     host_reads: bool = field(default=False, repr=False)
     covers_wait: bool = field(default=False, repr=False)
     after: StageKind | None = field(default=None, repr=False)
+    restores: StageKind | None = field(default=None, repr=False)
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether its backward stage computes gradients of what its forward stage takes."""
+        return self.directions == tuple(Direction)
 
     def __str__(self) -> str:
         return self.name
@@ -212,5 +220,36 @@ MERGE = StageKind(
 MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), feature="dense", covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 
-MOE_BLOCK = (QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP)
+REPERMUTE = StageKind(
+    "repermute",
+    takes=(_NORMED,),
+    gives=(_TOKENS,),
+    directions=(Direction.BACKWARD,),
+    feature="redispatch",
+    restores=EXPERT,
+)
+"""Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
+REDISPATCH = StageKind(
+    "redispatch",
+    lane=COMM_LANE,
+    takes=(_TOKENS,),
+    gives=(_TOKENS,),
+    directions=(Direction.BACKWARD,),
+    feature="redispatch",
+    restores=EXPERT,
+)
+"""All-to-all that sends the tokens once more, because what arrived was not kept."""
+REBUILD = StageKind(
+    "rebuild",
+    takes=(_TOKENS, _PROBS),
+    directions=(Direction.BACKWARD,),
+    feature="rebuild",
+    restores=EXPERT,
+)
+"""Sorting, first product and activation of the local experts once more, without the second product."""
+
+MOE_BLOCK = (
+    QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP,
+    REPERMUTE, REDISPATCH, REBUILD,
+)  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from megatron_ampipe.errors import BadInput
@@ -18,6 +18,7 @@ from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
+from megatron_ampipe.schedule.memory_strategy import KEEP, check_strategy
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.types import Schedule
 
@@ -41,6 +42,7 @@ class Pipeline:
         order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
             one that repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
+        memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`.
 
     Raises:
         BadInput: a degree is invalid, or degrees and shares contradict each other.
@@ -52,6 +54,7 @@ class Pipeline:
     schedule: str = "ampipe"
     order: Schedule | None = None
     stack: int = 1
+    memory: str = KEEP
     _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
@@ -64,6 +67,7 @@ class Pipeline:
         schedule: str = "ampipe",
         order: Schedule | None = None,
         stack: int = 1,
+        memory: str = KEEP,
     ) -> Self:
         """A pipeline whose backward degree defaults to the forward degree."""
         return cls(
@@ -73,14 +77,16 @@ class Pipeline:
             schedule=schedule,
             order=order,
             stack=stack,
+            memory=memory,
         )
 
     def __post_init__(self) -> None:
         self._check()
         assert self.stack >= 0
+        check_strategy(self.memory)
         if self.order is not None:
             assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
-        values = (self.degree, self.backward_degree, self.shares, self.schedule, self.order, self.stack)
+        values = tuple(getattr(self, one.name) for one in fields(self) if one.compare)
         object.__setattr__(self, "_hash", hash(values))
 
     def __hash__(self) -> int:
@@ -173,6 +179,8 @@ class Pipeline:
             labels["shares"] = self._shares
         if self.stack != 1:
             labels["layers that share a schedule"] = stack_to_text(self.stack)
+        if self.memory != KEEP:
+            labels["memory"] = self.memory
         return labels
 
     @property
@@ -190,7 +198,8 @@ class Pipeline:
             degree += f" forward, {self.backward_degree} backward"
         shares = "" if self.shares is None else f", shares {self._shares}"
         stack = "" if self.stack == 1 else f", {stack_to_text(self.stack)} layers together"
-        return f"{degree}{shares}, schedule {self.name}{stack}"
+        memory = "" if self.memory == KEEP else f", memory {self.memory}"
+        return f"{degree}{shares}, schedule {self.name}{stack}{memory}"
 
 
 def parse_stack(text: str, *, flag: str) -> int:

@@ -72,8 +72,8 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     Args:
         schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
         layers: The features of the blocks. What the period lacks of a dense block is put right before the
-            first stage that needs it, and so are kinds of stages that were added. If it runs no stage again,
-            all that are to run again are placed.
+            first stage that needs it, and so are kinds of stages that were added or restore what was not
+            kept. If it runs no stage again, all that are to run again are placed.
     """
 
     def program(direction: Direction) -> Program:
@@ -99,7 +99,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     added = {MLP, *(kind for features in layers for kind in features.added)}
     places_again = not any(stage.again for stage in known[Direction.BACKWARD])
     lacks_others = any(
-        stage.kind not in added and not (stage.again and places_again)
+        stage.kind not in added and stage.kind.restores is None and not (stage.again and places_again)
         for direction in Direction
         for stage in needs_of(found, layers, direction)
         if stage not in known[direction]

@@ -40,6 +40,11 @@ class Stage:
         return f"{self.name}@{self.layer}" if self.layer else self.name
 
     @property
+    def computes_values(self) -> bool:
+        """Whether it computes values in the backward pass, as in a forward pass, and no gradients."""
+        return self.again or self.kind.restores is not None
+
+    @property
     def is_communication(self) -> bool:
         """Whether the stage is started and waited for, rather than computed."""
         return not self.kind.lane.computes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Case:
     """The layers, one after the other: ``m`` with experts, ``d`` dense."""
     recompute: tuple[str, int] | None = None
     """Full recompute inside the schedule: method and number of layers."""
+    memory: str = KEEP
+    """What the experts keep; other values than the default are also compared with it, bit by bit."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -51,6 +53,7 @@ class Case:
             shares=self.shares,
             schedule=self.schedule,
             stack=self.stack,
+            memory=self.memory,
         )
 
 
@@ -500,6 +503,33 @@ RECOMPUTE = [
     ),
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE
+MEMORY = [
+    Case(f"memory-{memory}-{name}", memory=memory, **{"model": LARGE} | settings)
+    for memory, name, settings in (
+        ("rebuild", "thread", {}),
+        ("rebuild", "sequential", {"schedule": "sequential", "executor": "sequential", "degree": 3}),
+        ("rebuild", "bias", {"model": {"normalization": "LayerNorm", "add_bias_linear": True}}),
+        ("redispatch", "thread", {"model": LARGE | TIGHT | {"moe_shared_expert_intermediate_size": 48}}),
+        ("redispatch", "cuda-executor", {"schedule": "moe-only", "executor": "cuda", "batch": 3}),
+        ("redispatch", "stack", {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4}),
+        (
+            "redispatch",
+            "stack-cuda-executor",
+            {
+                "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
+                "executor": "cuda", "model": LARGE | SEVERAL_AUX,
+            },
+        ),
+        (
+            "redispatch",
+            "allgather",
+            {"batch": 3, "model": LARGE | {"moe_token_dispatcher_type": "allgather"}},
+        ),
+        ("redispatch", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
+        ("rebuild", "ep1", {"world_size": 1}),
+    )
+]  # fmt: skip
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import traceback
 
@@ -14,6 +15,7 @@ def main() -> None:
     import torch
 
     from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.schedule import KEEP
     from tests.dist.blocks import build_layers, differences, forward, inputs_of, run
     from tests.dist.parameter_reads import ParameterReads
 
@@ -29,6 +31,11 @@ def main() -> None:
             recorder.start_iteration(1)
             stock, ours = build_layers(case, recorder)
             expected, found = run(stock, case, rank=rank), run(ours, case, rank=rank)
+            changed = []
+            if case.memory != KEEP:
+                _, keeping = build_layers(dataclasses.replace(case, memory=KEEP))
+                kept = run(keeping, case, rank=rank)
+                changed = [name for name, value in kept.items() if not torch.equal(value, found[name])]
             spans = recorder.timeline(rank=rank, labels={}).spans
             # In a separate pass, so that the comparison runs without this mode.
             with ParameterReads(ours) as reads:
@@ -39,6 +46,7 @@ def main() -> None:
                 "largest": {key: value.abs().max().item() for key, value in expected.items()},
                 "same state_dict": list(stock.state_dict()) == list(ours.state_dict()),
                 "classes": sorted({type(layer).__name__ for layer in getattr(ours, "layers", [ours])}),
+                "differs from keep": changed,
                 "stages": [(span.direction, span.stage) for span in spans],
             }
         except Exception:

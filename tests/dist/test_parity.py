@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.cases import PARITY, Case
+from tests.dist.cases import MEMORY, PARITY, Case
 from tests.dist.launch import run_workers
 
 TOLERANCE = 1e-5
@@ -90,3 +90,13 @@ def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: di
             for kind in ("dispatch", "combine", "expert"):
                 times = sum(d == direction and name.startswith(f"{kind}.") for d, name in ran)
                 assert times == degree * of_experts
+
+
+@pytest.mark.parametrize("case", MEMORY, ids=lambda case: case.name)
+def test_a_memory_strategy_changes_no_bit(case: Case, reports: dict[int, list[Any]]) -> None:
+    restoring = {"rebuild": {"rebuild"}, "redispatch": {"repermute", "redispatch", "rebuild"}}[case.memory]
+    for results in reports[case.world_size]:
+        result = results[case.name]
+        assert result["differs from keep"] == []
+        ran = {name.partition(".")[0] for direction, name in result["stages"] if direction == "backward"}
+        assert case.executor != "thread" or restoring <= ran

@@ -32,6 +32,7 @@ VALUES = {
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-trace-dir": [["traces"]],
+    "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
     "--kitchen-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
     "--kitchen-recipe-number": [["0"], ["2"]],
@@ -51,5 +52,6 @@ COMPANIONS = {
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ),
     "--recompute-modules": ["--recompute-granularity", "selective"],
+    "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
 """Flags that the setting needs to have an effect."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
     BlockFeatures,
     Direction,
     LaneOrder,
@@ -18,6 +20,7 @@ from megatron_ampipe.schedule import (
     Stage,
     dependencies,
     kinds,
+    with_memory,
 )
 from megatron_ampipe.schedule.kinds import COMM, COMPUTE
 from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
@@ -109,12 +112,13 @@ def random_runs() -> Iterator[Run]:
         model = (
             (SHARED if shared else {}) | (AUX if losses else {}) | ({"moe_router_topk": 2} if top2 else {})
         )
-        if chooser.random() < 0.3:
+        memory = chooser.choice(tuple(STRATEGIES))
+        if memory == KEEP and chooser.random() < 0.5:
             model |= RECOMPUTE
         degree = chooser.choice((2, 3, 4))
         case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
-        features = BlockFeatures(losses=losses, shared=shared, chunked_qkv=True)
-        pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser))
+        features = with_memory(BlockFeatures(losses=losses, shared=shared, chunked_qkv=True), memory)
+        pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser), memory=memory)
         issue = functools.partial(random_issue, chooser) if number % 2 else None
         yield Run(f"random-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
 

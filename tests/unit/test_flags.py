@@ -12,7 +12,15 @@ from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import BlockFeatures, Pipeline, build, parse_stack, period, stack_to_text
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Pipeline,
+    build,
+    parse_stack,
+    period,
+    stack_to_text,
+    with_memory,
+)
 
 
 def parse(*words: str) -> AMPipeConfig:
@@ -45,6 +53,8 @@ def of(degree: int, **fields: Any) -> Pipeline:
         (["--ampipe-degree", "2", "--ampipe-stack", "4"], of(2, stack=4)),
         (["--ampipe-degree", "2", "--ampipe-stack", "1"], of(2, stack=1)),
         (["--ampipe-degree", "auto", "--ampipe-stack", "2"], of(1, stack=2)),
+        (["--ampipe-degree", "2", "--ampipe-memory", "rebuild"], of(2, memory="rebuild")),
+        (["--ampipe-degree", "auto", "--ampipe-memory", "redispatch"], of(1, memory="redispatch")),
         (["--ampipe-degree", "auto", "--ampipe-cluster", "a", "--ampipe-stack", "2"], of(1, stack=2)),
     ],
 )
@@ -93,3 +103,20 @@ def test_a_saved_plan_is_for_as_many_layers_as_the_flags_say(tmp_path: Path) -> 
     for plan_stack, given in ((0, "4"), (0, "1"), (1, "all")):
         with pytest.raises(BadInput, match=f"--ampipe-stack {given}: is not that of the plan in"):
             restart(plan_stack, "--ampipe-stack", given)
+
+
+def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> None:
+    features = with_memory(BlockFeatures(chunked_qkv=True), "rebuild")
+    schedule = build("ampipe", degree=2, features=features)
+    file = tmp_path / "plan.yaml"
+    plan = Plan(schedule=schedule, shares=(0.5, 0.5), memory="rebuild", reason="measured")
+    plan.write(file, head="a test")
+    words = ("--ampipe-degree", "auto", "--ampipe-save-plan", str(file))
+    assert parse(*words).pipeline.memory == parse("--ampipe-plan", str(file)).pipeline.memory == "rebuild"
+    with pytest.raises(BadInput, match="--ampipe-memory keep: is not that of the plan in"):
+        parse(*words, "--ampipe-memory", "keep")
+    with pytest.raises(BadInput, match=r"--ampipe-memory rebuild: is what the plan .* says"):
+        parse("--ampipe-plan", str(file), "--ampipe-memory", "rebuild")
+    file.write_text(file.read_text().replace("memory: rebuild", "memory: forget"))
+    with pytest.raises(BadInput, match="memory forget: is not one of keep, rebuild, redispatch"):
+        parse("--ampipe-plan", str(file))

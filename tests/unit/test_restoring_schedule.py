@@ -1,0 +1,131 @@
+"""Schedules of blocks whose experts do not keep all that their backward needs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule import (
+    SCHEDULE_NAMES,
+    STRATEGIES,
+    BlockFeatures,
+    Direction,
+    Pipeline,
+    Schedule,
+    Stage,
+    check,
+    data_flow,
+    from_text,
+    issue_order,
+    kinds,
+    needs_of,
+    period,
+    to_text,
+    unrolled,
+    with_memory,
+)
+
+PLAIN = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
+DENSE = BlockFeatures(dense=True, chunked_qkv=True)
+RESTORING = {
+    "keep": set(),
+    "rebuild": {kinds.REBUILD},
+    "redispatch": {kinds.REPERMUTE, kinds.REDISPATCH, kinds.REBUILD},
+}
+DEGREES = ((4, 4), (2, 4), (6, 3), (4, 1), (1, 1))
+
+
+def stacks(memory: str) -> list[list[BlockFeatures]]:
+    one = with_memory(PLAIN, memory)
+    return [[one], [one] * 3, [with_memory(DENSE, memory), one, one], [replace(one, chunked_qkv=False)] * 2]
+
+
+def schedules(layers: list[BlockFeatures], memory: str) -> list[Schedule]:
+    return [
+        Pipeline.of(degree, backward_degree=backward, schedule=name, stack=0, memory=memory).schedule_of(
+            layers
+        )
+        for name in SCHEDULE_NAMES
+        for degree, backward in DEGREES
+    ]
+
+
+@pytest.mark.parametrize("memory", STRATEGIES)
+def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> None:
+    for layers in stacks(memory):
+        for schedule in schedules(layers, memory):
+            found = [stage for stage in schedule.backward.stages if stage.kind.restores is not None]
+            assert set(found) == {
+                Stage(kind, chunk, layer)
+                for layer, features in enumerate(layers)
+                if features.experts
+                for kind in RESTORING[memory]
+                for chunk in range(schedule.backward_degree)
+            }
+            assert not any(stage.kind.restores for stage in schedule.forward.stages)
+            assert from_text(to_text(schedule)) == schedule
+
+
+def test_restoring_stages_wait_for_each_other_and_the_experts_for_them() -> None:
+    schedule = Pipeline.of(2, memory="redispatch").schedule_of([with_memory(PLAIN, "redispatch")])
+    needs = needs_of(schedule, [with_memory(PLAIN, "redispatch")], Direction.BACKWARD)
+    assert needs[Stage(kinds.REPERMUTE, 1)] == ()
+    assert needs[Stage(kinds.REDISPATCH, 1)] == (Stage(kinds.REPERMUTE, 1),)
+    assert needs[Stage(kinds.REBUILD, 1)] == (Stage(kinds.REDISPATCH, 1),)
+    assert {Stage(kinds.REBUILD, 1), Stage(kinds.COMBINE, 1)} <= set(needs[Stage(kinds.EXPERT, 1)])
+    # Of what arrived, only the probabilities are kept for longer than the forward pass of the experts.
+    flow = data_flow(with_memory(PLAIN, "redispatch"))
+    taken = {value.name: source.giver for value, source in flow.taken[kinds.REBUILD]}
+    assert taken == {"tokens": kinds.REDISPATCH, "probs": kinds.DISPATCH}
+
+
+def test_experts_are_rebuilt_while_their_gradient_travels() -> None:
+    features = with_memory(PLAIN, "rebuild")
+    schedule = Pipeline.of(4, memory="rebuild").schedule_of([features])
+    needs = needs_of(schedule, [features], Direction.BACKWARD)
+    compute = next(lane.stages for lane in schedule.backward.lanes if lane.lane == "compute")
+    first = compute.index(Stage(kinds.EXPERT, 3))
+    assert compute[first - 1] == Stage(kinds.REBUILD, 3)
+    assert Stage(kinds.COMBINE, 3) not in needs[Stage(kinds.REBUILD, 3)]
+
+
+def test_tokens_are_sent_again_before_the_gradients_of_their_chunk() -> None:
+    features = with_memory(PLAIN, "redispatch")
+    for name in ("ampipe", "moe-only"):
+        schedule = Pipeline.of(4, schedule=name, memory="redispatch").schedule_of([features])
+        comm = [
+            stage.name for lane in schedule.backward.lanes if lane.lane == "comm" for stage in lane.stages
+        ]
+        for chunk in range(4):
+            assert comm.index(f"redispatch.{chunk}") == comm.index(f"combine.{chunk}") - 1
+
+
+@pytest.mark.parametrize(("made_for", "run_as"), itertools.permutations(STRATEGIES, 2))
+def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: str, run_as: str) -> None:
+    """A plan that was made by hand, and an evaluation, which restores nothing."""
+    order = period(Pipeline.of(2, memory=made_for).schedule_of([with_memory(PLAIN, made_for)]))
+    layers = [with_memory(PLAIN, run_as)] * 2
+    found = unrolled(order, layers)
+    check(found, layers)
+    for direction in Direction:
+        program = found.program(direction)
+        issue_order(program, needs_of(found, layers, direction), host_waits=True)
+
+
+def test_a_rebuild_after_its_experts_is_refused() -> None:
+    features = with_memory(PLAIN, "rebuild")
+    text = to_text(Pipeline.of(2, schedule="sequential", memory="rebuild").schedule_of([features]))
+    wrong = text.replace("rebuild.1 expert.1", "expert.1 rebuild.1")
+    assert wrong != text
+    with pytest.raises(BadInput, match=r"compute waits at expert\.1 for rebuild\.1"):
+        check(from_text(wrong), [features])
+
+
+def test_blocks_without_anything_to_restore_keep_their_features() -> None:
+    for features in (DENSE, replace(PLAIN, recomputed=True)):
+        assert with_memory(features, "redispatch") == features
+    with pytest.raises(BadInput, match="--ampipe-memory forget: is not one of keep, rebuild, redispatch"):
+        Pipeline.of(4, memory="forget")
