@@ -186,3 +186,37 @@ def restores_what_is_recomputed(arguments: Any) -> object:
     memory = getattr(arguments, "ampipe_memory", None)
     full = getattr(arguments, "recompute_granularity", None) == "full"
     return memory if memory != KEEP and (full or recomputes("moe")(arguments) is not None) else None
+
+
+def document_mask_is_not_used(arguments: Any) -> object:
+    """Refuses masks of documents where stock Megatron does not apply them to attention, or to some layers."""
+    if getattr(arguments, "dataloader_inter_document_masking", False):
+        # The data loader then makes no mask; documents are packed.
+        return None
+    applied = (
+        getattr(arguments, "transformer_impl", "local") == "local"
+        and getattr(arguments, "create_attention_mask_in_dataloader", True)
+        and (getattr(arguments, "pipeline_model_parallel_size", 1) or 1) <= 2
+        and (getattr(arguments, "context_parallel_size", 1) or 1) == 1
+        and getattr(arguments, "window_size", None) is None
+    )
+    return None if applied else is_set("reset_attention_mask")(arguments)
+
+
+def _packs_documents(arguments: Any) -> bool:
+    return bool(
+        getattr(arguments, "sft", False) or getattr(arguments, "dataloader_inter_document_masking", False)
+    )
+
+
+def packs_documents_of_context_ranks(arguments: Any) -> object:
+    """Refuses context parallelism of packed documents."""
+    return above_one("context_parallel_size")(arguments) if _packs_documents(arguments) else None
+
+
+def packs_several_sequences(arguments: Any) -> object:
+    """Refuses several packed sequences where they cannot be told apart."""
+    fused = all(getattr(arguments, name, False) for name in ("apply_rope_fusion", "multi_latent_attention"))
+    if not _packs_documents(arguments) or not (fused or above_one("tensor_model_parallel_size")(arguments)):
+        return None
+    return above_one("micro_batch_size")(arguments)

@@ -169,17 +169,24 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--reset-attention-mask",
-        when.is_set("reset_attention_mask"),
-        "attention masks other than causal are not supported",
-        "Leave it out; tokens then attend across document boundaries, as in stock Megatron without the flag.",
+        when.document_mask_is_not_used,
+        "Megatron applies the mask of the data loader only in local layers, with one or two pipeline stages, "
+        "without a window and without context parallelism",
+        "Use --dataloader-inter-document-masking.",
     ),
     Refusal(
-        "--dataloader-inter-document-masking",
-        when.is_set("dataloader_inter_document_masking"),
-        "packed sequences are not supported",
-        _OFF,
+        "--context-parallel-size",
+        when.packs_documents_of_context_ranks,
+        "chunks of packed documents are not supported with context parallelism yet",
+        "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
     ),
-    Refusal("--sft", when.is_set("sft"), "packed sequences are not supported", _OFF),
+    Refusal(
+        "--micro-batch-size",
+        when.packs_several_sequences,
+        "packed sequences are several documents already; more than one sequence is not supported with tensor "
+        "parallelism, nor with fused rotary embeddings of latent attention",
+        "Use --micro-batch-size 1 and a larger --seq-length.",
+    ),
     Refusal(
         "--moe-router-load-balancing-type",
         when.load_balancing("sinkhorn", "quantile_balancing"),

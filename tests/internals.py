@@ -1016,13 +1016,13 @@ INTERNALS = [
     Internal(
         "training.datasets.sft_dataset.SFTDataset",
         "launch/gpt.py",
-        "dataset of `--sft` (degree 1 only)",
+        "dataset of `--sft`",
         "start-up fails",
     ),
     Internal(
         "core.packed_seq_params.PackedSeqParams",
-        "launch/gpt.py",
-        "bounds of packed documents (degree 1 only)",
+        "launch/gpt.py launch/host/core_attention.py layers/documents.py layers/pipelined_block.py",
+        "bounds of packed documents",
         "a training step fails",
         (
             fields("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded"),

@@ -11,6 +11,7 @@ from megatron_ampipe.refusals import REFUSALS
 from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 from tests.dist.cases import PARITY, Case
+from tests.megatron.test_document_training import RUNS as DOCUMENT_RUNS
 from tests.megatron.test_parallel_training import RUNS
 from tests.megatron.test_stack_training import LAYOUTS
 
@@ -37,6 +38,11 @@ STACKS_HEAD = """\
 Layers that share a schedule, four of them unless the flags say otherwise, trained for 4 iterations on 2
 ranks. With each of AMPipe's flags, Megatron logs the digits of the stock run: losses agree to 1e-5, and
 gradient norms to the last digit.
+"""
+
+DOCUMENTS_HEAD = """\
+Sequences that consist of [documents](documents.md): one, three or many in each. Megatron logs the digits of
+the stock run, also with `--sft`.
 """
 
 SWITCHED_OFF_HEAD = """\
@@ -104,6 +110,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("multi-head latent attention", _model("multi_latent_attention", True)),
     ("sliding window", _model("window_size")),
     ("RoPE", lambda case: case.rope),
+    ("documents that share a sequence, packed or masked", lambda case: bool(case.documents)),
     ("query-key norm", _model("qk_layernorm", True)),
     ("LayerNorm, biases", _model("add_bias_linear", True)),
     ("SwiGLU", _model("gated_linear_unit", True)),
@@ -146,6 +153,10 @@ def render() -> Iterator[str]:
         for name, pair in pairs.items():
             ours = " or ".join(f"`{added}`" for added in pair.added)
             yield f"| {name} | `{pair.flags.strip()}` | {ours} |"
+    yield f"\n{DOCUMENTS_HEAD}"
+    yield "| run | flags | flags of AMPipe |\n|---|---|---|"
+    for name, (_, flags, ours) in DOCUMENT_RUNS.items():
+        yield f"| {name} | `{flags}` | `{ours}` |"
     yield "\nHybrid models (`HybridStack`): `tests/dist/test_hybrid.py`.\n"
     yield NOT_BITWISE
     yield SWITCHED_OFF_HEAD

@@ -69,8 +69,11 @@ def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:
 
 
 def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
-    """Keep the data loader from building a mask of sequence length squared that nobody reads."""
-    if not args.create_attention_mask_in_dataloader:
+    """Keep the data loader from building a mask of sequence length squared that nobody reads.
+
+    With ``--reset-attention-mask`` it says where documents begin.
+    """
+    if not args.create_attention_mask_in_dataloader or args.reset_attention_mask:
         return []
     args.create_attention_mask_in_dataloader = False
     return [

@@ -22,6 +22,7 @@ from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan
@@ -74,6 +75,7 @@ def make_context(
         config,
         recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
         recompute=take_over_recompute(args, config),
+        documents=DocumentReader(masked=_masks_documents(args)),
     )
     layout = layout_of_args(args)
     rows = [
@@ -83,6 +85,7 @@ def make_context(
         *_recompute_row(args, context.recompute),
         *_memory_row(context.pipeline.memory),
         _attention_row(args, on_gpu=on_gpu),
+        *_documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         ("trace", config.trace_dir or "off"),
         *_nothing_to_hide(args),
@@ -223,11 +226,35 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str,
         dtype=args.params_dtype,
         head_size=args.kv_channels,
         context_parallel=args.context_parallel_size > 1,
+        documents=_packs_documents(args) or _masks_documents(args),
         latent=args.multi_latent_attention,
         dropout=args.attention_dropout > 0,
         window=args.window_size is not None,
     )
     return "attention", describe_kernel(choice.name), choice.reason
+
+
+def _masks_documents(args: argparse.Namespace) -> bool:
+    """Whether the data loader's masks separate documents."""
+    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
+
+
+def _packs_documents(args: argparse.Namespace) -> bool:
+    """Whether a micro-batch comes with the bounds of its documents."""
+    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
+
+
+def _documents_row(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """How documents that share a sequence are told apart; no row if rows attend to all earlier ones."""
+    if _packs_documents(args):
+        return [
+            ("documents", "packed", "a token attends to its own document only; positions begin at 0 in each")
+        ]
+    if _masks_documents(args):
+        return [
+            ("documents", "masked", "a token attends to its own document only; bounds are read from the mask")
+        ]
+    return []
 
 
 def _differing_numbers(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.layers.documents import rotary_of_documents
 from megatron_ampipe.layers.kernel_choice import choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.document_attention import attend_to_documents
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
+from megatron_ampipe.schedule.documents import Documents
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
@@ -41,6 +44,7 @@ def project_qkv(
     *,
     spans: Sequence[Span],
     num_keys: int,
+    documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of some rows, with the rotary embedding applied.
 
@@ -51,33 +55,46 @@ def project_qkv(
             which computes its own.
         spans: Which rows of the local queries they are.
         num_keys: Rows of the whole sequence.
+        documents: Of the micro-batch, if rows attend to their own document only.
 
     Returns:
         Queries ``[R, B, H, C]``; keys ``[R, B, G, C]`` and values ``[R, B, G, V]``, under context parallelism
         those of the whole sequence.
     """
+    rows = functools.partial(rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
-        with _rotary_of_rows(attention, spans, num_keys):
+        with _rotary_replaced(attention, rows, num_keys):
             query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
         query, key, value = attention.get_query_key_value_tensors(normed, None)
-        query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, spans))
+        query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, rows))
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
 
-def rotary_for_spans(rotary_pos_emb: RotaryEmbedding | None, spans: Sequence[Span]) -> RotaryEmbedding | None:
-    """The part of Megatron's rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
+def rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
+    """The part of a rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
+    if documents is None or not documents.own_positions:
+        return take_rows(embedding, spans)
+    return rotary_of_documents(embedding, documents, spans)
+
+
+def rotary_for_spans(
+    rotary_pos_emb: RotaryEmbedding | None, rows: Callable[[Tensor], Tensor]
+) -> RotaryEmbedding | None:
+    """Megatron's rotary embedding with the rows that ``rows`` takes of it."""
     if rotary_pos_emb is None:
         return None
     if isinstance(rotary_pos_emb, tuple):
-        return tuple(part if part is None else take_rows(part, spans) for part in rotary_pos_emb)
-    return take_rows(rotary_pos_emb, spans)
+        return tuple(part if part is None else rows(part) for part in rotary_pos_emb)
+    return rows(rotary_pos_emb)
 
 
 @contextlib.contextmanager
-def _rotary_of_rows(attention: MultiLatentAttention, spans: Sequence[Span], num_keys: int) -> Iterator[None]:
+def _rotary_replaced(
+    attention: MultiLatentAttention, rows: Callable[[Tensor], Tensor], num_keys: int
+) -> Iterator[None]:
     """Let latent attention, which numbers the rows that it is given from 0, use their real positions."""
     if attention.pg_collection.cp.size() > 1:
         # Megatron's embedding knows which rows of the sequence a rank holds; they are never cut into chunks.
@@ -85,7 +102,7 @@ def _rotary_of_rows(attention: MultiLatentAttention, spans: Sequence[Span], num_
         return
     modules, name = attention._modules, "rotary_pos_emb"
     whole = modules[name]
-    modules[name] = _RotaryOfRows(whole, spans, num_keys)  # type: ignore[assignment]
+    modules[name] = _RotaryOfRows(whole, rows, num_keys)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -95,8 +112,8 @@ def _rotary_of_rows(attention: MultiLatentAttention, spans: Sequence[Span], num_
 class _RotaryOfRows:
     """A rotary embedding of Megatron, of which only some rows are returned."""
 
-    def __init__(self, whole: Any, spans: Sequence[Span], num_keys: int) -> None:
-        self._whole, self._spans, self._num_keys = whole, spans, num_keys
+    def __init__(self, whole: Any, rows: Callable[[Tensor], Tensor], num_keys: int) -> None:
+        self._whole, self._rows, self._num_keys = whole, rows, num_keys
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         return self._num_keys
@@ -109,9 +126,6 @@ class _RotaryOfRows:
     def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
         return tuple(self._rows(part) for part in self._whole.get_cached_cos_sin(length, **kwargs))
 
-    def _rows(self, embedding: Tensor) -> Tensor:
-        return take_rows(embedding, self._spans)
-
 
 def _rotate(
     attention: SelfAttention, query: Tensor, key: Tensor, rotary_pos_emb: RotaryEmbedding | None
@@ -122,18 +136,24 @@ def _rotate(
         return query, key
     embeddings = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
     query, key = (
-        tensor
-        if embedding is None
-        else apply_rotary_pos_emb(
-            tensor,
-            embedding,
-            config=config,
-            mscale=compat.rotary_scale(attention),
-            cp_group=attention.pg_collection.cp,
-        )
+        tensor if embedding is None else _rotate_rows(attention, tensor, embedding)
         for tensor, embedding in zip((query, key), embeddings, strict=True)
     )
     return query, key
+
+
+def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor) -> Tensor:
+    # Sequences that differ in the positions of their rows become one: fused kernels take no others.
+    differ = embedding.shape[1] > 1
+    rows, of_rows = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
+    rotated: Tensor = apply_rotary_pos_emb(
+        rows,
+        of_rows,
+        config=attention.config,
+        mscale=compat.rotary_scale(attention),
+        cp_group=attention.pg_collection.cp,
+    )
+    return rotated.view(tensor.shape)
 
 
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -165,6 +185,7 @@ class ChunkAttention:
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:
         config = attention.config
+        self._name = kernel
         self._core = attention.core_attention
         self._kernel = None if kernel == "te" else KERNELS[kernel]
         self._scale = _scale(attention)
@@ -185,37 +206,42 @@ class ChunkAttention:
         key: Tensor,
         value: Tensor,
         *,
-        spans: Sequence[Span],
+        spans: tuple[Span, ...],
+        documents: Documents | None = None,
         sums: KeyValueSums | None = None,
     ) -> Tensor:
         """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
         if self._kernel is None:
+            assert documents is None, "a kernel of AMPipe is chosen for documents"
             attend = functools.partial(self._transformer_engine, spans)
         else:
-            attend = functools.partial(self._ampipe_kernel, spans, sums)
+            attend = functools.partial(self._ampipe_kernel, spans, documents, sums)
         if self._recompute and torch.is_grad_enabled():
             return recomputed(attend, query, key, value)
         return attend(query, key, value)
 
     def _ampipe_kernel(
-        self, spans: Sequence[Span], sums: KeyValueSums | None, query: Tensor, key: Tensor, value: Tensor
+        self,
+        spans: tuple[Span, ...],
+        documents: Documents | None,
+        sums: KeyValueSums | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> Tensor:
         dropout = self._dropout if self._core.training else 0.0
         # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
         forks = dropout > 0 and not self._sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
         assert self._kernel is not None
+        settings: Any = {
+            "scale": self._scale, "dropout": dropout, "window": self._window, "sums": sums,
+        }  # fmt: skip
         with fork:
-            return self._kernel(
-                query,
-                key,
-                value,
-                spans=spans,
-                scale=self._scale,
-                dropout=dropout,
-                window=self._window,
-                sums=sums,
-            )
+            if documents is None:
+                return self._kernel(query, key, value, spans=spans, **settings)
+            rows = documents.rows_of(spans)
+            return attend_to_documents(self._name, query, key, value, rows=rows, **settings)
 
     def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Megatron's TE attention module, called once per span with a bottom-right causal mask."""
@@ -245,7 +271,7 @@ def _scale(attention: Attention) -> float:
     return float(core.softmax_scale * again)
 
 
-def kernel_of(attention: Attention, *, on_gpu: bool) -> str:
+def kernel_of(attention: Attention, *, on_gpu: bool, documents: bool = False) -> str:
     """The name of the kernel for a layer that has been built; see :func:`choose_kernel`."""
     config = attention.config
     return choose_kernel(
@@ -254,6 +280,7 @@ def kernel_of(attention: Attention, *, on_gpu: bool) -> str:
         dtype=config.params_dtype,
         head_size=config.kv_channels,
         context_parallel=config.context_parallel_size > 1,
+        documents=documents,
         latent=isinstance(attention, MultiLatentAttention),
         dropout=config.attention_dropout > 0,
         window=config.window_size is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
@@ -25,6 +26,7 @@ class AMPipeContext:
         added: Stages beyond those of the table, in every block that is built from then on.
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
+        documents: Reads where the documents of a micro-batch begin.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
         predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
             ``pipeline``, from its first stage to its last; None without a plan. Only logged.
@@ -36,6 +38,7 @@ class AMPipeContext:
     kernel: str | None = None
     added: tuple[AddedStage, ...] = ()
     recompute: FullRecompute | None = None
+    documents: DocumentReader = field(default_factory=DocumentReader)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 

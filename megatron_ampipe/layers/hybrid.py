@@ -35,9 +35,10 @@ class HybridAttentionLayer(TransformerLayer):
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return output
         rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
-        kwargs.pop("attention_mask", None)
+        packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
         assert_no_extra_arguments(kwargs)
-        return self.block(hidden_states, rotary_pos_emb), None
+        documents = self.block.documents(packing, mask, hidden_states)
+        return self.block(hidden_states, rotary_pos_emb, documents), None
 
 
 class HybridMoELayer(MoETransformerLayer):

@@ -14,6 +14,7 @@ import torch
 from megatron_ampipe import compat
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.merged import MergedAttention
+from megatron_ampipe.runtime.varlen_kernels import VARLEN_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ def choose_kernel(
     dtype: torch.dtype,
     head_size: int | None = None,
     context_parallel: bool = False,
+    documents: bool = False,
     latent: bool = False,
     dropout: bool = False,
     window: bool = False,
@@ -43,7 +45,8 @@ def choose_kernel(
     """Choose the kernel for all chunks of a layer.
 
     A layer built with Transformer Engine keeps TE's attention, except under context parallelism, where TE
-    would start its own exchange of keys and values. A local layer, whose stock kernel materializes the scores
+    would start its own exchange of keys and values, and where documents share a sequence, whose bounds TE
+    takes for whole sequences. A local layer, whose stock kernel materializes the scores
     of the whole sequence, gets the fastest available kernel that computes the same function.
 
     Args:
@@ -52,11 +55,12 @@ def choose_kernel(
         dtype: Dtype of its parameters.
         head_size: Head size of queries and keys; needed on a GPU only.
         context_parallel: The sequence is split over ranks.
+        documents: Rows attend to their own document only.
         latent: Latent attention: values may have a different head size than keys.
         dropout: Attention dropout is used.
         window: Sliding-window attention is used.
     """
-    if not local and not context_parallel:
+    if not local and not context_parallel and not documents:
         return KernelChoice("te")
     features = {"latent attention": latent, "attention dropout": dropout, "sliding window": window}
     used = [name for name, is_used in features.items() if is_used]
@@ -71,18 +75,20 @@ def choose_kernel(
         name = "flash-attn" if compat.has_flash_attn() and not latent else "sdpa"
         return KernelChoice(name, f"merged flash kernels: {_unsupported(used)}")
     assert head_size is not None
-    return _fastest_kernel(compat.current_gpu(), head_size)
+    return _fastest_kernel(compat.current_gpu(), head_size, documents=documents)
 
 
 def _unsupported(used: list[str]) -> str:
     return f"no support for {' or '.join(used)}" if used else ""
 
 
-def _fastest_kernel(gpu: compat.Gpu, head_size: int) -> KernelChoice:
+def _fastest_kernel(gpu: compat.Gpu, head_size: int, *, documents: bool) -> KernelChoice:
     """The fastest kernel that can be used."""
     reasons: list[str] = []
     for name, why_not in KERNELS_BY_SPEED.items():
         reason = why_not(gpu, head_size)
+        if reason is None and documents and name not in VARLEN_KERNELS:
+            reason = "one call for each document"
         if reason is None:
             return KernelChoice(name, "; ".join(reasons))
         reasons.append(f"{name}: {reason}")

@@ -62,11 +62,12 @@ class AMPipeTransformerLayer(TransformerLayer):
 
         Args:
             hidden_states: ``[S, B, D]``.
-            attention_mask: Ignored: attention is causal, and start-up refuses other masks.
+            attention_mask: Read only where it separates documents; attention is causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
             inference_context: If given, the stock layer runs. So does a dense layer on its own.
-            kwargs: Megatron's other layer arguments; all must be None.
+            kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
+                documents of a packed micro-batch.
 
         Returns:
             ``[S, B, D]`` and ``context``.
@@ -85,10 +86,12 @@ class AMPipeTransformerLayer(TransformerLayer):
                 checkpoint(stock, False, hidden_states) if self._block.recomputes else stock(hidden_states)
             )
             return output
+        packing = kwargs.pop("packed_seq_params", None)
         assert_no_extra_arguments(kwargs)
         if stack is None:
             return hidden_states, context
-        return stack(hidden_states, rotary_pos_emb), context
+        documents = self._block.documents(packing, attention_mask, hidden_states)
+        return stack(hidden_states, rotary_pos_emb, documents), context
 
 
 def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:

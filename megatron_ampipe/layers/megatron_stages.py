@@ -32,6 +32,7 @@ from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gathe
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
+from megatron_ampipe.schedule.documents import Documents
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
 
@@ -44,6 +45,7 @@ class MegatronStages:
         chunks: Where the sequence is cut.
         attend: Core attention of a chunk.
         rotary_pos_emb: As Megatron passes it to the layer.
+        documents: Of the micro-batch, if rows attend to their own document only.
         num_tokens: Tokens of this rank in the block, ``S * B``.
         added: Stages beyond those of the table.
         random: Keeps the random states of the stages, for :meth:`again`; None where no number is drawn twice.
@@ -56,13 +58,14 @@ class MegatronStages:
         chunks: Sequence[Chunk],
         attend: ChunkAttention,
         rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
         num_tokens: int,
         added: Sequence[AddedStage] = (),
         random: RandomStates | None = None,
     ) -> None:
         self.chunks = chunks
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
-        self._whole = Chunk.joined(chunks)
+        self._documents, self._whole = documents, Chunk.joined(chunks)
         self._num_tokens, self._random, self._is_again = num_tokens, random, False
         self._begin()
         self.recomputed = modules.recomputed_stages
@@ -127,6 +130,7 @@ class MegatronStages:
             self._rotary_pos_emb,
             spans=self._rows_of(chunk).queries,
             num_keys=self._whole.num_keys,
+            documents=self._documents,
         )
 
     def attention(
@@ -145,7 +149,8 @@ class MegatronStages:
         """
         modules = self._modules
         layer = modules.attention_layer
-        context = self._attend(query, key, value, spans=self._rows_of(chunk).queries, sums=sums)
+        spans, documents = self._rows_of(chunk).queries, self._documents
+        context = self._attend(query, key, value, spans=spans, documents=documents, sums=sums)
         output_with_bias = layer.self_attention.linear_proj(context)
         residual = modules.add_residual(layer.self_attn_bda, output_with_bias, hidden)
         return residual, modules.moe_layer.pre_mlp_layernorm(residual)

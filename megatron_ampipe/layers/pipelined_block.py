@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout, with_memory
+from megatron_ampipe.schedule.documents import Documents
 
 
 class PipelinedBlock:
@@ -53,11 +55,21 @@ class PipelinedBlock:
             capacity_per_chunk=context.config.capacity_scope == "chunk",
             added=context.added,
         )
-        self._attend: ChunkAttention | None = None
+        self._attend: dict[bool, ChunkAttention] = {}
 
-    def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None = None
+    ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
-        return BlockStack([self], self._context)(hidden, rotary_pos_emb)
+        return BlockStack([self], self._context)(hidden, rotary_pos_emb, documents)
+
+    def documents(
+        self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
+    ) -> Documents | None:
+        """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
+        layer = self.modules.attention_layer
+        ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
+        return self._context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks)
 
     def features(self, *, shares_schedule: bool = False) -> BlockFeatures:
         """What the block contains in the current pass."""
@@ -84,15 +96,20 @@ class PipelinedBlock:
         return self._recomputed and self.modules.moe_layer.training and torch.is_grad_enabled()
 
     def stages(
-        self, chunks: Sequence[Chunk], hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None
+        self,
+        chunks: Sequence[Chunk],
+        hidden: Tensor,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
     ) -> MegatronStages:
         """The stages of one pass."""
         self.modules.add_first_weight_gradients()
         return MegatronStages(
             self.modules,
             chunks=chunks,
-            attend=self._attention_of_chunks(on_gpu=hidden.is_cuda),
+            attend=self._attention_of_chunks(on_gpu=hidden.is_cuda, documents=documents is not None),
             rotary_pos_emb=rotary_pos_emb,
+            documents=documents,
             num_tokens=hidden.shape[0] * hidden.shape[1],
             added=self._context.added,
             random=RandomStates() if self.recomputes and self._draws else None,
@@ -110,12 +127,12 @@ class PipelinedBlock:
             or self._context.added
         )
 
-    def _attention_of_chunks(self, *, on_gpu: bool) -> ChunkAttention:
-        if self._attend is None:
+    def _attention_of_chunks(self, *, on_gpu: bool, documents: bool) -> ChunkAttention:
+        if documents not in self._attend:
             attention = self.modules.attention_layer.self_attention
-            kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu)
-            self._attend = ChunkAttention(attention, kernel=kernel)
-        return self._attend
+            kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
+            self._attend[documents] = ChunkAttention(attention, kernel=kernel)
+        return self._attend[documents]
 
 
 class BlockStack:
@@ -148,24 +165,36 @@ class BlockStack:
         """Whether no block has experts, so that there is nothing to hide."""
         return all(block.modules.dense for block in self._blocks)
 
-    def __call__(self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None = None
+    ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
+
+        Args:
+            hidden: Of a packed micro-batch also ``[B * S, 1, D]``, one sequence after another.
+            rotary_pos_emb: As Megatron passes it to a layer.
+            documents: Of the micro-batch, if rows attend to their own document only.
 
         Raises:
             BadInput: several blocks share a schedule, and a layer of them has a hook of the user.
         """
+        if documents is not None and documents.num_sequences > hidden.shape[1]:
+            sequences = hidden.view(documents.num_sequences, documents.num_rows, -1).transpose(0, 1)
+            output = self(sequences.contiguous(), rotary_pos_emb, documents)
+            return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._blocks) > 1:
             refuse_hooks(block.modules.moe_layer for block in self._blocks)
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=hidden.is_cuda)
         chunks = self._chunks_of(hidden.shape[0])
         if not self._layout.by_chunk:
-            return self._run(hidden, chunks, executor, rotary_pos_emb)
+            return self._run(hidden, chunks, executor, rotary_pos_emb, documents)
         if chunks not in self._sharding:
             lengths = [chunk.hidden[0].length for chunk in chunks]
             self._sharding[chunks] = ChunkSharding(lengths, self._tensor_ranks)
         sharding = self._sharding[chunks]
-        return sharding.by_sequence(self._run(sharding.by_chunk(hidden), chunks, executor, rotary_pos_emb))
+        output = self._run(sharding.by_chunk(hidden), chunks, executor, rotary_pos_emb, documents)
+        return sharding.by_sequence(output)
 
     def _run(
         self,
@@ -173,10 +202,11 @@ class BlockStack:
         chunks: Sequence[Chunk],
         executor: Executor,
         rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
     ) -> Tensor:
         return run_blocks(
             hidden,
-            stages=[block.stages(chunks, hidden, rotary_pos_emb) for block in self._blocks],
+            stages=[block.stages(chunks, hidden, rotary_pos_emb, documents) for block in self._blocks],
             schedule=self._schedule(executor),
             executor=executor,
             recorder=self._context.recorder,

@@ -22,7 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.flash_attn_packages import FlashAttn2, FlashAttn3, flash_attn
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.key_value_sums import RowSums
 from megatron_ampipe.runtime.merged import MergedAttention
 from megatron_ampipe.runtime.rows import join_spans, repeat_heads, split_spans
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
@@ -42,7 +42,7 @@ class AttentionKernel(Protocol):
         scale: float,
         dropout: float = 0.0,
         window: int | None = None,
-        sums: KeyValueSums | None = None,
+        sums: RowSums | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -72,7 +72,7 @@ def exact(
     scale: float,
     dropout: float = 0.0,
     window: int | None = None,
-    sums: KeyValueSums | None = None,
+    sums: RowSums | None = None,
 ) -> Tensor:
     """The reference implementation, which the other kernels are compared with.
 
@@ -99,7 +99,7 @@ def sdpa(
     scale: float,
     dropout: float = 0.0,
     window: int | None = None,
-    sums: KeyValueSums | None = None,
+    sums: RowSums | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
 
@@ -131,7 +131,7 @@ def sdpa_efficient(
     scale: float,
     dropout: float = 0.0,
     window: int | None = None,
-    sums: KeyValueSums | None = None,
+    sums: RowSums | None = None,
 ) -> Tensor:
     """:func:`sdpa` on a GPU, restricted to torch's memory-efficient kernel for all shapes and dtypes.
 

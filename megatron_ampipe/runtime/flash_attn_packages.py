@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.key_value_sums import RowSums
 from megatron_ampipe.runtime.merged import AttentionPiece, PieceOutput, all_visible_keys
 from megatron_ampipe.runtime.rows import join_spans, split_spans
 from megatron_ampipe.schedule.chunks import Span
@@ -30,7 +30,7 @@ def flash_attn(
     scale: float,
     dropout: float = 0.0,
     window: int | None = None,
-    sums: KeyValueSums | None = None,
+    sums: RowSums | None = None,
 ) -> Tensor:
     """The public function of flash-attn 2.1 or later: for dropout, windows and older versions."""
     from flash_attn import flash_attn_func

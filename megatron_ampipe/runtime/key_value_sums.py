@@ -5,10 +5,20 @@ Called by :mod:`.block_call`, and by attention kernels that can accumulate direc
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 # S keys, B batch, G key/value heads, C head size of keys, V of values.
+
+
+class RowSums(Protocol):
+    """Where an attention kernel adds the gradients of the keys and values that it was given."""
+
+    def add(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Add the gradients of the rows from ``start`` on, each ``[rows, B, G, ...]``."""
+        ...
 
 
 class KeyValueSums:
@@ -31,10 +41,7 @@ class KeyValueSums:
         Rows without an earlier contribution are overwritten, not added to: a backward pass that begins at the
         end of the sequence never zero-fills the buffers.
         """
-        if not self._totals:
-            self._totals = tuple(
-                torch.empty(like.shape, dtype=sum_dtype(like), device=like.device) for like in self._like
-            )
+        self._allocate()
         end = start + key.shape[0]
         first_added = min(end, max(start, self._lowest))
         for total, part in zip(self._totals, (key, value), strict=True):
@@ -46,14 +53,48 @@ class KeyValueSums:
                 total[first_added:end].add_(part[first_added - start :])
         self._lowest = min(self._lowest, start)
 
+    def add_to_sequence(self, sequence: int, start: int, key: Tensor, value: Tensor) -> None:
+        """:meth:`add` for one sequence of the micro-batch: its gradients ``[rows, 1, G, ...]``."""
+        self._allocate()
+        self._zero_unwritten()
+        end = start + key.shape[0]
+        for total, part in zip(self._totals, (key, value), strict=True):
+            total[start:end, sequence : sequence + 1].add_(part)
+
     def totals(self) -> tuple[Tensor, ...]:
         """The sums so far, of keys and of values; later calls of :meth:`add` change these tensors."""
         assert self._totals, "nothing has attended to these keys"
+        self._zero_unwritten()
+        return self._totals
+
+    def _allocate(self) -> None:
+        if not self._totals:
+            self._totals = tuple(
+                torch.empty(like.shape, dtype=sum_dtype(like), device=like.device) for like in self._like
+            )
+
+    def _zero_unwritten(self) -> None:
         if self._lowest:
             for total in self._totals:
                 total[: self._lowest].zero_()
             self._lowest = 0
-        return self._totals
+
+
+class SequenceSums:
+    """The sums of one sequence of a micro-batch from a row on, for a kernel that counts from there.
+
+    Args:
+        sums: Of the micro-batch.
+        sequence: Index of the sequence.
+        first: The row that the kernel calls 0.
+    """
+
+    def __init__(self, sums: KeyValueSums, *, sequence: int, first: int) -> None:
+        self._sums, self._sequence, self._first = sums, sequence, first
+
+    def add(self, start: int, key: Tensor, value: Tensor) -> None:
+        """See :meth:`KeyValueSums.add`."""
+        self._sums.add_to_sequence(self._sequence, self._first + start, key, value)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums, RowSums, sum_dtype
 from megatron_ampipe.runtime.rows import join_spans, split_spans
 from megatron_ampipe.schedule.chunks import Span
 
@@ -131,7 +131,7 @@ class MergedAttention:
         scale: float,
         dropout: float = 0.0,
         window: int | None = None,
-        sums: KeyValueSums | None = None,
+        sums: RowSums | None = None,
     ) -> Tensor:
         """See :class:`.attention_kernels.AttentionKernel`; supports neither dropout nor a window."""
         assert dropout == 0.0 and window is None, "pieces have neither dropout nor window"
@@ -160,7 +160,7 @@ class _Merged(torch.autograd.Function):
         kernel: PieceKernel,
         spans: tuple[Span, ...],
         scale: float,
-        sums: KeyValueSums | None,
+        sums: RowSums | None,
     ) -> Tensor:
         outputs, exponents = [], []
         for rows, span in split_spans(query, spans):
@@ -226,7 +226,7 @@ def _sum_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sums: KeyValueSums | None,
+    sums: RowSums | None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key and value; None for the last two if they were added to ``sums``."""
     rows, piece = pieces[0]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.documents import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
@@ -86,6 +88,7 @@ def build_layers(
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
         added=added,
+        documents=DocumentReader(masked=case.masked),
         recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
     torch.manual_seed(11)
@@ -128,6 +131,8 @@ class Inputs(NamedTuple):
     hidden: torch.Tensor
     gradient: torch.Tensor
     rotary: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    packing: PackedSeqParams | None = None
 
 
 def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype) -> Inputs:
@@ -139,12 +144,46 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     shape = (num_rows, case.batch, width)
     hidden = torch.randn(shape, generator=generator).to(device, dtype)
     gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
+    packed = bool(case.documents) and not case.masked
+    packing = packing_of(case) if packed else None
+    if packed:
+        # One sequence after another.
+        hidden, gradient = (x.transpose(0, 1).reshape(-1, 1, width) for x in (hidden, gradient))
+    positions = case.sequence_length if packing is None else packing.max_seqlen_q
     rotary = (
-        RotaryEmbedding(width // HEADS, 1.0, use_cpu_initialization=True)(case.sequence_length).to(device)
+        RotaryEmbedding(width // HEADS, 1.0, use_cpu_initialization=True)(positions, packed_seq=packed).to(
+            device
+        )
         if case.rope
         else None
     )
-    return Inputs(hidden, gradient.to(device, dtype), rotary)
+    mask = mask_of(case).to(device) if case.masked else None
+    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing)
+
+
+def packing_of(case: Case) -> PackedSeqParams:
+    """What Megatron passes to the layers for the documents of a case."""
+    length, batch = case.sequence_length, case.batch
+    starts = [sequence * length + start for sequence in range(batch) for start in case.documents[sequence]]
+    bounds = torch.tensor([*starts, batch * length], dtype=torch.int32)
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=length,
+    )
+
+
+def mask_of(case: Case) -> torch.Tensor:
+    """``[B, 1, S, S]``, as ``--reset-attention-mask`` makes it."""
+    visible = torch.ones(case.batch, 1, case.sequence_length, case.sequence_length).tril()
+    for sequence in range(case.batch):
+        for start in case.documents[sequence]:
+            visible[sequence, 0, start:, :start] = 0
+    return visible < 0.5
 
 
 def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -188,7 +227,12 @@ def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torc
 def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward pass; returns the output, and the input that receives a gradient."""
     hidden = inputs.hidden.detach().requires_grad_()
-    output, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=inputs.rotary)
+    output, _ = layer(
+        hidden_states=hidden,
+        attention_mask=inputs.mask,
+        rotary_pos_emb=inputs.rotary,
+        packed_seq_params=inputs.packing,
+    )
     return output, hidden
 
 

@@ -41,6 +41,10 @@ class Case:
     """Full recompute inside the schedule: method and number of layers."""
     memory: str = KEEP
     """What the experts keep; other values than the default are also compared with it, bit by bit."""
+    documents: tuple[tuple[int, ...], ...] = ()
+    """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
+    masked: bool = False
+    """Separate the documents by a mask; otherwise they are packed."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -530,6 +534,29 @@ MEMORY = [
     )
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY
+MANY = tuple(range(0, 29, 2)), (0, 1, 2, 3, 17, 31), (0, 5)
+DOCUMENTS = [
+    Case("documents-one", documents=((0,),), rope=True, kernel="cpu-flash", model=LARGE),
+    Case("documents-three", documents=((0, 9, 24),), rope=True, kernel="cpu-flash", model=LARGE),
+    Case(
+        "documents-many-batch3", documents=MANY, batch=3, rope=True, kernel="cpu-flash", degree=3,
+        model=SEVERAL_AUX | TIGHT | {"num_query_groups": 2},
+    ),
+    Case("documents-many-exact", documents=MANY[:1], rope=True, schedule="moe-only", model=AUX),
+    Case("documents-masked-batch3", documents=MANY, masked=True, batch=3, rope=True, model=LARGE),
+    Case(
+        "documents-masked-recompute", documents=MANY[1:], masked=True, batch=2, kernel="cpu-flash",
+        model={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ),
+    Case("documents-tp", documents=MANY[1:2], rope=True, kernel="cpu-flash", parallel=TP, model=LARGE),
+    Case(
+        "documents-stack-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash", layers="mdm",
+        stack=0, recompute=UNIFORM, model=LARGE,
+    ),
+    Case("documents-mla", documents=MANY, batch=3, model=LATENT | LARGE),
+    Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)}),
+]  # fmt: skip
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

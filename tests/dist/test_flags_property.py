@@ -139,9 +139,9 @@ REFUSED = {
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
     "--softmax-type": "--softmax-type off-by-one",
     "--attention-output-gate": "--attention-output-gate",
-    "--reset-attention-mask": "--reset-attention-mask",
-    "--dataloader-inter-document-masking": "--dataloader-inter-document-masking",
-    "--sft": "--sft",
+    "--reset-attention-mask": "--reset-attention-mask --window-size 16,0",
+    "--context-parallel-size": "--context-parallel-size 2 --sft",
+    "--micro-batch-size": "--micro-batch-size 2 --sft --tensor-model-parallel-size 2 --sequence-parallel",
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
     "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex",
     "--moe-token-drop-policy": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs "

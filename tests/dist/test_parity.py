@@ -16,16 +16,16 @@ TOLERANCE = 1e-5
 
 
 class Reports(dict[int, list[Any]]):
-    """The ranks' reports by world size; all cases of a world size share one launch of processes."""
+    """The ranks' reports by world size; the selected cases of a world size share one launch of processes."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, folders: pytest.TempPathFactory, selected: set[str]) -> None:
         super().__init__()
-        self._folders = folders
+        self._folders, self._selected = folders, selected
 
     def __missing__(self, world_size: int) -> list[Any]:
         self[world_size] = run_workers(
             "tests.dist.parity_worker",
-            [case.name for case in PARITY if case.world_size == world_size],
+            [case.name for case in PARITY if case.world_size == world_size and case.name in self._selected],
             world_size=world_size,
             folder=self._folders.mktemp(f"parity{world_size}"),
         )
@@ -33,8 +33,10 @@ class Reports(dict[int, list[Any]]):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    return Reports(tmp_path_factory)
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    cases = [one.params.get("case") for one in parameters if one is not None]
+    return Reports(tmp_path_factory, {case.name for case in cases if isinstance(case, Case)})
 
 
 @pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)

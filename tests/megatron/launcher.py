@@ -109,7 +109,7 @@ def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run
 
 
 def pretrain_several(
-    runs: Mapping[str, Sequence[str]], *, num_ranks: int, timeout_s: float
+    runs: Mapping[str, Sequence[str]], *, num_ranks: int, timeout_s: float, module: str = SEVERAL
 ) -> dict[str, Run]:
     """Runs of :func:`pretrain` on the same ranks, one after another, up to the first that fails.
 
@@ -117,12 +117,13 @@ def pretrain_several(
         runs: The command line of each, by name.
         num_ranks: Number of ranks of every run.
         timeout_s: Timeout of all runs together.
+        module: What each rank runs.
 
     Returns:
         The runs that were started, by name; the last one has the exit code of the ranks.
     """
     arguments = [json.dumps([[name, list(words)] for name, words in runs.items()])]
-    code, logs = _run_forked(SEVERAL, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
+    code, logs = _run_forked(module, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     outputs: dict[str, str] = {}
     for log in logs:
         for part in log.split(BEGINS)[1:]:

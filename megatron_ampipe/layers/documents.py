@@ -1,0 +1,116 @@
+"""Reads where documents begin from what Megatron passes to a layer.
+
+Megatron has two forms. A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with
+``PackedSeqParams``, which has the bounds of its documents; with ``--reset-attention-mask`` the data loader
+makes a mask. Called by :mod:`.layer` and :mod:`.hybrid`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_ampipe.schedule import Span
+from megatron_ampipe.schedule.documents import Documents
+
+# S sequence rows, B batch, D hidden size.
+
+
+class DocumentReader:
+    """Reads the documents of each micro-batch once, for all layers.
+
+    Args:
+        masked: Whether the data loader's masks separate documents (``--reset-attention-mask``).
+    """
+
+    def __init__(self, *, masked: bool = False) -> None:
+        self._masked = masked
+        self._last: weakref.ref[Any] | None = None
+        self._found: Documents | None = None
+
+    def read(
+        self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int
+    ) -> Documents | None:
+        """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
+
+        Waits for the device once per micro-batch, for the bounds.
+
+        Args:
+            packing: As Megatron passes it to a layer.
+            mask: ``[B or 1, 1, S, S]`` bool, True where a row must not attend to a key; read only if masks
+                separate documents.
+            num_rows: Rows of the residual stream over all ranks, of all packed sequences together.
+        """
+        source: Any = packing
+        if source is None:
+            source = mask if self._masked else None
+        if source is None:
+            return None
+        if self._last is None or self._last() is not source:
+            self._found = documents_of_mask(mask) if packing is None else packed_documents(packing, num_rows)
+            self._last = weakref.ref(source)
+        return self._found
+
+
+def packed_documents(packing: PackedSeqParams, num_rows: int) -> Documents:
+    """The documents of a packed micro-batch of ``num_rows`` rows.
+
+    Several sequences are one after another in it; Megatron's MoE layers treat them as the sequences of a
+    micro-batch (``TransformerLayer._maybe_unflatten_for_moe``).
+    """
+    assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
+    padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
+    assert bounds is not None
+    found = sorted(set((bounds if padded is None else padded).tolist()))
+    assert found[0] == 0 and found[-1] == num_rows, f"documents {found} of {num_rows} rows"
+    length = packing.tokens_per_sample or num_rows
+    if length > num_rows or num_rows % length:
+        length = num_rows
+    starts: list[list[int]] = [[] for _ in range(num_rows // length)]
+    for start in found[:-1]:
+        starts[start // length].append(start % length)
+    return Documents(tuple(map(tuple, starts)), length, own_positions=True)
+
+
+def documents_of_mask(mask: Tensor) -> Documents:
+    """The documents that a mask ``[B or 1, 1, S, S]`` separates: a row begins one if it does not see the row
+    before it.
+
+    Reads ``S`` values of the mask.
+    """
+    begins = mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2).cpu()
+    starts = tuple((0, *(one.nonzero().flatten() + 1).tolist()) for one in begins)
+    return Documents(starts, mask.shape[-1], own_positions=False)
+
+
+def rotary_of_documents(embedding: Tensor, documents: Documents, spans: Sequence[Span]) -> Tensor:
+    """The part of a rotary embedding that belongs to some rows, if documents count their rows from 0.
+
+    Args:
+        embedding: ``[positions, 1, 1, C]``.
+        documents: Of the micro-batch.
+        spans: The rows.
+
+    Returns:
+        ``[rows, B, 1, C]``.
+    """
+    positions = _positions(documents, embedding.device)
+    parts = [positions[span.global_start : span.global_end] for span in spans]
+    return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(documents: Documents, device: torch.device) -> Tensor:
+    """``[S, B]``, the position of each row in its document."""
+    rows = torch.arange(documents.num_rows)
+    found = []
+    for starts in documents.starts:
+        first = torch.tensor(starts)
+        found.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
+    return torch.stack(found, dim=1).to(device)

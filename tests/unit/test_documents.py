@@ -1,0 +1,164 @@
+"""Documents that share a sequence: which rows see which keys, and every kernel against a mask."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ampipe import compat
+from megatron_ampipe.layers import kernel_choice
+from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.document_attention import attend_to_documents
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.varlen_kernels import Bounds
+from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
+from megatron_ampipe.schedule.documents import DocumentRows, Documents
+
+LENGTH = 40
+DOCUMENTS = Documents(((0, 1, 2, 17, 39), (0,), (0, 20)), LENGTH, own_positions=True)
+LAYOUTS = {
+    "plain": SequenceLayout(),
+    "tensor-ranks": SequenceLayout(tensor_ranks=2),
+}
+
+
+def test_rows_of_a_chunk_by_document() -> None:
+    found = Documents(((0, 3, 9),), 12, own_positions=False).rows_of((Span(4, 6, 4),))
+    assert found == (DocumentRows(0, 0, 5, 3, 9), DocumentRows(0, 5, 6, 9, 10))
+    assert [one.span for one in found] == [Span(0, 5, 1), Span(0, 1, 0)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("degree", [1, 3, 8])
+def test_every_row_sees_its_own_document(layout: str, degree: int) -> None:
+    for chunk in chunk_sequence(LENGTH, degree=degree, layout=LAYOUTS[layout]):
+        rows = [span.global_start + row for span in chunk.queries for row in range(span.length)]
+        seen: dict[tuple[int, int], range] = {}
+        for one in DOCUMENTS.rows_of(chunk.queries):
+            for place in range(one.num_rows):
+                last = one.last_key - one.num_rows + place + 1
+                seen[one.sequence, rows[one.first_row + place]] = range(one.first_key, last)
+        assert seen == {
+            (sequence, row): range(max(start for start in starts if start <= row), row + 1)
+            for sequence, starts in enumerate(DOCUMENTS.starts)
+            for row in rows
+        }
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -> Tensor:
+    """The same by scores of all keys and a mask."""
+    rows = torch.tensor([span.global_start + row for span in spans for row in range(span.length)])
+    own = torch.stack(
+        [torch.bucketize(torch.arange(LENGTH), torch.tensor(s), right=True) for s in DOCUMENTS.starts]
+    )
+    keys = torch.arange(key.shape[0])
+    visible = (own[:, rows].unsqueeze(2) == own[:, : len(keys)].unsqueeze(1)) & (keys <= rows.unsqueeze(1))
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    scores = torch.einsum("rbhc,sbhc->bhrs", query, key) * 0.3
+    weights = scores.masked_fill(~visible.unsqueeze(1), -math.inf).softmax(dim=-1)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, value).flatten(2)
+
+
+def fake_varlen(**settings: Any) -> Callable[..., Tensor]:
+    """A flash kernel of several documents with a package's argument names, computed one by one."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        assert given.pop("causal") is True
+        bounds = [given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        longest = [given.pop(name) for name in ("max_seqlen_q", "max_seqlen_k")]
+        assert longest == [int(ends.diff().max()) for ends in bounds]
+        assert all(ends.dtype == torch.int32 for ends in bounds)
+        assert given.pop("softmax_scale") == 0.3 and given == settings
+        outputs = []
+        for (first, last), (begin, end) in zip(
+            *(ends.unfold(0, 2, 1).tolist() for ends in bounds), strict=True
+        ):
+            span = Span(0, last - first, end - begin - (last - first))
+            parts = (x.unsqueeze(1) for x in (query[first:last], key[begin:end], value[begin:end]))
+            outputs.append(KERNELS["exact"](*parts, spans=(span,), scale=0.3).squeeze(1))
+        return torch.cat(outputs).view(len(query), query.shape[1], -1)
+
+    return function
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn and flash-attn-3, whose functions compute on a CPU."""
+    second, third = types.ModuleType("flash_attn"), types.ModuleType("flash_attn_interface")
+    second.flash_attn_varlen_func = fake_varlen(dropout_p=0.0, window_size=(-1, -1), deterministic=False)
+    third.flash_attn_varlen_func = fake_varlen(deterministic=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", second)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize("with_sums", [True, False])
+@pytest.mark.parametrize("name", ["exact", "sdpa", "cpu-flash", "flash-attn", "flash-attn-2", "flash-attn-3"])
+def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
+    torch.manual_seed(1)
+    shapes = ((LENGTH, 3, 4, 8), (LENGTH, 3, 2, 8), (LENGTH, 3, 2, 8))
+    query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    gradient = torch.randn(LENGTH, 3, 32)
+    expected = torch.autograd.grad(
+        masked(query, key, value, (Span(0, LENGTH, 0),)), (query, key, value), gradient
+    )
+    sums = KeyValueSums(key, value) if with_sums else None
+    of_query, others = torch.empty_like(query), []
+    for chunk in reversed(chunk_sequence(LENGTH, degree=3)):
+        (span,) = chunk.queries
+        rows = slice(span.local_start, span.local_end)
+        inputs = [
+            x.detach().requires_grad_()
+            for x in (query[rows], key[: span.global_end], value[: span.global_end])
+        ]
+        output = attend_to_documents(
+            name, *inputs, rows=DOCUMENTS.rows_of(chunk.queries), scale=0.3, sums=sums
+        )
+        torch.testing.assert_close(output, masked(*inputs, chunk.queries))
+        found = torch.autograd.grad(output, inputs, gradient[rows], allow_unused=True)
+        of_query[rows] = found[0]
+        if found[1] is not None:
+            others.append([torch.cat([x, x.new_zeros(LENGTH - len(x), *x.shape[1:])]) for x in found[1:]])
+    if sums is not None and name == "cpu-flash":
+        assert not others, "all are added to the sums"
+        totals = sums.totals()
+    else:
+        totals = tuple(torch.stack(parts).sum(0) for parts in zip(*others, strict=True))
+    for one, found_one in zip(expected, (of_query, *totals), strict=True):
+        torch.testing.assert_close(found_one, one)
+
+
+def test_torch_accepts_the_call_of_its_kernel() -> None:
+    """On the meta device, where torch's operator checks its arguments; it gives a gradient."""
+    rows = DOCUMENTS.rows_of((Span(0, 24, 10),))
+    shapes = ((24, 3, 4, 16), (34, 3, 2, 16), (34, 3, 2, 16))
+    inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    output = attend_to_documents("torch-flash-2", *inputs, rows=rows, scale=0.3)
+    assert output.shape == (24, 3, 64)
+    found = torch.autograd.grad(output, inputs, torch.empty_like(output))
+    assert [one.shape for one in found] == [one.shape for one in inputs]
+
+
+def test_bounds_are_those_of_the_documents() -> None:
+    bounds = Bounds.of(DOCUMENTS.rows_of((Span(0, 24, 16),)), device=torch.device("cpu"))
+    assert bounds.queries.tolist() == [0, 1, 23, 24, 48, 52, 72]
+    assert bounds.keys.tolist() == [0, 15, 37, 38, 78, 98, 118]
+    assert (bounds.longest_queries, bounds.longest_keys) == (24, 40)
+
+
+def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False, torch_flash=True)
+    monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
+    settings: Any = {"local": False, "on_gpu": True, "dtype": torch.bfloat16, "head_size": 128}
+    assert kernel_choice.choose_kernel(**settings).name == "te"
+    assert kernel_choice.choose_kernel(**settings | {"local": True}).name == "cudnn"
+    chosen = kernel_choice.choose_kernel(**settings, documents=True)
+    assert chosen.name == "torch-flash-2"
+    assert "cudnn: one call for each document" in chosen.reason
