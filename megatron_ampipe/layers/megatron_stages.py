@@ -124,7 +124,7 @@ class MegatronStages:
     def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``."""
         layer = self._modules.attention_layer
-        return project_qkv(
+        query, key, value = project_qkv(
             layer.self_attention,
             layer.input_layernorm(hidden),
             self._rotary_pos_emb,
@@ -132,6 +132,11 @@ class MegatronStages:
             num_keys=self._whole.num_keys,
             documents=self._documents,
         )
+        if chunk is not None:
+            # Keys and values are copied into the rows of the sequence. Queries that are a view of the joint
+            # projection would keep a second copy of both.
+            query = query.contiguous()
+        return query, key, value
 
     def attention(
         self,

@@ -86,9 +86,14 @@ class Predictor:
         return self._model.stages(lengths, parts=parts, whole_attention=whole_attention, features=features)
 
     def of_layers(
-        self, num_layers: int, *, dense: Collection[int] = (), recomputes: bool | None = None
+        self,
+        num_layers: int,
+        *,
+        dense: Collection[int] = (),
+        recomputes: bool | None = None,
+        memory: str | None = None,
     ) -> Predictor:
-        """A predictor of another number of the same blocks; ``recomputes`` as in the workload if None."""
+        """A predictor of another number of the same blocks; the rest as in this one where it is None."""
         workload = self.workload
         if recomputes is not None:
             workload = replace(workload, recomputes=recomputes)
@@ -98,7 +103,7 @@ class Predictor:
             added=self._added,
             num_layers=num_layers,
             dense=dense,
-            memory=self.memory,
+            memory=self.memory if memory is None else memory,
         )
 
     def stock(self) -> Pair:

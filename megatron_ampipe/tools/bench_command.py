@@ -27,6 +27,7 @@ from megatron_ampipe.tools.benchmark.arguments import (
     check_training,
     cuts,
     layers,
+    memories,
     schedules,
     stacks,
 )
@@ -115,6 +116,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "schedules": list(job.schedules),
         "layers": job.layers,
         "stacks": list(job.stacks),
+        "memories": list(job.memories),
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
@@ -172,6 +174,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         cases=grid.cases,
         layers=num_layers,
         stacks=stacks(arguments.stack, layers=num_layers),
+        memories=memories(arguments.memory),
         schedules=schedules(arguments.schedules),
         cuts=cuts(arguments.degrees, arguments.chunks),
         link=link.text,

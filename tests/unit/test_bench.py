@@ -150,6 +150,7 @@ def test_a_slow_network_needs_iproute2(
         (["--pretend-peers"], "--pretend-peers"),
         (["--repeats", "0"], "--repeats"),
         (["--layers", "0"], "--layers"),
+        (["--memory", "keep,forget"], "--memory forget: is not one of keep, rebuild, redispatch"),
         (["--stack", "3"], "--stack 3: is above the number of layers (1)"),
         (["--layers", "4", "--stack", "1,5"], "--stack 5: is above the number of layers (4)"),
         (
@@ -346,6 +347,14 @@ def test_every_cut_is_measured_with_every_stack() -> None:
         layers=4,
         stacks=(1, 2, 4),
     )
+    restoring = dataclasses.replace(job, stacks=(4,), memories=("keep", "rebuild"))
+    assert [str(variant) for variant in restoring.variants[1:]] == [
+        "ampipe degree 1",
+        "ampipe degree 4, stack 4",
+        "ampipe degree 4, stack 4, memory rebuild",
+    ]
+    assert BenchJob.from_json(restoring.to_json()) == restoring
+    assert [variant.pipeline.memory for variant in restoring.variants] == ["keep"] * 3 + ["rebuild"]
     # Layers of one chunk are Megatron's: nothing is shared.
     assert [str(variant) for variant in job.variants] == [
         *(

@@ -121,8 +121,10 @@ def test_flags_of_a_training() -> None:
     )
     assert variant_flags(Variant("moe-only", Cut.of(2))) == (
         *("--ampipe-degree", "2", "--ampipe-schedule", "moe-only", "--ampipe-stack", "1"),
+        *("--ampipe-memory", "keep"),
     )
-    assert variant_flags(Variant("ampipe", Cut.of(4), stack=3))[-2:] == ("--ampipe-stack", "3")
+    restoring = variant_flags(Variant("ampipe", Cut.of(4), stack=3, memory="rebuild"))
+    assert restoring[-4:] == ("--ampipe-stack", "3", "--ampipe-memory", "rebuild")
 
 
 def test_orders_of_a_training_survive_the_pipe() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import SCHEDULE_NAMES, parse_shares, parse_stack
+from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, STRATEGIES, parse_shares, parse_stack
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
@@ -28,6 +28,8 @@ examples:
       on one GPU: the paper's cases; the other ranks are only pretended, and the output says so
   ampipe bench --link 100mbit --layers 4 --schedules ampipe --degrees 2,4 --json layers.json
       four layers: Megatron's one after the other, AMPipe's block by block, and AMPipe's under one schedule
+  ampipe bench --link 200mbit --layers 8 --stack all --schedules ampipe --degrees 4 --memory keep,rebuild
+      eight layers whose experts keep everything, and whose experts compute their inner tensors once more
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
@@ -69,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how many of these layers share a schedule, so that a chunk enters the next layer before the others "
         "have left this one: 1 is block by block; numbers, or 'all' (default: 1,all)"
     )
+    memory = (
+        f"what the experts keep for their backward pass: of {', '.join(STRATEGIES)}; several are compared"
+    )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
     pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
@@ -99,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--end-to-end", action="store_true", help=end_to_end)
     add("--layers", metavar="N", type=at_least(1), help=layers)
     add("--stack", metavar="N,N", help=stack)
+    add("--memory", metavar="M,M", default=KEEP, help=memory + chosen)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
@@ -143,6 +149,20 @@ def schedules(text: str) -> tuple[str, ...]:
             unknown[0] or "(empty)",
             rule=f"is not one of {', '.join(SCHEDULE_NAMES)}",
             remedy="Use --schedules moe-only,ampipe.",
+        )
+    return tuple(dict.fromkeys(words))
+
+
+def memories(text: str) -> tuple[str, ...]:
+    """The value of ``--memory``, each once."""
+    words = text.split(",")
+    unknown = [word for word in words if word not in STRATEGIES]
+    if unknown:
+        raise BadInput(
+            "--memory",
+            unknown[0] or "(empty)",
+            rule=f"is not one of {', '.join(STRATEGIES)}",
+            remedy="Use --memory keep,rebuild.",
         )
     return tuple(dict.fromkeys(words))
 

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
+from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
 
@@ -35,6 +36,7 @@ class BenchJob:
             not given.
         layers: How many consecutive layers are one measurement, each with its own weights.
         stacks: How many of them share a schedule; 1 is block by block.
+        memories: What the experts keep for their backward, as in ``Pipeline.memory``.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
@@ -55,16 +57,20 @@ class BenchJob:
     planned: tuple[tuple[Variant, ...], ...] = ()
     layers: int = 1
     stacks: tuple[int, ...] = (1,)
+    memories: tuple[str, ...] = (KEEP,)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """What is compared: stock first, then every schedule with every cut and stack."""
+        """What is compared: stock first, then every schedule with every cut, stack and memory."""
         rows = (
-            # In one chunk, layers are Megatron's, and share no schedule.
-            Variant(schedule, cut, stack=stack if cut.num_chunks > 1 else 1)
+            # In one chunk, layers are Megatron's: they share no schedule, and keep everything.
+            Variant(schedule, cut, stack=stack, memory=memory)
+            if cut.num_chunks > 1
+            else Variant(schedule, cut)
             for schedule in self.schedules
             for cut in self.cuts
             for stack in self.stacks
+            for memory in self.memories
         )
         return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows))
 
@@ -88,6 +94,6 @@ class BenchJob:
         found["cases"] = tuple(Case(**case) for case in found["cases"])
         found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
         found["planned"] = tuple(tuple(map(Variant.from_fields, of_case)) for of_case in found["planned"])
-        for key in ("schedules", "cores", "stacks"):
+        for key in ("schedules", "cores", "stacks", "memories"):
             found[key] = tuple(found[key])
         return cls(**found)

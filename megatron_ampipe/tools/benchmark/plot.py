@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.tools.benchmark.table import heading
 
 if TYPE_CHECKING:
@@ -188,7 +189,9 @@ def _series_of(row: Mapping[str, Any]) -> str:
     """What rows of several degrees have in common: the schedule, and how many layers share it."""
     # Absent from older results.
     stack = row.get("stack", 1)
-    return f"{row['schedule']}, {stack} layers together" if stack > 1 else str(row["schedule"])
+    memory = row.get("memory", KEEP)
+    words = [str(row["schedule"]), *[f"{stack} layers together"] * (stack > 1), *[memory] * (memory != KEEP)]
+    return ", ".join(words)
 
 
 def _series(document: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import to_text
+from megatron_ampipe.schedule import KEEP, to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
@@ -107,10 +107,11 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) 
     """Of one pass through so many layers; ``predictor`` is of one."""
     shares = tuple(row["shares"]) if row["shares"] else None
     cut = Cut.of(row["degree"], row["backward_degree"], shares)
-    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1))
+    memory = row.get("memory", KEEP)
+    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory)
 
     def predicted_us(num_layers: int) -> float:
-        of_layers = predictor.of_layers(num_layers)
+        of_layers = predictor.of_layers(num_layers, memory=memory)
         if not variant.chunked:
             time = of_layers.stock()
         else:

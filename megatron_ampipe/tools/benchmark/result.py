@@ -190,6 +190,7 @@ def _row(
         "order": variant.order,
         "layers": layers,
         "stack": variant.stack,
+        "memory": variant.memory,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),

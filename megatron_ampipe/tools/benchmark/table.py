@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
@@ -17,6 +18,7 @@ _CAPTION = (
     "slowest rank kept busy. MiB: the most that a pass holds at once, beyond weights and input."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
+_OF_MEMORIES = " memory: what the experts keep for their backward pass."
 OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
 
@@ -36,12 +38,24 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     num_layers = document.get("layers", 1)
     stacked = num_layers > 1
     passed = f"{num_layers} layers" if stacked else "one block"
-    caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked + _OF_DEGREE_1 * again
+    # Absent from older results.
+    several = any(row.get("memory", KEEP) != KEEP for case in document["cases"] for row in case["rows"])
+    caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked
+    caption += _OF_MEMORIES * several + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
     predicted = "prediction" in document
-    columns = [*["stack"] * stacked, "degree", "ms", "speedup", "10-90 %", "bound ms", "of bound"]
+    columns = [
+        *["stack"] * stacked,
+        *["memory"] * several,
+        "degree",
+        "ms",
+        "speedup",
+        "10-90 %",
+        "bound ms",
+        "of bound",
+    ]
     # Not measured on a GPU, and absent from older results.
     counted = all(case.get("stock_busy_cores") for case in document["cases"])
     metered = all(case.get("stock_peak_bytes") for case in document["cases"])
@@ -55,7 +69,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         measured += [_mib(case["stock_peak_bytes"])] if metered else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
-        blank = [""] * (1 + stacked)
+        blank = [""] * (1 + stacked + several)
         table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
@@ -63,6 +77,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 "",
                 row["schedule"],
                 *([str(row["stack"])] if stacked else []),
+                *([row.get("memory", KEEP)] if several else []),
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
+from megatron_ampipe.schedule import KEEP
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
 from megatron_ampipe.tools.benchmark.table import OF_STACKS
@@ -185,6 +186,7 @@ def case_result(case: Case, job: BenchJob, curves: Sequence[Sequence[Curve]]) ->
                 "cut": str(variant.cut),
                 "layers": job.layers,
                 "stack": variant.stack,
+                "memory": variant.memory,
                 **_speed(samples),
                 "speedup": round(statistics.median(ratios), 4),
                 "speedup_p10": round(percentile(ratios, 0.1), 4),
@@ -234,8 +236,10 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     table.add_column("case", overflow="fold")
     table.add_column("layers of")
     stacked = document["layers"] > 1
+    several = any(row.get("memory", KEEP) != KEEP for case in document["cases"] for row in case["rows"])
     for column in (
         *["stack"] * stacked,
+        *["memory"] * several,
         "degree",
         "ms",
         "10-90 %",
@@ -247,13 +251,14 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min(row["ms"] for row in case["rows"])
-        blank = [""] * (1 + stacked)
+        blank = [""] * (1 + stacked + several)
         table.add_row(case["name"], "stock", *blank, *_speed_cells(case["stock"]))
         for row in case["rows"]:
             table.add_row(
                 "",
                 row["schedule"],
                 *([str(row["stack"])] if stacked else []),
+                *([row.get("memory", KEEP)] if several else []),
                 row["cut"],
                 *_speed_cells(row),
                 f"{row['speedup']:.3f}",

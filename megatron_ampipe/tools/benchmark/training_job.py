@@ -79,7 +79,15 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         flags = ("--ampipe-degree", str(cut.degree))
     if cut.backward_degree != cut.degree:
         flags += ("--ampipe-backward-degree", str(cut.backward_degree))
-    return (*flags, "--ampipe-schedule", variant.schedule, "--ampipe-stack", str(variant.stack))
+    return (
+        *flags,
+        "--ampipe-schedule",
+        variant.schedule,
+        "--ampipe-stack",
+        str(variant.stack),
+        "--ampipe-memory",
+        variant.memory,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_ampipe.schedule import Pipeline, from_text
+from megatron_ampipe.schedule import KEEP, Pipeline, from_text
 
 STOCK = "stock"
 """Name of Megatron's own layer among the variants."""
@@ -64,12 +64,14 @@ class Variant:
         cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
+        memory: What the experts keep for their backward, as in ``Pipeline.memory``.
     """
 
     schedule: str
     cut: Cut
     order: str | None = None
     stack: int = 1
+    memory: str = KEEP
 
     @property
     def chunked(self) -> bool:
@@ -82,7 +84,12 @@ class Variant:
         cut = self.cut
         if not self.chunked:
             return Pipeline.of(1)
-        fields = {"degree": cut.degree, "backward_degree": cut.backward_degree, "stack": self.stack}
+        fields: dict[str, Any] = {
+            "degree": cut.degree,
+            "backward_degree": cut.backward_degree,
+            "stack": self.stack,
+            "memory": self.memory,
+        }
         if self.order is not None:
             return Pipeline(**fields, shares=cut.shares, order=from_text(self.order))
         return Pipeline(**fields, shares=cut.shares, schedule=self.schedule)
@@ -91,7 +98,9 @@ class Variant:
         if self.schedule == STOCK:
             return STOCK
         stack = f", stack {self.stack}" if self.stack > 1 else ""
-        return f"{self.schedule} {'degree' if self.cut.shares is None else 'chunks'} {self.cut}{stack}"
+        memory = f", memory {self.memory}" if self.memory != KEEP else ""
+        kind = "degree" if self.cut.shares is None else "chunks"
+        return f"{self.schedule} {kind} {self.cut}{stack}{memory}"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
