@@ -1,13 +1,14 @@
-"""How three papers choose a degree, to compare with the simulator.
+"""How three papers choose a degree, and one of them what is kept, to compare with the simulator.
 
 :func:`ampipe_time` is the closed form of AMPipe's appendix C, :class:`FsmoeLayer` the four cases of FSMoE
-section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1. Each takes times or sizes as its
+section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1, :func:`mpipemoe_cost` its
+equation 10. Each takes times or sizes as its
 paper does. ``docs/planner.md`` shows where they differ from the simulator. Not used by ``ampipe plan``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.cluster import Cluster
@@ -168,3 +169,41 @@ class MPipeMoE:
 
     def _find(self, tokens: int) -> int | None:
         return next((degree for degree, (low, high) in self._ranges.items() if low <= tokens <= high), None)
+
+
+MPIPEMOE_TABLE_II = {
+    "none": ((2, 2, 0), (4, 2, 0)),
+    "S1": ((2, 2, 5), (4, 2, 5)),
+    "S2": ((2, 2, 4), (4, 3, 4)),
+    "S3": ((2, 2, 1), (5, 2, 1)),
+    "S4": ((2, 2, 0), (5, 3, 0)),
+}
+"""MPipeMoE's table II: how many products, transfers and copies a chunk has forward and backward.
+
+A copy is of what arrived (T_DI); one of the inner tensors (T_M) counts as four. ``S4`` is AMPipe's
+``redispatch``, and ``none`` its ``keep``; ``rebuild``, which the table lacks, would be (2, 2, 0), (5, 2, 0).
+"""
+
+
+def mpipemoe_cost(
+    strategy: str, *, product: float, transfer: float, copy: float, mu: Mapping[str, float], eta: float = 1.0
+) -> float:
+    """The time of a chunk by MPipeMoE's equation 10: in each direction the stream that takes longest.
+
+    The first line of the equation divides copies by ``mu``, the second by ``eta``; only the second makes
+    sense.
+
+    Args:
+        strategy: One of :data:`MPIPEMOE_TABLE_II`.
+        product: Time of one product, ``v_comp / W_comp``.
+        transfer: Of one all-to-all, ``v_comm / W_comm``.
+        copy: Of one copy, ``v_mem / W_mem``.
+        mu: By ``comp`` and ``all``, the speed of transfers next to products alone, and next to copies too.
+        eta: The speed of copies next to products and transfers.
+    """
+    copies = any(direction[2] for direction in MPIPEMOE_TABLE_II[strategy])
+    speed = mu["all" if copies else "comp"]
+    return sum(
+        max(products * product, transfers * transfer / speed, moves * copy / eta)
+        for products, transfers, moves in MPIPEMOE_TABLE_II[strategy]
+    )

@@ -1,59 +1,123 @@
-"""Estimates the peak memory of one block's activations, in bytes, by degree.
+"""Estimates the peak memory of a pass through consecutive blocks, in bytes, by degree and memory strategy.
 
-Counts tensors saved for the backward pass, which do not depend on the degree, and temporary tensors of
-the backward pass, which do: in the experts' backward pass the gradients of two chunks, and later the sums of
-the gradients of keys and values. Not counted: weights and gradients that Megatron's own layer has too, the
-optimizer, other layers, rounding by the allocator.
+The peak is at one of two moments of the backward pass. When it begins, every block still keeps all that its
+backward needs, and the experts of the last one hold one chunk's gradients. When it ends, one block is left,
+and gradients of parameters have gathered. What is kept depends on the modules: Megatron's local ones keep
+more than those of Transformer Engine, which fuse operations. Not counted: weights, the optimizer, rounding by
+the allocator, and, unless ``gathers``, gradients of parameters that Megatron has too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import KEEP, STRATEGIES
 
 SUM_BYTES = 4
 
 
-def peak_bytes(workload: Workload, *, forward_degree: int, backward_degree: int) -> float:
-    """Peak of one block's activations during its backward pass.
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """What a row of a block keeps, as tensors of 4, or else of ``Workload.element_bytes`` bytes.
+
+    Attributes:
+        norms_wide: Tensors of the hidden size with 4 bytes, of both norms together.
+        norms: Tensors of the hidden size, likewise; with the residual stream itself.
+        inner_gated: Tensors of an expert's width of a gated expert.
+        inner: Likewise of one without a gate.
+        routing_bytes: Bytes for each expert, and for each expert of a token.
+        combined: Rows that came back from the experts are kept for the gradient of their probabilities.
+    """
+
+    norms_wide: int
+    norms: int
+    inner_gated: int
+    inner: int
+    routing_bytes: tuple[int, int]
+    combined: bool
+
+
+_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True)
+"""Transformer Engine, by reading."""
+_LOCAL = {
+    4: _Modules(0, 6, 6, 3, (13, 20), combined=False),
+    2: _Modules(4, 2, 6, 3, (13, 20), combined=False),
+}
+"""Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
+
+
+def peak_bytes(
+    workload: Workload,
+    *,
+    forward_degree: int,
+    backward_degree: int,
+    num_layers: int = 1,
+    memory: str = KEEP,
+    local: bool = False,
+    gathers: bool = False,
+) -> float:
+    """Peak of the activations of consecutive blocks.
 
     Args:
-        workload: The block.
+        workload: One of the blocks; all have experts.
         forward_degree: Number of chunks of the forward pass; 1 is Megatron's own layer.
         backward_degree: Number of chunks of the backward pass.
+        num_layers: How many blocks a pass goes through before the first is differentiated.
+        memory: What the experts keep, see ``Pipeline.memory``.
+        local: Blocks of Megatron's local modules, not of Transformer Engine's.
+        gathers: Gradients of parameters stay until the end of the pass, as in ``ampipe bench``.
     """
-    element = workload.element_bytes
-    kept, in_flight = _kept(workload) * element, _in_flight(workload) * element
+    stock = max(forward_degree, backward_degree) == 1
+    chunks, element = backward_degree, workload.element_bytes
+    modules = _LOCAL[element] if local else _FUSED
+    dense, arrived, inner = _kept(workload, modules)
+    restored = STRATEGIES[memory]
+    kept = dense + (0.0 if "redispatch" in restored else arrived) + (0.0 if "rebuild" in restored else inner)
+    experts, attention = _weights(workload)
+    sum_bytes = element if stock or workload.fused_gradients else SUM_BYTES
+    # Of the chunk whose experts are differentiated: what was restored, and gradients before each product.
+    of_chunk = (arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks
+    received = _received(workload)
+    width = workload.ffn / workload.expert_tensor * (2 if workload.gated else 1)
+    calls = 1 if workload.grouped else workload.local_experts
+    of_chunk += received * (workload.hidden + 2 * width / calls) * element / chunks
+    # Gradients on their way to the experts: those of two chunks wait, or all of them without chunks.
+    of_chunk += received * workload.hidden * element * min(1.0, 2 / chunks)
+    rows = workload.rows * workload.batch * workload.hidden * element
     keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
-    if max(forward_degree, backward_degree) == 1:
-        return kept + max(in_flight, keys * element)
-    peak = kept + max(in_flight * min(2, backward_degree) / backward_degree, keys * (SUM_BYTES + element))
-    if not workload.fused_gradients:
-        # Megatron's own layer has one gradient for each weight; sums over chunks are in fp32.
-        peak += (SUM_BYTES - element) * _weights(workload)
-    return peak
+    # Weights' gradients of the experts gather while their first chunk gives back what it kept.
+    leaving = (arrived + inner) / chunks
+    summed = 0.0 if workload.fused_gradients else sum_bytes * experts
+    begin = num_layers * kept + rows + of_chunk + max(0.0, summed - leaving)
+    sums = keys * (element if stock else SUM_BYTES + element)
+    all_summed = 0.0 if workload.fused_gradients else sum_bytes * (experts + attention)
+    gathered = element * (experts + attention) * (num_layers - 1) if gathers else 0.0
+    end = gathered + rows + dense + max(summed + (kept - dense) + of_chunk, all_summed + sums)
+    return max(begin, end)
 
 
-def _kept(workload: Workload) -> float:
-    """Number of elements that are saved for the backward pass."""
+def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
+    """Bytes that are saved for the backward pass: outside the experts, of what arrives, and inside them."""
     tokens = workload.rows * workload.batch
     gathered = tokens * workload.tensor
+    element = workload.element_bytes
     width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
     keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
-    received = _received(workload)
-    inner = workload.ffn / workload.expert_tensor
-    experts = received * (workload.hidden + (3 if workload.gated else 2) * inner)
+    per_row = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
+    per_row += modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
+    if modules.combined:
+        per_row += workload.topk * workload.hidden * element
     shared = 0.0
     if workload.shared_ffn is not None:
-        shared = gathered * (3 if workload.gated else 2) * workload.shared_ffn / workload.tensor
-    # Input, residual and outputs of both norms; queries and attention output; scores; combined rows.
-    rows = tokens * (4 * workload.hidden + workload.experts) + gathered * width
-    return rows + keys + experts + shared + tokens * workload.topk * workload.hidden
-
-
-def _in_flight(workload: Workload) -> float:
-    """Number of elements of gradients that are sent or wait to be sent, without chunks."""
-    inner = workload.ffn / workload.expert_tensor
-    return _received(workload) * (2 * workload.hidden + (2 if workload.gated else 1) * inner)
+        count = modules.inner_gated if workload.gated else modules.inner
+        shared = gathered * count * workload.shared_ffn / workload.tensor
+    # Of attention also the log-sum-exp of each head.
+    attended = gathered * (width * element + 4 * workload.heads / workload.tensor)
+    dense = tokens * per_row + attended + (keys + shared) * element
+    received = _received(workload)
+    inner = (modules.inner_gated if workload.gated else modules.inner) * workload.ffn / workload.expert_tensor
+    return dense, received * (workload.hidden * element + 4), received * inner * element
 
 
 def _received(workload: Workload) -> float:
@@ -61,10 +125,11 @@ def _received(workload: Workload) -> float:
     return workload.rows * workload.batch * workload.topk * load * workload.expert_tensor
 
 
-def _weights(workload: Workload) -> float:
+def _weights(workload: Workload) -> tuple[float, float]:
+    """Weights of the local experts, and those of attention."""
     inner = workload.ffn / workload.expert_tensor
     experts = workload.local_experts * workload.hidden * inner * (3 if workload.gated else 2)
     attention = sum(k * n for k, n in workload.projections) + (
         workload.heads * workload.value_size * workload.hidden
     )
-    return experts + attention / workload.tensor
+    return experts, attention / workload.tensor

@@ -13,7 +13,6 @@ from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
-from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
@@ -186,7 +185,7 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
-        memory_gib=peak_bytes(predictor.workload, forward_degree=forward, backward_degree=backward) / 2**30,
+        memory_gib=predictor.peak_bytes(forward_degree=forward, backward_degree=backward) / 2**30,
         reason="",
         made_for=MadeFor.on(predictor.workload, predictor.cluster),
     )

@@ -14,6 +14,7 @@ from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import ZERO, CostFunction, CostModel, Pair
 from megatron_ampipe.plan.host_time import issue_factor
+from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
@@ -112,6 +113,17 @@ class Predictor:
         for features in self.layers:
             total += self._model.stock(dense=features.dense)
         return self._recomputed(total)
+
+    def peak_bytes(self, *, forward_degree: int, backward_degree: int, memory: str | None = None) -> float:
+        """Peak of the activations of one of the blocks; ``memory`` as in this predictor if None."""
+        return peak_bytes(
+            self.workload,
+            forward_degree=forward_degree,
+            backward_degree=backward_degree,
+            memory=self.memory if memory is None else memory,
+            # Without a GPU there is no Transformer Engine.
+            local=not self.cluster.host.issue.forward_us,
+        )
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""

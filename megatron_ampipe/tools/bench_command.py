@@ -67,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         document = result.read(arguments.source)
     else:
         document = _measure(arguments)
+    if not arguments.end_to_end:
+        prediction.predict_peaks(document)
     if cluster is not None:
         prediction.predict(document, cluster)
     from rich.console import Console

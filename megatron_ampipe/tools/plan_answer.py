@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import candidates
-from megatron_ampipe.schedule import stack_to_text
+from megatron_ampipe.schedule import KEEP, STRATEGIES, stack_to_text
 
 
 def answer_of(
@@ -46,24 +46,17 @@ def answer_of(
 
 def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]]:
     """The named schedules at each degree, chunks equal."""
-    workload = predictor.workload
     stock = predictor.stock()
     total = stock.forward + stock.backward
-    rows = [
-        _row(
-            1,
-            "stock",
-            stock.forward,
-            stock.backward,
-            total,
-            0.0,
-            peak_bytes(workload, forward_degree=1, backward_degree=1),
-        )
-    ]
+    whole = {KEEP: predictor.peak_bytes(forward_degree=1, backward_degree=1, memory=KEEP)}
+    rows = [_row(1, "stock", stock.forward, stock.backward, total, 0.0, whole)]
     for one in candidates(predictor, degrees):
         degree, name = one.schedule.degree, one.schedule.name
         hidden = predictor.timeline(one.schedule, one.lengths).hidden_share
-        memory = peak_bytes(workload, forward_degree=degree, backward_degree=degree)
+        memory = {
+            strategy: predictor.peak_bytes(forward_degree=degree, backward_degree=degree, memory=strategy)
+            for strategy in STRATEGIES
+        }
         rows.append(_row(degree, name, one.time.forward, one.time.backward, total, hidden, memory))
     return rows
 
@@ -93,7 +86,13 @@ def _stacks(predictor: Predictor, plans: Plans) -> list[dict[str, Any]]:
 
 
 def _row(
-    degree: int, schedule: str, forward: float, backward: float, stock: float, hidden: float, memory: float
+    degree: int,
+    schedule: str,
+    forward: float,
+    backward: float,
+    stock: float,
+    hidden: float,
+    memory: Mapping[str, float],
 ) -> dict[str, Any]:
     return {
         "degree": degree,
@@ -103,13 +102,19 @@ def _row(
         "predicted_ms": (forward + backward) / 1e3,
         "speedup": stock / (forward + backward),
         "hidden_share": hidden,
-        "memory_gib": memory / 2**30,
+        "memory_gib": memory[KEEP] / 2**30,
+        # By what the experts keep, for --ampipe-memory.
+        "memory_gib_by_strategy": {strategy: size / 2**30 for strategy, size in memory.items()},
     }
 
 
 def show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     table = Table(title="one block, one micro-batch, predicted")
-    for name in ("degree", "schedule", "forward", "backward", "both ms", "speedup", "hidden", "GiB"):
+    others = [strategy for strategy in STRATEGIES if strategy != KEEP]
+    for name in (
+        *("degree", "schedule", "forward", "backward", "both ms", "speedup", "hidden", "GiB"),
+        *(f"GiB {strategy}" for strategy in others),
+    ):
         table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
     fastest = max(answer["degrees"], key=lambda row: row["speedup"])
     for row in answer["degrees"]:
@@ -122,6 +127,10 @@ def show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
             f"{row['speedup']:.2f}",
             f"{row['hidden_share']:.0%}" if row["degree"] > 1 else "",
             f"{row['memory_gib']:.2f}",
+            *(
+                f"{row['memory_gib_by_strategy'][strategy]:.2f}" if row["degree"] > 1 else ""
+                for strategy in others
+            ),
             style="bold" if row is fastest else None,
         )
     console.print(table)

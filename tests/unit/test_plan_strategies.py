@@ -10,10 +10,12 @@ from scipy.optimize import minimize
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from tests.planner import FSMOE_ROWS, PAGE, appendix_c_problem, fsmoe_workload, page
 from tests.strategies import (
+    MPIPEMOE_TABLE_II,
     FsmoeLayer,
     MPipeMoE,
     ampipe_degree,
     ampipe_time,
+    mpipemoe_cost,
     stock_time,
 )
 
@@ -161,3 +163,23 @@ def test_mpipemoe_searches_only_outside_of_its_ranges() -> None:
 
 def test_the_page_s_tables_are_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.planner"
+
+
+@pytest.mark.parametrize(
+    ("transfer", "copy", "expected"),
+    [
+        # Transfers take longest: an extra product is free, an extra transfer is not.
+        (4.0, 0.1, {"none": 16.0, "S1": 16 / 0.95, "S2": 20 / 0.95, "S3": 16 / 0.95, "S4": 20.0}),
+        # Products do: an extra transfer is free, and copies save a product.
+        (0.5, 0.1, {"none": 6.0, "S1": 6.0, "S2": 6.0, "S3": 7.0, "S4": 7.0}),
+        # Copies would: what can be had without them.
+        (1.0, 50.0, {"none": 6.0, "S1": 500.0, "S2": 400.0, "S3": 100.0, "S4": 7.0}),
+    ],
+)
+def test_equation_10_weighs_products_transfers_and_copies(
+    transfer: float, copy: float, expected: dict[str, float]
+) -> None:
+    mu = {"comp": 1.0, "all": 0.95}
+    for strategy in MPIPEMOE_TABLE_II:
+        cost = mpipemoe_cost(strategy, product=1.0, transfer=transfer, copy=copy, mu=mu)
+        assert cost == pytest.approx(expected[strategy]), strategy

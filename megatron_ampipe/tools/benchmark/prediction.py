@@ -7,12 +7,14 @@ says how good predictions are, and choices made from them. Called by ``ampipe be
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
@@ -57,6 +59,36 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
             "loss": round(chosen["ms"] / fastest - 1, 4),
         }
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
+
+
+def predict_peaks(document: dict[str, Any]) -> None:
+    """Add ``predicted_peak_bytes`` to every row of a result, ``stock_predicted_peak_bytes`` to every case.
+
+    Of all layers, gradients of parameters included, as ``peak_bytes`` is measured. Needs no cluster.
+
+    Args:
+        document: What ``ampipe bench --json`` holds; changed. A result of an older version stays as it is.
+    """
+    for case in document["cases"]:
+        if "cut" not in case["rows"][0]:
+            continue
+        predicted = functools.partial(
+            peak_bytes,
+            _workload(case, document["ranks"]),
+            num_layers=case.get("layers", 1),
+            local=True,
+            gathers=True,
+        )
+        stock = predicted(forward_degree=1, backward_degree=1)
+        case["stock_predicted_peak_bytes"] = round(stock)
+        for row in case["rows"]:
+            row["predicted_peak_bytes"] = round(
+                predicted(
+                    forward_degree=row["degree"],
+                    backward_degree=row["backward_degree"] or row["degree"],
+                    memory=row.get("memory", KEEP),
+                )
+            )
 
 
 def planned(

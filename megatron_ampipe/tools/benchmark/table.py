@@ -60,6 +60,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     counted = all(case.get("stock_busy_cores") for case in document["cases"])
     metered = all(case.get("stock_peak_bytes") for case in document["cases"])
     columns += ["busy"] * counted + ["MiB"] * metered
+    foreseen = metered and all("stock_predicted_peak_bytes" in case for case in document["cases"])
+    columns += ["predicted MiB"] * foreseen
     for column in columns + ["predicted", "off by"] * predicted:
         # In a narrow terminal a figure goes on in the next line rather than losing its end.
         table.add_column(column, justify="right", overflow="fold")
@@ -67,6 +69,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         fastest = min((row["ms"] for row in case["rows"]), default=None)
         measured = [f"{case['stock_busy_cores']:.2f}"] if counted else []
         measured += [_mib(case["stock_peak_bytes"])] if metered else []
+        measured += [_mib(case["stock_predicted_peak_bytes"])] if foreseen else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
         blank = [""] * (1 + stacked + several)
@@ -87,6 +90,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 "" if share is None else f"{share:.1%}",
                 *([f"{row['busy_cores']:.2f}"] if counted else []),
                 *([_mib(row["peak_bytes"])] if metered else []),
+                *([_mib(row["predicted_peak_bytes"])] if foreseen else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
