@@ -55,6 +55,7 @@ setup(
     extras_require={
         "test": [
             "codespell>=2.3",
+            "einops>=0.7",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.11",

@@ -138,6 +138,13 @@ def describe_megatron() -> str:
     return f"{megatron_version(folder)} from {folder.parent}"
 
 
+@cache
+def has_hybrid_models() -> bool:
+    """Whether this Megatron has ``HybridModel``; it has since 0.18. Imports nothing."""
+    folder = megatron_folder()
+    return folder is not None and (folder / "models" / "hybrid" / "hybrid_model.py").is_file()
+
+
 def moe_class(mlp: Any) -> type | None:
     """The MoE layer class that the ``mlp`` of a layer's submodules builds; None if it builds no MoE layer.
 

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe.config import AUTO
+from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP
+
+
+def hybrid_without_pair(arguments: Any) -> object:
+    """Refuses a hybrid model of which nothing can be pipelined."""
+    pattern = HybridPattern.of_arguments(arguments)
+    return None if pattern is None or pattern.num_pairs else arguments.hybrid_layer_pattern
 
 
 def above_one(name: str) -> Callable[[Any], object]:

@@ -77,6 +77,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "Set --num-experts, or train with --ampipe-degree 1.",
     ),
     Refusal(
+        "--hybrid-layer-pattern",
+        when.hybrid_without_pair,
+        "there is nothing to pipeline: no attention layer (* or +) has an MoE layer (E) right after it in its"
+        " pipeline stage",
+        "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
+    ),
+    Refusal(
         "--tensor-model-parallel-size",
         when.tensor_without_sequence_parallel,
         "Megatron supports MoE layers with tensor parallelism only together with sequence parallelism",
@@ -142,12 +149,6 @@ REFUSALS: tuple[Refusal, ...] = (
         when.window_looks_ahead,
         "a window that includes later keys is not causal",
         "Use a second number of 0, for example --window-size 128,0.",
-    ),
-    Refusal(
-        "--spec",
-        when.is_set("spec"),
-        "custom layer specifications are not supported yet",
-        "Leave --spec out.",
     ),
     Refusal(
         "--experimental-attention-variant",

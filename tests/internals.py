@@ -255,7 +255,7 @@ INTERNALS = [
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
         "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/megatron_stages.py layers/layer_hooks.py",
+        "layers/megatron_stages.py layers/layer_hooks.py launch/host/hybrid_layers.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"
@@ -304,7 +304,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/chunk_attention.py layers/hybrid.py layers/spec.py",
+        "layers/chunk_attention.py layers/spec.py",
         "`get_query_key_value_tensors` is the `qkv` stage; only this class is pipelined",
         "queries, keys or values are something else",
         (
@@ -321,7 +321,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MLASelfAttention",
-        "layers/hybrid.py layers/spec.py",
+        "layers/spec.py",
         "as `SelfAttention`, for latent attention",
         "queries, keys or values are something else",
         (
@@ -463,7 +463,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/block_modules.py layers/megatron_stages.py",
+        "layers/spec.py layers/block_modules.py layers/hybrid.py layers/megatron_stages.py",
         "router, experts and shared experts are taken from it; `forward` is mirrored",
         "stages miss a step of the MoE layer",
         (
@@ -644,7 +644,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py layers/hybrid.py tools/benchmark tools/measuring",
+        "layers/spec.py layers/hybrid.py launch/host/hybrid_layers.py tools/benchmark tools/measuring",
         "a layer's specification is rewritten",
         "start-up fails",
         (fields("module", "params", "submodules"),),
@@ -658,7 +658,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/layer_run.py launch/adjustments.py",
+        "layers/layer_run.py layers/spec.py launch/adjustments.py",
         "builds layers in order and calls each with what the one before it returned; its full recompute is "
         "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
@@ -674,7 +674,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.mlp.MLP",
-        "compat.py layers/megatron_stages.py",
+        "compat.py layers/hybrid.py layers/megatron_stages.py",
         "of a dense layer that shares a schedule; called with the rows of one chunk",
         "dense layers keep their own schedule, or compute something else than the stock layer",
         (takes("hidden_states", method="forward"),),
@@ -688,35 +688,48 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",
-        "layers/spec.py layers/hybrid.py",
+        "layers/spec.py",
         "the router in an MoE layer's specification is replaced",
         "start-up fails",
         (fields("mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm"),),
     ),
     Internal(
         "core.transformer.transformer_layer.MoETransformerLayer",
-        "layers/hybrid.py",
+        "layers/hybrid.py launch/host/hybrid_layers.py",
         "subclassed for the MoE layers of hybrid models",
         "hybrid models are not pipelined",
         (has("forward", "_forward_mlp"),),
     ),
     Internal(
         "core.models.hybrid.hybrid_block.HybridStack",
-        "layers/hybrid.py",
+        "layers/hybrid.py launch/host/hybrid_layers.py",
         ("subclassed; calls its layers one after another, which is why an attention layer can run the next"),
         "a layer runs twice or not at all",
         (
-            sets("layers"),
+            sets("layers", "layer_type_list"),
             says("for layer in self.layers:", method="forward"),
             says("submodules.attention_layer,", "submodules.moe_layer,", method="__init__"),
         ),
     ),
     Internal(
         "core.models.hybrid.hybrid_block.HybridStackSubmodules",
-        "layers/hybrid.py",
-        "two of its layer specifications are replaced",
+        "layers/hybrid.py launch/host/hybrid_layers.py",
+        "its layer specifications are replaced; all of them on the host platform, by local ones",
         "start-up fails",
-        (fields("attention_layer", "mla_layer", "moe_layer"),),
+        (fields("attention_layer", "mla_layer", "moe_layer", "mlp_layer", "mamba_layer", "mtp_block_spec"),),
+    ),
+    Internal(
+        "core.ssm.mlp_layer.MLPLayer",
+        "layers/hybrid.py launch/host/hybrid_layers.py",
+        "subclassed: an MLP layer after an attention layer can share a schedule",
+        "such a layer runs twice or not at all",
+    ),
+    Internal(
+        "core.models.hybrid.hybrid_layer_specs.hybrid_stack_spec",
+        "launch/pretrain.py launch/host/hybrid_layers.py",
+        "Megatron's own layers of a hybrid model; on the host platform its contents are replaced",
+        "another model than the stock run's; hybrid models fail on a CPU host",
+        (has("submodules"),),
     ),
     # The launch.
     Internal(
@@ -760,6 +773,13 @@ INTERNALS = [
         "layers stay stock; the launcher refuses the run",
         (begins_with("config", "transformer_layer_spec", method="__init__"),),
     ),
+    Internal(
+        "core.models.hybrid.hybrid_model.HybridModel",
+        "launch/hooks.py",
+        "its constructor is wrapped: the specification of its stack passes through",
+        "layers stay stock; the launcher refuses the run",
+        (begins_with("config", "hybrid_stack_spec", method="__init__"),),
+    ),
     Internal("training.initialize", "launch/hooks.py", "holds both by name in 0.17", "as above, on 0.17"),
     Internal(
         "training.training.setup_model_and_optimizer",
@@ -795,6 +815,13 @@ INTERNALS = [
         "Megatron's own checks, for `ampipe config`; wrapped by the launcher: our refusals follow",
         "`ampipe config --ranks` fails; the launcher does nothing, and says so at the end",
         (begins_with("args", "defaults"), says("return args")),
+    ),
+    Internal(
+        "training.argument_utils.hybrid_config_from_args",
+        "launch/pretrain.py",
+        "as `gpt_config_from_args`, for hybrid models",
+        "AMPipe's entry point cannot build hybrid models",
+        (begins_with("args"), says("kwargs['hybrid_stack_spec'] = import_module(args.spec)")),
     ),
     Internal(
         "training.argument_utils.gpt_config_from_args",
@@ -1249,10 +1276,56 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.torch_norm.WrappedTorchNorm",
-        "launch/host/megatron.py launch/host/norm.py",
+        "launch/host/megatron.py launch/host/norm.py launch/host/hybrid_layers.py",
         "replaced: torch's norm, marked for sequence parallelism",
         "norm weights drift apart under sequence parallelism on a CPU host",
         (takes("config", "hidden_size", "eps", method="__new__"),),
+    ),
+    Internal(
+        "core.ssm.mamba_mixer",
+        "launch/host/hybrid_layers.py",
+        "its names of the package mamba-ssm are replaced by torch functions",
+        "Mamba layers fail on a CPU host",
+        (has("HAVE_MAMBA_SSM", "mamba_split_conv1d_scan_combined", "ExtendedRMSNorm"),),
+    ),
+    Internal(
+        "core.ssm.mamba_mixer.MambaMixer",
+        "launch/host/hybrid_layers.py launch/host/mamba.py",
+        "calls these names",
+        "Mamba layers fail on a CPU host",
+        (
+            says("mamba_split_conv1d_scan_combined(", "D=", "headdim=", "ngroups=", method="_ssm_training"),
+            says("ExtendedRMSNorm(", "group_size=", "norm_before_gate=", method="__init__"),
+        ),
+    ),
+    *(
+        Internal(
+            name,
+            "launch/host/hybrid_layers.py",
+            "a module of the local layers of hybrid models",
+            "hybrid models fail on a CPU host",
+        )
+        for name in (
+            "core.ssm.mamba_mixer.MambaMixerSubmodules",
+            "core.ssm.mamba_layer.MambaLayer",
+            "core.ssm.mamba_layer.MambaLayerSubmodules",
+            "core.fusions.fused_bias_dropout.get_bias_dropout_add",
+            "core.tensor_parallel.layers.ColumnParallelLinear",
+            "core.tensor_parallel.layers.RowParallelLinear",
+            "core.transformer.identity_op.IdentityOp",
+            "core.transformer.identity_op.IdentityFuncOp",
+            "core.transformer.multi_token_prediction.MultiTokenPredictionBlock",
+            "core.transformer.multi_token_prediction.MultiTokenPredictionBlockSubmodules",
+            "core.transformer.multi_token_prediction.MultiTokenPredictionLayer",
+            "core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules",
+        )
+    ),
+    Internal(
+        "core.transformer.utils.make_sharded_tensors_for_checkpoint",
+        "launch/host/mamba.py",
+        "the norm of a Mamba layer in a checkpoint",
+        "hybrid models cannot be saved on a CPU host",
+        (takes("tp_group", "dp_cp_group"),),
     ),
     Internal(
         "core.jit.disable_jit_fuser",
@@ -1281,9 +1354,9 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec",
-        "tools/measuring",
-        "builds the stock layer to compare with",
-        "benchmarks fail",
+        "tools/measuring launch/host/hybrid_layers.py",
+        "builds the stock layer to compare with; its halves are the local layers of hybrid models",
+        "benchmarks fail; hybrid models fail on a CPU host",
     ),
     Internal(
         "core.extensions.transformer_engine_spec_provider.TESpecProvider",

@@ -38,7 +38,7 @@ def take_over_recompute(args: argparse.Namespace, config: AMPipeConfig) -> FullR
     """Have the schedules recompute, where layers may share one, in place of Megatron's full recompute.
 
     Megatron's works around one layer, so layers could not share a schedule. It stays with Megatron where it
-    spreads what is kept over tensor-parallel ranks, and in hybrid models, whose layers share no schedule.
+    spreads what is kept over tensor-parallel ranks, and in hybrid models, some of whose layers run unchanged.
     """
     shares = config.automatic or config.pipeline.stack != 1
     if args.recompute_granularity != "full" or not shares:

@@ -12,6 +12,7 @@ from megatron.training import training
 from megatron_ampipe import compat
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
@@ -81,6 +82,7 @@ def make_context(
     rows = [
         megatron,
         *_choose(args, context, layout, plan),
+        *_hybrid_row(args),
         _stack_row(args, context.pipeline),
         *_recompute_row(args, context.recompute),
         *_memory_row(context.pipeline.memory),
@@ -157,11 +159,24 @@ def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, 
         if pipeline.stack == 0
         else f"pipeline stages, and after every {pipeline.stack} layers"
     )
+    if args.hybrid_layer_pattern is not None:
+        where += ", and at layers that are not in pairs"
     if args.virtual_pipeline_model_parallel_size is not None:
         where = where.replace("pipeline stages", "virtual pipeline stages")
     if args.mtp_num_layers:
         where += "; each MTP layer has its own schedule"
     return name, stack_to_text(pipeline.stack), f"boundaries between {where}"
+
+
+def _hybrid_row(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Which layers of a hybrid model are pipelined; no row for a GPT."""
+    pattern = HybridPattern.of_arguments(args)
+    if pattern is None:
+        return []
+    reason = "an attention layer and the MoE layer right after it; other layers run as Megatron's"
+    if "/" in args.hybrid_layer_pattern:
+        reason += ", those of multi-token prediction too"
+    return [("hybrid layers", f"{pattern.num_pairs} pairs of {pattern.num_layers} layers", reason)]
 
 
 def _recompute_row(args: argparse.Namespace, recompute: FullRecompute | None) -> list[tuple[str, str, str]]:

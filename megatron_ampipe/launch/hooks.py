@@ -1,10 +1,10 @@
 """Puts AMPipe into a training script that is not ours, by wrapping what such a script calls in Megatron.
 
-Five functions are wrapped, each a step that all of Megatron's GPT training passes through, whatever the
-script around it: the parser, the check of the arguments, the model's constructor, the model's set-up, and
-the training loop's entry. At degree 1 all five pass on what they are given. What is done there is in
-:mod:`.session`. Called by :mod:`.script`, before the script is read, because scripts import these functions
-by name.
+Functions are wrapped that are steps which all of Megatron's training passes through, whatever the script
+around it: the parser, the check of the arguments, the constructors of GPT and hybrid models, the model's
+set-up, and the training loop's entry. At degree 1 all of them pass on what they are given. What is done there
+is in :mod:`.session`. Called by :mod:`.script`, before the script is read, because scripts import these
+functions by name.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ampipe import compat
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
 
@@ -25,11 +26,12 @@ class Hooks:
     def __init__(self, session: TrainingSession) -> None:
         self._session = session
         self._parsed = False
+        self._models: tuple[type, ...] = ()
         self.training = False
         """Whether Megatron's training has begun, so that an error is no longer one of the input."""
 
     def install(self) -> None:
-        """Wrap the five functions wherever Megatron's own modules hold them by name."""
+        """Wrap the functions wherever Megatron's own modules hold them by name."""
         import megatron.training as package
         from megatron.core.models.gpt import GPTModel
         from megatron.training import arguments, initialize, training
@@ -39,7 +41,13 @@ class Hooks:
         for name in ("parse_args", "validate_args"):
             if hasattr(initialize, name):
                 setattr(initialize, name, getattr(arguments, name))
-        GPTModel.__init__ = self._build(GPTModel.__init__)
+        GPTModel.__init__ = self._build(GPTModel.__init__, self._session.layer_spec)
+        self._models = (GPTModel,)
+        if compat.has_hybrid_models():
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            HybridModel.__init__ = self._build(HybridModel.__init__, self._session.stack_spec)
+            self._models += (HybridModel,)
         training.setup_model_and_optimizer = self._set_up(training.setup_model_and_optimizer)
         package.pretrain = training.pretrain = self._train(training.pretrain)
 
@@ -47,7 +55,7 @@ class Hooks:
         """Refuse a script that has ended without AMPipe's having had a part in it.
 
         Raises:
-            BadInput: It read its arguments by other means than Megatron's, or built no GPT model.
+            BadInput: It read its arguments by other means than Megatron's, or built no model to pipeline.
         """
         if not self._parsed:
             raise self._session.refused_script(
@@ -84,15 +92,17 @@ class Hooks:
 
         return validating
 
-    def _build(self, construct: Callable[..., None]) -> Callable[..., None]:
-        """``GPTModel.__init__`` with the MoE layers of its specification pipelined."""
+    def _build(self, construct: Callable[..., None], pipelined: Callable[[Any], Any]) -> Callable[..., None]:
+        """A model's constructor, with the specification that is its second argument pipelined."""
+        name = list(inspect.signature(construct).parameters)[2]
 
         @functools.wraps(construct)
-        def constructing(
-            model: Any, config: Any, transformer_layer_spec: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            spec = self._session.layer_spec(transformer_layer_spec)
-            construct(model, config, spec, *args, **kwargs)
+        def constructing(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            if name in kwargs:
+                kwargs[name] = pipelined(kwargs[name])
+            else:
+                args = (pipelined(args[0]), *args[1:])
+            construct(model, config, *args, **kwargs)
 
         return constructing
 
@@ -103,14 +113,13 @@ class Hooks:
         def setting_up(*args: Any, **kwargs: Any) -> Any:
             made = set_up(*args, **kwargs)
             if self._session.context is not None:
-                from megatron.core.models.gpt import GPTModel
                 from megatron.core.utils import unwrap_model
 
                 kinds = {type(chunk) for chunk in unwrap_model(made[0])}
-                if self._session.num_models == 0 or not all(issubclass(kind, GPTModel) for kind in kinds):
+                if self._session.num_models == 0 or not all(issubclass(kind, self._models) for kind in kinds):
                     names = " and ".join(sorted(kind.__name__ for kind in kinds))
                     raise self._session.refused_script(
-                        f"it trains a {names}, and only GPT models can be pipelined"
+                        f"it trains a {names}, and only GPT and hybrid models can be pipelined"
                     )
             return made
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch.auto import Planner, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
@@ -183,5 +184,11 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
     if getattr(args, "ampipe_recomputes", False):
         # Set aside: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
+    pattern = HybridPattern.of_arguments(args)
+    if pattern is not None and pattern.runs:
+        # Pairs share schedules in runs; the longest run is planned for, in every stage.
+        stages = args.pipeline_model_parallel_size
+        run = max(pattern.runs, key=lambda one: (sum(one), len(one)))
+        values["num-layers"], values["moe-layer-freq"] = len(run) * stages, list(map(int, run)) * stages
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, _capacity_scope(args))

@@ -1,4 +1,4 @@
-"""GPT pretraining through ``megatron.training.pretrain``: from a command line to an exit code.
+"""Pretraining of GPT and hybrid models through Megatron's ``pretrain``: from a command line to an exit code.
 
 Every flag of Megatron's GPT pretraining means here what it means there; AMPipe adds its own group and,
 when it is switched on, its layer specification. Whatever is wrong with the input is found before any process
@@ -6,6 +6,7 @@ group exists. What a launch does is in :mod:`.session`, what one training step d
 ``megatron_ampipe.pretrain_gpt``.
 """
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -54,7 +55,11 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
     compat.require_model_from_configuration()
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_ampipe.launch import gpt
@@ -65,8 +70,12 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
             extra_args_provider=session.add_arguments, args_defaults=TOKENIZER_DEFAULT
         )
         session.accept(args)
-        model_config = gpt_config_from_args(args)
-        use_pipelined_layers(model_config, session)
+        if args.hybrid_layer_pattern is None:
+            model_config = gpt_config_from_args(args)
+            use_pipelined_layers(model_config, session)
+        else:
+            model_config = hybrid_config_from_args(args)
+            use_pipelined_stack(model_config, session)
         run_config = pretrain_cfg_container_from_args(args, model_config)
 
     def launch(start_time_s: float) -> None:
@@ -93,11 +102,27 @@ def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
         return
     from megatron.training.models.gpt import default_layer_spec
 
+    given = model_config.transformer_layer_spec
+
     def layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
-        """Megatron's own choice, its MoE layers pipelined."""
-        return session.layer_spec(default_layer_spec(model_config, vp_stage))
+        """What ``--spec`` names, or Megatron's own choice, with its MoE layers pipelined."""
+        spec = given or default_layer_spec(model_config, vp_stage)
+        if inspect.isfunction(spec):
+            # As in Megatron, a function of the configuration, and of the stage if it takes one.
+            takes_stage = "vp_stage" in inspect.signature(spec).parameters
+            spec = spec(model_config, vp_stage=vp_stage) if takes_stage else spec(model_config)
+        return session.layer_spec(spec)
 
     model_config.transformer_layer_spec = layer_spec
+
+
+def use_pipelined_stack(model_config: Any, session: TrainingSession) -> None:
+    """Make a ``HybridModelConfig`` build pipelined pairs of layers; it stays as it is at degree 1."""
+    if session.context is None:
+        return
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    model_config.hybrid_stack_spec = session.stack_spec(model_config.hybrid_stack_spec or hybrid_stack_spec)
 
 
 def check_launch(words: Sequence[str]) -> None:

@@ -23,7 +23,10 @@ from megatron_ampipe.plan.plan_file import Plan
 
 ForwardStep = Callable[..., Any]
 
-_REMEDY = "Use Megatron-LM's pretrain_gpt.py, or a script that trains through megatron.training.pretrain."
+_REMEDY = (
+    "Use Megatron-LM's pretrain_gpt.py or pretrain_hybrid.py, or a script that trains such a model through "
+    "megatron.training.pretrain."
+)
 
 
 class TrainingSession:
@@ -183,22 +186,41 @@ class TrainingSession:
                 )
 
     def layer_spec(self, spec: Any) -> Any:
-        """The layer specification of a model, with its MoE layers pipelined; as it is at degree 1."""
+        """The layer specification of a GPT model, with its MoE layers pipelined; as it is at degree 1."""
         if self.context is None:
             return spec
         from megatron_ampipe.layers.spec import pipelined
 
         self.num_models += 1
-        return pipelined(spec, self.context)
+        found = pipelined(spec, self.context)
+        if self.args.spec is not None and found == spec:
+            raise BadInput(
+                "--spec",
+                " ".join(self.args.spec),
+                rule="there is nothing to pipeline: this layer specification has no MoE layer",
+                remedy="Name one with MoE layers, or train with --ampipe-degree 1.",
+            )
+        return found
+
+    def stack_spec(self, spec: Any) -> Any:
+        """The stack of a hybrid model, with its attention-MoE pairs pipelined; as it is at degree 1."""
+        if self.context is None:
+            return spec
+        from megatron_ampipe.layers.hybrid import pipelined_stack
+
+        self.num_models += 1
+        return pipelined_stack(spec, self.context)
 
     def require_pipelined_model(self) -> None:
-        """Refuse a run that was to be pipelined and has built no GPT model of Megatron's.
+        """Refuse a run that was to be pipelined and has built no GPT or hybrid model of Megatron's.
 
         Raises:
             BadInput: Nothing is pipelined.
         """
         if self.context is not None and self.num_models == 0:
-            raise self.refused_script("it builds no GPT model of Megatron's, so nothing is pipelined")
+            raise self.refused_script(
+                "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
+            )
 
     def refused_script(self, rule: str) -> BadInput:
         """The error that this script cannot be run with AMPipe."""

@@ -1,57 +1,108 @@
 """Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
 
-``HybridStack`` builds its layers from a pattern (``*`` attention, ``E`` MoE) and calls them in order. Here
-the attention layer of such a pair runs both layers, and the MoE layer returns its input. All other layers run
-unchanged. Parameters and checkpoint keys are those of the stock stack.
+``HybridStack`` builds its layers from a pattern (:mod:`~megatron_ampipe.hybrid_pattern`) and calls them in
+order. Here the attention layer of such a pair runs both layers, and the second layer returns its input. Pairs
+that follow each other directly can share a schedule, pairs of an attention layer and an MLP among them. All
+other layers, such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the
+stock stack. Called by ``launch``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
+from megatron_ampipe.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import assert_no_extra_arguments
-from megatron_ampipe.layers.pipelined_block import PipelinedBlock
-from megatron_ampipe.layers.spec import with_chunk_router
+from megatron_ampipe.layers.layer_run import LayerRun
+from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
+from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairInRun:
+    """Where a pair of layers is among those that can share a schedule.
+
+    Attributes:
+        run: Pairs that follow each other directly.
+        place: Of this pair, from 0.
+        block: Both layers.
+    """
+
+    run: LayerRun
+    place: int
+    block: PipelinedBlock
+
+    @property
+    def stack(self) -> BlockStack | None:
+        """The stack that begins with this pair; None if an earlier pair runs it."""
+        return self.run.stack_from(self.place)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether both layers run as Megatron's: a pair without experts on its own has nothing to hide."""
+        stack = self.stack
+        return stack is not None and stack.is_dense
 
 
 class HybridAttentionLayer(TransformerLayer):
-    """An attention layer of a hybrid stack; also runs the MoE layer after it if ``block`` is set."""
+    """An attention layer of a hybrid stack; the first layer of a pair if ``pair`` is set."""
 
-    block: PipelinedBlock | None = None
+    pair: PairInRun | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``TransformerLayer.forward``; with ``block``, returns the output of the MoE layer."""
-        if self.block is None or kwargs.get("inference_context") is not None:
+        """As ``TransformerLayer.forward``; in a pair, the output of all layers of the stack.
+
+        Args:
+            hidden_states: ``[S, B, D]``.
+            args: As for ``TransformerLayer.forward``.
+            kwargs: Likewise; in a pair, ``attention_mask`` is read for documents only.
+
+        Returns:
+            ``[S, B, D]`` and None. Unchanged if an earlier pair runs this one.
+        """
+        if self.pair is None or self.pair.is_stock or kwargs.get("inference_context") is not None:
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return output
         rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
         packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
         assert_no_extra_arguments(kwargs)
-        documents = self.block.documents(packing, mask, hidden_states)
-        return self.block(hidden_states, rotary_pos_emb, documents), None
+        stack = self.pair.stack
+        if stack is None:
+            return hidden_states, None
+        documents = self.pair.block.documents(packing, mask, hidden_states)
+        return stack(hidden_states, rotary_pos_emb, documents), None
 
 
-class HybridMoELayer(MoETransformerLayer):
-    """An MoE layer of a hybrid stack; returns its input if the attention layer before it runs it."""
+class _SecondLayer(TransformerLayer):
+    """The second layer of a pair if ``pair`` is set: returns what it is given, as the first one ran it."""
 
-    runs_in_block = False
+    pair: PairInRun | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``MoETransformerLayer.forward``, or the identity."""
-        if not self.runs_in_block or kwargs.get("inference_context") is not None:
+        """As the stock layer's ``forward``, or the identity."""
+        if self.pair is None or self.pair.is_stock or kwargs.get("inference_context") is not None:
             output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return output
         return hidden_states, None
+
+
+class HybridMoELayer(_SecondLayer, MoETransformerLayer):
+    """An MoE layer of a hybrid stack."""
+
+
+class HybridMLPLayer(_SecondLayer, MLPLayer):
+    """An MLP layer of a hybrid stack."""
 
 
 class AMPipeHybridStack(HybridStack):
@@ -61,33 +112,61 @@ class AMPipeHybridStack(HybridStack):
         ampipe: State shared by all pipelined layers.
         args: As for ``HybridStack``.
         kwargs: As for ``HybridStack``.
+
+    Raises:
+        BadInput: a layer of a pair has a class that AMPipe does not support.
     """
 
     def __init__(self, *args: Any, ampipe: AMPipeContext, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for attention, moe in pairwise(self.layers):
-            if isinstance(attention, HybridAttentionLayer) and isinstance(moe, HybridMoELayer):
-                attention.block = PipelinedBlock(attention, moe, ampipe)
-                moe.runs_in_block = True
+        for first, num_pairs in runs_of_pairs(self.layer_type_list):
+            _join(list(self.layers[first : first + 2 * num_pairs]), ampipe)
+
+
+def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
+    """Make every two of these consecutive layers a pair."""
+    run = LayerRun(context)
+    for attention, second in _by_two(layers):
+        # A layer whose class was not replaced has a class that is not known.
+        if type(attention) is not HybridAttentionLayer:
+            require_class(type(attention), (TransformerLayer,), "hybrid attention layer")
+        require_class(type(attention.self_attention), ATTENTION, "hybrid attention")
+        if type(second) not in (HybridMoELayer, HybridMLPLayer):
+            require_class(type(second), (MoETransformerLayer, MLPLayer), "hybrid layer after attention")
+        require_class(type(second.mlp), (MoELayer, MLP), "hybrid layer after attention")
+        block = PipelinedBlock(attention, second, context)
+        attention.pair = second.pair = PairInRun(run, run.add(block), block)
+
+
+def _by_two(layers: Sequence[TransformerLayer]) -> Iterator[tuple[TransformerLayer, TransformerLayer]]:
+    return zip(layers[::2], layers[1::2], strict=True)
 
 
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
-    """The same hybrid stack with its attention-MoE pairs pipelined; ``spec`` itself at degree 1."""
+    """The same hybrid stack with its attention-MoE pairs pipelined; ``spec`` itself at degree 1.
+
+    Raises:
+        BadInput: the specification is not one of ``HybridStack``, or AMPipe does not support the class of its
+            MoE layer.
+    """
     if not context.config.pipelined:
         return spec
+    require_class(spec.module, (HybridStack,), "hybrid stack")
     submodules: HybridStackSubmodules = spec.submodules
-    replaced = {
-        name: dataclasses.replace(layer, module=HybridAttentionLayer)
-        for name in ("attention_layer", "mla_layer")
-        if isinstance(layer := getattr(submodules, name, None), ModuleSpec)
-        and layer.module is TransformerLayer
-        and layer.submodules.self_attention.module in (SelfAttention, MLASelfAttention)
-    }
-    moe = submodules.moe_layer
-    if isinstance(moe, ModuleSpec) and moe.module in (TransformerLayer, MoETransformerLayer):
-        replaced["moe_layer"] = dataclasses.replace(
-            moe, module=HybridMoELayer, submodules=with_chunk_router(moe.submodules)
-        )
+    replaced: dict[str, ModuleSpec] = {}
+    for name, known, module in (
+        ("attention_layer", (TransformerLayer,), HybridAttentionLayer),
+        ("mla_layer", (TransformerLayer,), HybridAttentionLayer),
+        ("mlp_layer", (MLPLayer, TransformerLayer), HybridMLPLayer),
+        ("moe_layer", (MoETransformerLayer, TransformerLayer), HybridMoELayer),
+    ):
+        layer = getattr(submodules, name, None)
+        # A layer that the pattern does not name may be of any class.
+        if isinstance(layer, ModuleSpec) and layer.module in known:
+            replaced[name] = dataclasses.replace(layer, module=module)
+    if "moe_layer" in replaced:
+        moe = replaced["moe_layer"]
+        replaced["moe_layer"] = dataclasses.replace(moe, submodules=with_chunk_router(moe.submodules))
     return ModuleSpec(
         module=AMPipeHybridStack,
         params={**spec.params, "ampipe": context},

@@ -1,6 +1,7 @@
-"""Refuses hooks on layers that share a schedule: their tensors are not those of the layer.
+"""Refuses hooks on layers that run as one: their tensors are not those of the layer.
 
-The first of these layers runs all of them, and the others return what they are given. Called by
+Such layers share a schedule, or are the two layers of a block of a hybrid model. The first one runs all of
+them, and the others return what they are given. Called by
 :mod:`.pipelined_block` in every pass, because hooks come and go during a run.
 """
 
@@ -38,5 +39,6 @@ def refuse_hooks(layers: Iterable[TransformerLayer]) -> None:
                         f"{kind} of layer {layer.layer_number}",
                         f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}",
                         rule="layers that share a schedule run as one, so it would see other tensors",
-                        remedy="Use --ampipe-stack 1, or hook modules inside the layer, which see chunks.",
+                        remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer, which see "
+                        "chunks.",
                     )

@@ -6,6 +6,7 @@ one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -56,12 +57,6 @@ class PipelinedBlock:
             added=context.added,
         )
         self._attend: dict[bool, ChunkAttention] = {}
-
-    def __call__(
-        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None = None
-    ) -> Tensor:
-        """``[S, B, D]``, this rank's rows of the residual stream, to the same shape."""
-        return BlockStack([self], self._context)(hidden, rotary_pos_emb, documents)
 
     def documents(
         self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
@@ -159,6 +154,9 @@ class BlockStack:
             by_chunk=sharded and len(blocks) > 1,
         )
         self._tensor_ranks = groups.tp
+        halves = ((block.modules.attention_layer, block.modules.moe_layer) for block in blocks)
+        self._numbers = tuple(block.modules.attention_layer.layer_number for block in blocks)
+        self._layers = tuple(dict.fromkeys(itertools.chain.from_iterable(halves)))
 
     @property
     def is_dense(self) -> bool:
@@ -176,14 +174,14 @@ class BlockStack:
             documents: Of the micro-batch, if rows attend to their own document only.
 
         Raises:
-            BadInput: several blocks share a schedule, and a layer of them has a hook of the user.
+            BadInput: several layers of Megatron run as one, and one of them has a hook of the user.
         """
         if documents is not None and documents.num_sequences > hidden.shape[1]:
             sequences = hidden.view(documents.num_sequences, documents.num_rows, -1).transpose(0, 1)
             output = self(sequences.contiguous(), rotary_pos_emb, documents)
             return output.transpose(0, 1).reshape(hidden.shape)
-        if len(self._blocks) > 1:
-            refuse_hooks(block.modules.moe_layer for block in self._blocks)
+        if len(self._layers) > 1:
+            refuse_hooks(self._layers)
         self._context.recorder.passes.record_shape(*hidden.shape[:2])
         executor = self._context.executor_for(on_gpu=hidden.is_cuda)
         chunks = self._chunks_of(hidden.shape[0])
@@ -210,7 +208,7 @@ class BlockStack:
             schedule=self._schedule(executor),
             executor=executor,
             recorder=self._context.recorder,
-            layer=self._blocks[0].modules.attention_layer.layer_number,
+            numbers=self._numbers,
             parameters=[block.modules.parameters for block in self._blocks],
         )
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_ampipe import compat
@@ -23,8 +23,10 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.layer_run import PlaceInRun, RunBuilder
 from megatron_ampipe.layers.router import ChunkRouter
+from megatron_ampipe.schedule import stack_to_text
 
-_ATTENTION = (SelfAttention, MLASelfAttention)
+ATTENTION = (SelfAttention, MLASelfAttention)
+"""The classes of attention that can be pipelined."""
 
 
 def pipelined(
@@ -33,11 +35,23 @@ def pipelined(
     """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself at degree 1.
 
     Raises:
-        BadInput: an MoE layer has a class that AMPipe does not support.
+        BadInput: an MoE layer has a class that AMPipe does not support, or layers shall share a schedule and
+            the specification names one layer for all of them.
     """
     if not context.config.pipelined:
         return spec
+    if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
+        return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
     if isinstance(spec, ModuleSpec):
+        if (stack := context.config.pipeline.stack) != 1:
+            raise BadInput(
+                "--ampipe-stack",
+                stack_to_text(stack),
+                rule="the layer specification names one layer for all of them, so which follow each other is "
+                "not known",
+                remedy="Use --ampipe-stack 1, or a specification that lists the layers "
+                "(TransformerBlockSubmodules).",
+            )
         return _pipelined_layer(spec, context)
     assert spec.layer_specs is not None
     layers: list[ModuleSpec] = []
@@ -63,9 +77,9 @@ def _pipelined_layer(
     if moe is None and place is None:
         return spec
     if moe is not None:
-        _require(moe, (MoELayer,), "layer")
-        _require(spec.module, (TransformerLayer,), "block")
-        _require(spec.submodules.self_attention.module, _ATTENTION, "attention")
+        require_class(moe, (MoELayer,), "MoE layer")
+        require_class(spec.module, (TransformerLayer,), "MoE block")
+        require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
         params={**spec.params, "ampipe": context, "place": place},
@@ -85,7 +99,7 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
         return True
     return (
         spec.module is TransformerLayer
-        and spec.submodules.self_attention.module in _ATTENTION
+        and spec.submodules.self_attention.module in ATTENTION
         and compat.is_mlp(spec.submodules.mlp)
     )
 
@@ -93,16 +107,27 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
 def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     """The submodules of an MoE layer with :class:`ChunkRouter` as the router."""
     moe = compat.moe_submodules(submodules.mlp)
-    _require(moe.router, (TopKRouter,), "router")
+    require_class(moe.router, (TopKRouter,), "MoE router")
     mlp = compat.with_moe_submodules(submodules.mlp, dataclasses.replace(moe, router=ChunkRouter))
     return dataclasses.replace(submodules, mlp=mlp)
 
 
-def _require(found: type, known: tuple[type, ...], role: str) -> None:
-    """Subclasses are refused as well: the stages would not run what they add."""
+def require_class(found: type, known: tuple[type, ...], role: str) -> None:
+    """Check that a module of a layer has a class whose work the stages know.
+
+    Subclasses are refused as well: the stages would not run what they add.
+
+    Args:
+        found: The class.
+        known: Those that can be pipelined.
+        role: What the module is in the layer, for the message.
+
+    Raises:
+        BadInput: ``found`` is none of ``known``.
+    """
     if found not in known:
         raise BadInput(
-            f"MoE {role}",
+            role,
             getattr(found, "__name__", found),
             rule=f"only Megatron's {' and '.join(cls.__name__ for cls in known)} can be pipelined",
             remedy="Use the default layer specification, or train with --ampipe-degree 1.",

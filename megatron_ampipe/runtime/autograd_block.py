@@ -29,7 +29,7 @@ def run_blocks(
     schedule: CompiledSchedule,
     executor: Executor,
     recorder: Recorder,
-    layer: int,
+    numbers: Sequence[int],
     parameters: Sequence[Sequence[Parameter]],
 ) -> Tensor:
     """Run blocks that share a schedule; differentiable in ``hidden`` and ``parameters``.
@@ -40,7 +40,7 @@ def run_blocks(
         schedule: In which order.
         executor: On what.
         recorder: Told of every stage.
-        layer: Number of the first layer, for the recorder.
+        numbers: Of the layers in Megatron, for the recorder.
         parameters: For each layer all parameters that its stages use.
 
     Returns:
@@ -48,7 +48,7 @@ def run_blocks(
     """
     trained = [tuple(parameter for parameter in one if parameter.requires_grad) for one in parameters]
     keep_graph = torch.is_grad_enabled() and (hidden.requires_grad or any(trained))
-    call = StackCall(stages, schedule, executor, recorder, layer=layer, keep_graph=keep_graph)
+    call = StackCall(stages, schedule, executor, recorder, numbers=numbers, keep_graph=keep_graph)
     if not keep_graph:
         return call.forward(hidden)
     anchor = hidden.new_empty(0).requires_grad_()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -54,8 +54,8 @@ class Recorder:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
         self.enabled = num_iterations > 0
         self._recording = False
-        self.layer = 1
-        """Number of the first layer of the pass that runs."""
+        self.layers: Sequence[int] = (1,)
+        """Numbers of the layers of the pass that runs."""
         self.direction = Direction.FORWARD
         """Of the pass that runs."""
         self.passes = PassTimer()
@@ -73,9 +73,9 @@ class Recorder:
         """Stop recording until the next call of :meth:`start_iteration`, for example in evaluation."""
         self._recording = False
 
-    def enter(self, layer: int, direction: Direction) -> None:
-        """Start a pass: stages that follow belong to this layer and direction."""
-        self.layer, self.direction = layer, direction
+    def enter(self, layers: Sequence[int], direction: Direction) -> None:
+        """Start a pass: stages that follow belong to these layers and this direction."""
+        self.layers, self.direction = layers, direction
         if self._recording:
             self._iterations[-1].num_passes += 1
 
@@ -139,7 +139,7 @@ class Recorder:
         self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
     ) -> None:
         kept = self._iterations[-1]
-        mark = _Mark(lane, stage.name, self.direction, self.layer + stage.layer, kept.num_passes, begin, end)
+        mark = _Mark(lane, stage.name, self.direction, self.layers[stage.layer], kept.num_passes, begin, end)
         kept.marks.append(mark)
 
 

@@ -33,7 +33,7 @@ class StackCall:
         schedule: In which order.
         executor: On what.
         recorder: Told of every stage.
-        layer: Number of the first layer, for the recorder.
+        numbers: Of the layers in Megatron, for the recorder.
         keep_graph: Whether :meth:`backward` will be called.
     """
 
@@ -44,10 +44,10 @@ class StackCall:
         executor: Executor,
         recorder: Recorder,
         *,
-        layer: int,
+        numbers: Sequence[int],
         keep_graph: bool,
     ) -> None:
-        self._schedule, self._executor, self._recorder, self._layer = schedule, executor, recorder, layer
+        self._schedule, self._executor, self._recorder, self._numbers = schedule, executor, recorder, numbers
         self._crossing = Crossing() if executor.crosses_streams else None
         self._blocks = [
             BlockCall(of_layer, block, self._crossing, keep_graph=keep_graph)
@@ -106,7 +106,7 @@ class StackCall:
                 end(stage.layer)
             return transfer
 
-        self._recorder.enter(self._layer, direction)
+        self._recorder.enter(self._numbers, direction)
         with self._recorder.passes.timed(direction):
             self._executor.execute(
                 schedule.order[direction], schedule.needs[direction], run, self._recorder, self._crossing

@@ -1,101 +1,110 @@
-"""A hybrid stack of Megatron's local layers, stock and with its attention-MoE pairs pipelined."""
+"""Hybrid stacks of Megatron's local layers, stock and with their attention-MoE pairs pipelined."""
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import torch
 
 from tests.dist.cases import AUX, Case, Z
 from tests.dist.worker import report, start, use_groups
 
-PATTERN = list("*E-*EE*")
+STACKS = {
+    # Pattern, degree, layers that may share a schedule (0: all).
+    "pairs": ("*E-*EE*", 4, 1),
+    "stack": ("*-*E*E-*E", 2, 0),
+    "stacks-of-two": ("*E*E*E", 4, 2),
+}
 
 
 def main() -> None:
     rank, _ = start()
     use_groups()
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    results = {}
+    for name, (pattern, degree, stack) in STACKS.items():
+        case = Case(
+            "hybrid", sequence_length=32, model=AUX | Z | {"moe_router_topk": 2, "num_layers": len(pattern)}
+        )
+        results[name] = _compared(case, list(pattern), rank=rank, degree=degree, stack=stack)
+    report(results)
+
+
+def _compared(case: Case, pattern: list[str], *, rank: int, degree: int, stack: int) -> dict[str, Any]:
+    """One stack of layers, stock and pipelined, with the same weights."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     from megatron_ampipe.config import AMPipeConfig
+    from megatron_ampipe.errors import BadInput
+    from megatron_ampipe.launch.host.hybrid_layers import local_submodules
     from megatron_ampipe.layers.context import AMPipeContext
-    from megatron_ampipe.layers.hybrid import HybridAttentionLayer, pipelined_stack
+    from megatron_ampipe.layers.hybrid import pipelined_stack
     from megatron_ampipe.schedule import Pipeline
     from tests.dist.blocks import HIDDEN, differences, forward, inputs_of, run, transformer_config
     from tests.dist.parameter_reads import ParameterReads
 
-    case = Case(
-        "hybrid", sequence_length=32, model=AUX | Z | {"moe_router_topk": 2, "num_layers": len(PATTERN)}
-    )
     config = transformer_config(case)
-    dense, moe = (get_gpt_layer_local_spec(count, False, normalization="RMSNorm") for count in (None, 4))
-    half_attention = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    half_mlp = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
-
-    def half(spec: ModuleSpec, without: dict[str, object]) -> ModuleSpec:
-        return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **without))
-
-    spec = ModuleSpec(
-        module=HybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=half(dense, half_attention),
-            mlp_layer=half(dense, half_mlp),
-            moe_layer=half(moe, half_mlp),
-        ),
-    )
-    context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(4)), kernel="exact")
+    spec = ModuleSpec(module=HybridStack, submodules=local_submodules())
 
     def build(chosen: ModuleSpec) -> torch.nn.Module:
         torch.manual_seed(3)
-        return build_module(
-            chosen,
-            config=config,
-            layer_type_list=PATTERN,
-            post_layer_norm=False,
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        return AsLayer(
+            build_module(
+                chosen,
+                config=config,
+                layer_type_list=pattern,
+                post_layer_norm=False,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )
         )
 
-    class AsLayer(torch.nn.Module):
-        """A stack that can be called like a layer in ``tests.dist.blocks.run``."""
-
-        def __init__(self, stack: torch.nn.Module) -> None:
-            super().__init__()
-            self.stack = stack
-
-        def forward(self, hidden_states: torch.Tensor, attention_mask: None, rotary_pos_emb: None):
-            return self.stack(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb), None
-
-    stock, ours = AsLayer(build(spec)), AsLayer(build(pipelined_stack(spec, context)))
+    context = AMPipeContext(AMPipeConfig(pipeline=Pipeline.of(degree, stack=stack)), kernel="exact")
+    stock, ours = build(spec), build(pipelined_stack(spec, context))
     ours.load_state_dict(stock.state_dict(), strict=True)
-    assert run(stock, case, rank=rank)["output"].shape == (32, 1, HIDDEN)
-    joined = [
-        index
-        for index, layer in enumerate(ours.stack.layers)
-        if isinstance(layer, HybridAttentionLayer) and layer.block is not None
-    ]
-    found = differences(run(stock, case, rank=rank), run(ours, case, rank=rank))
+    expected = run(stock, case, rank=rank)
+    assert expected["output"].shape == (32, 1, HIDDEN)
+    found = differences(expected, run(ours, case, rank=rank))
     with ParameterReads(ours) as reads:
         forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
-    report(
-        {
-            "joined": joined,
-            "differences": found,
-            "parameter reads": reads.report(),
-            "off": pipelined_stack(spec, off()) is spec,
-        }
-    )
+    refused = []
+    for layer in ours.stack.layers:
+        handle = layer.register_forward_hook(lambda *_: None)
+        try:
+            forward(ours, inputs_of(case, rank=rank, dtype=torch.float32))
+        except BadInput as error:
+            refused.append(str(error))
+        else:
+            refused.append("")
+        handle.remove()
+    return {
+        "begins": [
+            index
+            for index, layer in enumerate(ours.stack.layers)
+            if pattern[index] == "*"
+            and layer.pair is not None
+            and not layer.pair.is_stock
+            and layer.pair.stack is not None
+        ],
+        "paired": [index for index, layer in enumerate(ours.stack.layers) if layer.pair is not None],
+        "differences": found,
+        "parameter reads": reads.report(),
+        "refused hooks": refused,
+        "off": pipelined_stack(spec, AMPipeContext(AMPipeConfig())) is spec,
+    }
 
 
-def off():
-    """A context at degree 1."""
-    from megatron_ampipe.config import AMPipeConfig
-    from megatron_ampipe.layers.context import AMPipeContext
+class AsLayer(torch.nn.Module):
+    """A stack that can be called like a layer in ``tests.dist.blocks.run``."""
 
-    return AMPipeContext(AMPipeConfig())
+    def __init__(self, stack: torch.nn.Module) -> None:
+        super().__init__()
+        self.stack = stack
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, rotary_pos_emb: None
+    ) -> tuple[torch.Tensor, None]:
+        return self.stack(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb), None
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ REFUSED = {
     "--hybrid-context-parallel": "--hybrid-context-parallel",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 1",
     "--window-size": "--window-size 8,8",
-    "--spec": "--spec some.module some_spec",
+    "--hybrid-layer-pattern": "--hybrid-layer-pattern E*-",
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
     "--softmax-type": "--softmax-type off-by-one",
     "--attention-output-gate": "--attention-output-gate",

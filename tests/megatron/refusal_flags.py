@@ -23,7 +23,7 @@ VALUES = {
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
     "--cp-comm-type": [["ring"], ["a2a+p2p"]],
     "--window-size": [["8,8"]],
-    "--spec": [["some.module", "some_spec"]],
+    "--hybrid-layer-pattern": [["E*-"], ["*|E", "--pipeline-model-parallel-size", "2"]],
     "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"], ["aux_loss", "sinkhorn"]],
     "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],

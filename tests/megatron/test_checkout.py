@@ -199,12 +199,12 @@ def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.Captu
             "from megatron.training.arguments import parse_and_validate_args\n"
             "raise SystemExit(0 if parse_and_validate_args() else 1)",
             [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"],
-            "it builds no GPT model of Megatron's",
+            "it builds no GPT or hybrid model of Megatron's",
         ),
         (
             "from megatron.training.arguments import parse_and_validate_args as p\np()",
-            [*FLAGS, *DEGREE_4, "--spec", "mine", "layers", "--expert-model-parallel-size", "1"],
-            "custom layer specifications are not supported yet",
+            [*FLAGS, *DEGREE_4, "--attention-output-gate", "--expert-model-parallel-size", "1"],
+            "gated attention is not supported yet",
         ),
     ],
     ids=["no-parser", "no-model", "refused"],
@@ -225,7 +225,7 @@ def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
     shutil.copy(CHECKOUT / "other_model.py", script)
     flags = [*FLAGS, *DEGREE_4, "--expert-model-parallel-size", "1"]
     run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(script), *flags, num_ranks=1))
-    assert "it trains a Line, and only GPT models can be pipelined" in run.error
+    assert "it trains a Line, and only GPT and hybrid models can be pipelined" in run.error
 
 
 def test_the_script_does_not_use_ampipe() -> None:

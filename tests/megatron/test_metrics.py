@@ -146,7 +146,7 @@ def sampled(rank, trace_dir, log_interval=3):
     context = AMPipeContext(config, recorder=Recorder(num_iterations=9))
     args = argparse.Namespace(rank=rank, world_size=2, log_interval=log_interval, curr_iteration=0)
     def forward_step(iterator, model):
-        context.recorder.enter(1, Direction.FORWARD)
+        context.recorder.enter((1,), Direction.FORWARD)
         context.recorder.add("compute", Stage(kinds.QKV), 0.0, 1.0)
     step = recorded(forward_step, context, args)
     for iteration in range(7):

@@ -64,6 +64,11 @@ LAYOUTS: dict[str, dict[str, Pair]] = {
         "recompute": Pair(
             EP + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         ),
+        # Layers of the user's own specification.
+        "spec": Pair(
+            EP + "--spec tests.megatron.custom_spec block",
+            added=(ALL, "--ampipe-degree 4"),
+        ),
         "mtp": Pair(
             EP + "--mtp-num-layers 1 --position-embedding-type rope",
             boundary="each MTP layer has its own schedule",
@@ -172,6 +177,11 @@ ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
             "own schedule",
         ),
     ),
+    "hybrid": (
+        0,
+        {"hybrid_layer_pattern": "*E*E"},
+        ("all", "boundaries between pipeline stages, and at layers that are not in pairs"),
+    ),
     "context": (
         0,
         {"context_parallel_size": 2},
@@ -196,6 +206,7 @@ def test_the_start_up_table_says_where_boundaries_are(name: str) -> None:
         "recompute_granularity": None,
         "virtual_pipeline_model_parallel_size": None,
         "mtp_num_layers": None,
+        "hybrid_layer_pattern": None,
     }
     args = argparse.Namespace(**plain | settings)
     assert _stack_row(args, Pipeline.of(4, stack=stack)) == ("layers per schedule", *expected)

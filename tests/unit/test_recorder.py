@@ -33,10 +33,10 @@ def test_passes_are_distinguished(clock: list[float]) -> None:
     recorder.start_iteration(5)
     # Two micro-batches; the second has one more stage, as in a recompute.
     for stages in ((QKV,), (QKV, LOSSES)):
-        recorder.enter(1, Direction.FORWARD)
+        recorder.enter((1,), Direction.FORWARD)
         for stage in stages:
             run(recorder, clock, stage, 0.002)
-    recorder.enter(1, Direction.BACKWARD)
+    recorder.enter((1,), Direction.BACKWARD)
     run(recorder, clock, QKV, 0.003)
     times = recorder.pass_times_us(5)
     assert times[Direction.FORWARD] == pytest.approx([2000, 4000])
@@ -46,11 +46,11 @@ def test_passes_are_distinguished(clock: list[float]) -> None:
 
 def test_nothing_is_recorded_while_paused(clock: list[float]) -> None:
     recorder = Recorder(num_iterations=2)
-    recorder.enter(1, Direction.FORWARD)
+    recorder.enter((1,), Direction.FORWARD)
     run(recorder, clock, QKV, 1.0)
     recorder.start_iteration(1)
     recorder.pause()
-    recorder.enter(1, Direction.FORWARD)
+    recorder.enter((1,), Direction.FORWARD)
     run(recorder, clock, QKV, 1.0)
     assert recorder.timeline(rank=0, labels={}).spans == ()
 
@@ -59,7 +59,7 @@ def test_a_timeline_of_one_iteration(clock: list[float]) -> None:
     recorder = Recorder(num_iterations=2)
     for iteration in (1, 2, 3):
         recorder.start_iteration(iteration)
-        recorder.enter(1, Direction.FORWARD)
+        recorder.enter((1,), Direction.FORWARD)
         run(recorder, clock, QKV, 0.001)
         run(recorder, clock, QKV, 0.001, lane="comm")
     kept = recorder.timeline(rank=0, labels={}).spans
@@ -91,7 +91,7 @@ def test_each_iteration_has_its_own_origin_event(clock: list[float], monkeypatch
     recorder = Recorder(num_iterations=2)
     for iteration in (1, 2):
         recorder.start_iteration(iteration)
-        recorder.enter(1, Direction.FORWARD)
+        recorder.enter((1,), Direction.FORWARD)
         with recorder.on_stream("compute", QKV, None):  # type: ignore[arg-type]
             clock[0] += 0.25
         clock[0] += 36_000.0

@@ -13,7 +13,8 @@ Called by the training entry points and by tests, *before* Megatron is imported:
 
 There is one module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (``device=``
 arguments), :mod:`.random` (random state), :mod:`.megatron` (functions inside Megatron), :mod:`.norm` (the
-norm of the local layers), :mod:`.host_flags` (flags that Megatron needs on a CPU).
+norm of the local layers), :mod:`.hybrid_layers` and :mod:`.mamba` (hybrid models), :mod:`.host_flags` (flags
+that Megatron needs on a CPU).
 """
 
 import sys

@@ -5,6 +5,7 @@ that start-up can print it. A flag that the user set to something that needs a G
 silently. Imports neither torch nor Megatron. Called by the training entry points.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,26 @@ GPU_ONLY_FLAGS = (
         rule="a YAML file replaces the command line, so the flags that a CPU needs would be ignored",
         remedy="Give the settings as flags.",
     ),
+    *(
+        refusal
+        for flag in ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+        for refusal in (
+            GpuOnlyFlag(
+                flag=flag,
+                rule="gated delta net (G) and sparse attention (D) exist as GPU kernels only",
+                remedy="Use the layers * + E - and M.",
+                refuses=lambda values: any(letter in value for value in values for letter in "GD"),
+            ),
+            GpuOnlyFlag(
+                flag=flag,
+                rule="Megatron's Mamba layers (M) need the package einops, and it is not installed",
+                remedy="Run: pip install einops.",
+                refuses=lambda values: (
+                    any("M" in value for value in values) and importlib.util.find_spec("einops") is None
+                ),
+            ),
+        )
+    ),
     GpuOnlyFlag(flag="--fp8-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
     GpuOnlyFlag(flag="--fp4-format", rule=_TRANSFORMER_ENGINE, remedy="Leave it out, or use --bf16."),
     *(
@@ -127,6 +148,7 @@ GPU_ONLY_FLAGS = (
             ("--use-sharp", "it is a feature of NCCL, which needs GPUs"),
             ("--use-megatron-fsdp", "its buffers are in GPU memory"),
             ("--use-torch-fsdp2", "its device mesh consists of GPUs"),
+            ("--disable-mamba-mem-eff-path", _GPU_KERNEL),
             ("--log-energy", "it reads the energy counter of a GPU"),
         )
     ),

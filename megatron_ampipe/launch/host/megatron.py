@@ -1,4 +1,4 @@
-"""Replacements for functions inside Megatron. The only module of the host platform that imports Megatron.
+"""Replacements for functions inside Megatron. Only this module and what it imports from here import Megatron.
 
 Called last by :func:`megatron_ampipe.launch.host.install`, when ``torch`` is prepared for the import.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_ampipe import compat
 from megatron_ampipe.launch.host.dropping import break_ties_by_index
 from megatron_ampipe.launch.host.norm import build_norm
 from megatron_ampipe.launch.host.random import get_rng_state, set_rng_state
@@ -98,6 +99,11 @@ def install() -> None:
     # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. The class is patched, because many
     # modules hold a reference to it.
     WrappedTorchNorm.__new__ = staticmethod(lambda _cls, *args, **kwargs: build_norm(*args, **kwargs))
+
+    if compat.has_hybrid_models():
+        from megatron_ampipe.launch.host import hybrid_layers
+
+        hybrid_layers.install()
 
     # pretrain() calls this, which asserts that there is CUDA.
     training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)

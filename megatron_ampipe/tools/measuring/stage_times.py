@@ -51,7 +51,7 @@ class StageTimer:
         """Every stage once, each recorded while nothing else runs."""
 
         def name(stage: Stage) -> str:
-            return _name(stage, recorder.layer + stage.layer)
+            return _name(stage, recorder.layers[stage.layer])
 
         self.needs.setdefault(recorder.direction.value, {}).update(
             {name(stage): list(map(name, found)) for stage, found in needs.items()}

@@ -1,0 +1,104 @@
+"""Which layers of a hybrid model are pipelined, from its ``--hybrid-layer-pattern``. Pure.
+
+The letters are Megatron's: ``*`` attention, ``+`` latent attention, ``E`` MoE, ``-`` MLP, ``M`` Mamba and
+others. ``|`` separates pipeline stages, ``/`` the layers of multi-token prediction. An attention layer and
+the MoE layer right after it are a pair, which is pipelined as one block. An attention layer and an MLP right
+after it are one too next to a pair with experts, whose schedule they can share.
+Called by ``layers``, by ``launch`` and by :mod:`.refusal_conditions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ATTENTION = "*+"
+EXPERTS = "E"
+DENSE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class HybridPattern:
+    """The layers of a hybrid model.
+
+    Attributes:
+        stages: The layers of every pipeline stage, virtual ones included.
+    """
+
+    stages: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, text: str, *, stages: int = 1, first: int | None = None, last: int | None = None
+    ) -> HybridPattern:
+        """From the value of ``--hybrid-layer-pattern``, which Megatron has checked.
+
+        Args:
+            text: The pattern. Layers of multi-token prediction are left out: they run unchanged.
+            stages: Pipeline stages, over which Megatron spreads a pattern without ``|``.
+            first: Layers of the first stage of such a pattern, where it has another number
+                (``--decoder-first-pipeline-num-layers``).
+            last: Likewise for the last stage.
+        """
+        layers = text.partition("/")[0]
+        if "|" in layers or stages == 1:
+            return cls(tuple(layers.split("|")))
+        between = stages - (first is not None) - (last is not None)
+        size = (len(layers) - (first or 0) - (last or 0)) // max(1, between)
+        sizes = [size] * between
+        sizes[:0] = [] if first is None else [first]
+        sizes += [] if last is None else [last]
+        ends = [sum(sizes[: index + 1]) for index in range(stages)]
+        return cls(tuple(layers[end - size : end] for size, end in zip(sizes, ends, strict=True)))
+
+    @classmethod
+    def of_arguments(cls, arguments: Any) -> HybridPattern | None:
+        """From Megatron's arguments; None for a GPT."""
+        text = getattr(arguments, "hybrid_layer_pattern", None)
+        if text is None:
+            return None
+        return cls.of(
+            text,
+            stages=getattr(arguments, "pipeline_model_parallel_size", 1) or 1,
+            first=getattr(arguments, "decoder_first_pipeline_num_layers", None),
+            last=getattr(arguments, "decoder_last_pipeline_num_layers", None),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return sum(map(len, self.stages))
+
+    @property
+    def num_pairs(self) -> int:
+        """How many attention layers are followed by an MoE layer in the same stage."""
+        return sum(run.count(True) for run in self.runs)
+
+    @property
+    def runs(self) -> tuple[tuple[bool, ...], ...]:
+        """The pairs that can share a schedule, and whether each has experts."""
+        return tuple(
+            tuple(stage[first + 2 * pair + 1] in EXPERTS for pair in range(num_pairs))
+            for stage in self.stages
+            for first, num_pairs in runs_of_pairs(stage)
+        )
+
+
+def runs_of_pairs(layers: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """The pairs of one pipeline stage that follow each other directly, if one of them has experts.
+
+    Args:
+        layers: The letters of its layers.
+
+    Yields:
+        The first layer of each run of pairs, from 0, and the number of its pairs.
+    """
+    first = 0
+    while first < len(layers) - 1:
+        end = first
+        while end < len(layers) - 1 and layers[end] in ATTENTION and layers[end + 1] in EXPERTS + DENSE:
+            end += 2
+        if any(layers[second] in EXPERTS for second in range(first + 1, end, 2)):
+            yield first, (end - first) // 2
+        first = max(end, first + 1)

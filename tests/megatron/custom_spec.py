@@ -1,0 +1,9 @@
+"""Layer specifications as users name them with ``--spec``: of a block, and of one layer."""
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+moe_layer = get_gpt_layer_local_spec(num_experts=4, normalization="LayerNorm")
+dense_layer = get_gpt_layer_local_spec(normalization="LayerNorm")
+block = TransformerBlockSubmodules(layer_specs=[dense_layer, *[moe_layer] * 3], layer_norm=WrappedTorchNorm)

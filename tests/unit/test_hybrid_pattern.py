@@ -1,0 +1,61 @@
+"""Which layers of a hybrid model are pipelined, and what a model without such layers is told."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ampipe.hybrid_pattern import HybridPattern, runs_of_pairs
+from megatron_ampipe.refusal_conditions import hybrid_without_pair
+
+
+@pytest.mark.parametrize(
+    ("layers", "runs"),
+    [
+        ("*E", [(0, 1)]),
+        ("*E*E", [(0, 2)]),
+        ("+EM+E", [(0, 1), (3, 1)]),
+        ("M*E-*EE*", [(1, 1), (4, 1)]),
+        # A dense pair shares the schedule of its neighbors only.
+        ("*-*E*-", [(0, 3)]),
+        ("*-M*E", [(3, 1)]),
+        ("*-*-", []),
+        ("E*M", []),
+        ("**E", [(1, 1)]),
+        ("", []),
+        ("*", []),
+    ],
+)
+def test_runs_of_pairs(layers: str, runs: list[tuple[int, int]]) -> None:
+    assert list(runs_of_pairs(layers)) == runs
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "stages"),
+    [
+        ("*E*E/*E/*E", {}, ("*E*E",)),
+        ("*E|M*|E*", {"stages": 3}, ("*E", "M*", "E*")),
+        ("*EM*EM", {"stages": 2}, ("*EM", "*EM")),
+        ("M*E*E*E", {"stages": 3, "first": 3}, ("M*E", "*E", "*E")),
+        ("*E*E*EM", {"stages": 3, "first": 2, "last": 3}, ("*E", "*E", "*EM")),
+    ],
+)
+def test_pipeline_stages(text: str, sizes: dict[str, int], stages: tuple[str, ...]) -> None:
+    assert HybridPattern.of(text, **sizes).stages == stages
+
+
+def test_pairs_are_counted_and_dense_ones_known() -> None:
+    pattern = HybridPattern.of("*-*EM*E|*EM")
+    assert pattern.num_layers == 10
+    assert pattern.num_pairs == 3
+    assert pattern.runs == ((False, True), (True,), (True,))
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "refused"),
+    [(None, 1, False), ("*EM", 1, False), ("ME*-", 1, True), ("M*|E", 2, True), ("M*EM", 2, True)],
+)
+def test_a_model_without_pairs_is_refused(text: str | None, stages: int, refused: bool) -> None:
+    arguments = SimpleNamespace(hybrid_layer_pattern=text, pipeline_model_parallel_size=stages)
+    assert hybrid_without_pair(arguments) == (text if refused else None)
