@@ -27,6 +27,22 @@ MINIMUM_VERSIONS = {"torch": "2.6", "megatron-core": "0.17"}
 MINIMUM_PYTHON = "3.12"
 SUPPORTED_MEGATRON = ("0.17", "0.18", "0.19")
 """The versions that the tests run with; constraints.txt and tests/older_megatron.txt pin the exact ones."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MainBranch:
+    """The state of Megatron's main branch that was tested by hand.
+
+    Attributes:
+        version: Major and minor version that it calls itself.
+        commit: Its commit.
+    """
+
+    version: str
+    commit: str
+
+
+MAIN_BRANCH = MainBranch("0.20", "d98e8a64ddf34856e74b24714e3bedb2f5a39553")
 PRETRAIN_GPT_MEGATRON = "0.19"
 """The first version that builds a GPT model from a configuration, as megatron_ampipe.pretrain_gpt needs."""
 FLASH_ATTN_BOTTOM_RIGHT = "2.1"
@@ -209,7 +225,8 @@ def require_peers() -> None:
         missing = missing_internals()
         warnings.warn(
             f"Megatron {megatron} is newer than the versions AMPipe is tested with "
-            f"({', '.join(SUPPORTED_MEGATRON)}). "
+            f"({', '.join(SUPPORTED_MEGATRON)}, and commit {MAIN_BRANCH.commit[:12]} of the main branch, "
+            f"{MAIN_BRANCH.version}). "
             + (
                 f"Not found in it: {', '.join(missing)}."
                 if missing

@@ -18,6 +18,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from tests.internals_seen import versions_with
+
 Definition = ast.FunctionDef | ast.ClassDef
 Fact = Callable[["Subject"], Iterator[str]]
 """Yields what is not as we rely on it, one clause each."""
@@ -117,15 +119,17 @@ def begins_with(*parameters: str, method: str | None = None) -> Fact:
     return fact
 
 
-def says(*fragments: str, method: str | None = None) -> Fact:
-    """Its source, white space aside, contains these."""
+def says(*fragments: str, method: str | tuple[str, ...] | None = None) -> Fact:
+    """Its source, white space aside, contains these; of several methods, each in one of them."""
+    methods = (method,) if isinstance(method, str) else method
 
     def fact(subject: Subject) -> Iterator[str]:
-        node = subject.source if method is None else subject.function(method)
-        text = squeezed(ast.unparse(node)) if node is not None else ""
+        nodes = [subject.source] if methods is None else [subject.function(name) for name in methods]
+        text = squeezed("".join(ast.unparse(node) for node in nodes if node is not None))
+        where = " and ".join(methods or ["it"])
         for fragment in fragments:
             if squeezed(fragment) not in text:
-                yield f"the source of {method or 'it'} does not contain {fragment!r} any more"
+                yield f"the source of {where} does not contain {fragment!r} any more"
 
     return fact
 
@@ -270,14 +274,14 @@ INTERNALS = [
             says(
                 "self.self_attn_bda(self.training, self.config.bias_dropout_fusion)"
                 "(attention_output_with_bias, residual, self.hidden_dropout)",
-                method="_forward_attention",
+                method=("_forward_attention", "_apply_self_attn_bda_step"),
             ),
-            says("residual = residual.float()", method="_forward_attention"),
-            says("residual = residual.float()", method="_forward_mlp"),
+            says("residual = residual.float()", method=("_forward_attention", "_run_input_layernorm")),
+            says("residual = residual.float()", method=("_forward_mlp", "_pre_mlp_layernorm_and_residual")),
             says(
                 "self.mlp_bda(self.training, self.config.bias_dropout_fusion)"
                 "(mlp_output_with_bias, residual, self.hidden_dropout)",
-                method="_forward_post_mlp",
+                method=("_forward_post_mlp", "_apply_mlp_bda_step"),
             ),
         ),
     ),
@@ -404,8 +408,12 @@ INTERNALS = [
         (
             says(
                 "for param in module.parameters(recurse=False):",
-                "self.param_to_bucket_group[param].finish_param_sync(",
+                "self.param_to_bucket_group[param]",
                 method="_make_forward_pre_hook",
+            ),
+            says(
+                "finish_param_sync(skip_next_bucket_dispatch=",
+                method=("_make_forward_pre_hook", "_finish_param_sync_for_bucket_group"),
             ),
             says("for module in self.module.modules():", method="enable_forward_pre_hook"),
             says("buffer.reset()", method="zero_grad_buffer"),
@@ -632,7 +640,7 @@ INTERNALS = [
         "tokens in another order, or a wait of the host in every chunk",
         (
             takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
-            says("permuted_input, permuted_probs, sorted_indices, None, tokens_per_expert"),
+            says("return (permuted_input, permuted_probs, sorted_indices,", "tokens_per_expert)"),
         ),
     ),
     Internal(
@@ -1416,12 +1424,13 @@ HEAD = """\
 
 Every name of Megatron that the package imports, subclasses, mirrors or replaces. Written by
 `python -m tests.internals > docs/internals.md` from `tests/internals.py`, whose facts
-`tests/megatron/test_megatron_names.py` checks against the installed Megatron. Tested with megatron-core
-0.19.2; `compat.py` handles what differs in 0.18 and 0.17. Names are without `megatron.`, files within
-`megatron_ampipe/`.
+`tests/megatron/test_megatron_names.py` checks against the installed Megatron, 0.19. *Seen in* says in which
+versions the name was found; a star means that something that the facts state is different there, which
+`compat.py` handles or only AMPipe's entry point needs. 0.20 is Megatron's main branch
+([commit](checkout.md#which-megatron)). Names are without `megatron.`, files within `megatron_ampipe/`.
 
-| name | used in | what for | if it changes |
-|---|---|---|---|"""
+| name | used in | what for | if it changes | seen in |
+|---|---|---|---|---|"""
 
 
 def render() -> Iterator[str]:
@@ -1429,7 +1438,10 @@ def render() -> Iterator[str]:
     yield HEAD
     for internal in INTERNALS:
         files = " ".join(f"`{path}`" for path in internal.used_in.split())
-        yield f"| `{internal.name}` | {files} | {internal.used_for} | {internal.if_changed} |"
+        yield (
+            f"| `{internal.name}` | {files} | {internal.used_for} | {internal.if_changed} "
+            f"| {versions_with(internal.name)} |"
+        )
 
 
 if __name__ == "__main__":

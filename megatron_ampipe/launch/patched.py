@@ -59,6 +59,11 @@ def layer_spec(spec: Any) -> Any:
     return spec if _session is None else _session.layer_spec(spec)
 
 
+def stack_spec(spec: Any) -> Any:
+    """A hybrid model's stack with its attention-MoE pairs pipelined; called in ``HybridModel.__init__``."""
+    return spec if _session is None else _session.stack_spec(spec)
+
+
 def forward_step(step: Any) -> Any:
     """The forward step, which tells the recorder its iteration; called in ``pretrain``."""
     if own_launcher.is_used():

@@ -10,15 +10,15 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.internals import INTERNALS, Fact, Internal, Subject, begins_with, behaves, has, render, says, takes
-from tests.megatron.launcher import REPOSITORY, environment
+from tests.internals_seen import complaints_of, recorded, summary
+from tests.megatron.launcher import REPOSITORY
+from tests.megatrons import OLDER, at_hand
 
 PACKAGE = REPOSITORY / "megatron_ampipe"
 PAGE = REPOSITORY / "docs" / "internals.md"
@@ -52,14 +52,14 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[str]]:
-    command = [sys.executable, "-m", "tests.megatron.test_megatron_names"]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return result
+def found() -> dict[str, dict[str, list[str]]]:
+    """By version."""
+    return {version: complaints_of(version) for version in at_hand()}
+
+
+@pytest.mark.parametrize("version", at_hand())
+def test_what_is_recorded_of_a_version_is_so(version: str, found: dict[str, dict[str, list[str]]]) -> None:
+    assert summary(found[version]) == recorded()[version], "run: python -m tests.internals_seen"
 
 
 class _Sample:
@@ -92,12 +92,16 @@ def test_no_name_is_listed_twice() -> None:
     assert len(BY_NAME) == len(INTERNALS)
 
 
+@pytest.mark.parametrize("version", [version for version in at_hand() if version not in OLDER])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_megatron_is_as_we_rely_on_it(name: str, found: dict[str, list[str]]) -> None:
+def test_megatron_is_as_we_rely_on_it(
+    name: str, version: str, found: dict[str, dict[str, list[str]]]
+) -> None:
     files = ", ".join(f"megatron_ampipe/{path}" for path in BY_NAME[name].used_in.split())
-    assert not found[name], (
-        f"megatron.{name} has changed: {'; '.join(found[name])}. {files} depend on it: see its row in "
-        "docs/internals.md, adapt them, then its facts in tests/internals.py."
+    complaints = found[version][name]
+    assert not complaints, (
+        f"megatron.{name} has changed in {version}: {'; '.join(complaints)}. {files} depend on it: see its "
+        "row in docs/internals.md, adapt them, then its facts in tests/internals.py."
     )
 
 

@@ -1,0 +1,83 @@
+"""Training with the scripts of the checkout that ``AMPIPE_MEGATRON`` names, as they are: the next Megatron.
+
+Skipped without it. With it, these run too: ``tests/dist/test_versions.py`` (blocks),
+``tests/megatron/test_megatron_names.py`` (names) and ``tests/unit/test_patch.py`` (the patch).
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, Run, execute, torchrun_command
+from tests.megatrons import NEXT, folder_of, needs_checkout
+
+pytestmark = [pytest.mark.timeout(400), needs_checkout]
+
+TOLERANCE = 1e-5
+LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
+COMMON = [
+    *TINY_GPT,
+    *TINY_MOE,
+    *MOCK_DATA,
+    *shlex.split(
+        "--expert-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0 --num-layers 4 "
+        "--position-embedding-type rope --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"
+    ),
+]
+SCRIPTS = {
+    "pretrain_gpt.py": "",
+    "pretrain_hybrid.py": "--hybrid-layer-pattern M*EM*-*E --normalization RMSNorm",
+}
+ADDED = ("--ampipe-degree 4 --ampipe-stack 1", "--ampipe-degree 2 --ampipe-stack all")
+
+
+@cache
+def run_of(script: str, added: str) -> Run:
+    """One run of a script of the checkout."""
+    folder = folder_of(NEXT)
+    assert folder is not None
+    words = [*COMMON, *shlex.split(SCRIPTS[script]), *shlex.split(added)]
+    run = execute(torchrun_command("-m", "megatron_ampipe.launch", str(folder / script), *words))
+    assert run.exit_code == 0, run.output[-6000:]
+    assert run.iterations == [1, 2, 3, 4]
+    return run
+
+
+def _assert_same_digits(stock: Run, ours: Run) -> None:
+    assert stock.lm_loss[-1] < stock.lm_loss[0], "a run that learns nothing proves little"
+    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE)
+    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE)
+    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("added", ADDED)
+def test_its_scripts_train_like_stock(script: str, added: str) -> None:
+    ours = run_of(script, added)
+    _assert_same_digits(run_of(script, ""), ours)
+    assert f"Megatron {NEXT}" in " ".join(ours.table.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_its_scripts_take_the_flags_once_patched(script: str, tmp_path: Path) -> None:
+    """Launched without AMPipe's launcher, in a copy of the checkout."""
+    from megatron_ampipe.cli import main
+
+    folder = folder_of(NEXT)
+    assert folder is not None
+    ignored = shutil.ignore_patterns("__pycache__", ".git")
+    shutil.copytree(folder / "megatron", tmp_path / "megatron", ignore=ignored)
+    for path in folder.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    assert main(["patch", "apply", str(tmp_path)]) == 0
+    words = [*COMMON, *shlex.split(SCRIPTS[script]), *shlex.split(ADDED[0])]
+    by_hand = str(REPOSITORY / "tests" / "megatron" / "checkout" / "by_hand.py")
+    run = execute(torchrun_command(by_hand, str(tmp_path / script), *words))
+    assert run.exit_code == 0, run.output[-6000:]
+    assert "layers per schedule" in run.table
+    _assert_same_digits(run_of(script, ""), run)
