@@ -102,9 +102,9 @@ class AsLayer(torch.nn.Module):
         self.stack = stack
 
     def forward(
-        self, hidden_states: torch.Tensor, attention_mask: None, rotary_pos_emb: None
+        self, hidden_states: torch.Tensor, attention_mask: None, **arguments: Any
     ) -> tuple[torch.Tensor, None]:
-        return self.stack(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb), None
+        return self.stack(hidden_states, attention_mask, **arguments), None
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ def _half(tree: Path) -> None:
     [
         (
             _other_version,
-            "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19 alone. Use Megatron 0.17 "
-            "or later: AMPipe runs on no earlier one.",
+            "it holds Megatron 0.16.2, and there are patches for 0.17, 0.18, 0.19, 0.20 alone. Use "
+            "Megatron 0.17 or later: AMPipe runs on no earlier one.",
         ),
         (_newer_version, "alone. Launch with -m megatron_ampipe.launch PATH/pretrain_gpt.py, which needs no"),
         (_no_version, "does not contain the version of Megatron"),
