@@ -28,6 +28,8 @@ class _Modules:
         inner: Likewise of one without a gate.
         routing_bytes: Bytes for each expert, and for each expert of a token.
         combined: Rows that came back from the experts are kept for the gradient of their probabilities.
+        gradient_bytes: Of the gradients inside an expert that exist at the same time, for each unit of the
+            width of its first product. In 16 bit, local modules multiply by the probability in fp32.
     """
 
     norms_wide: int
@@ -36,13 +38,14 @@ class _Modules:
     inner: int
     routing_bytes: tuple[int, int]
     combined: bool
+    gradient_bytes: int
 
 
-_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True)
+_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True, gradient_bytes=4)
 """Transformer Engine, by reading."""
 _LOCAL = {
-    4: _Modules(0, 6, 6, 3, (13, 20), combined=False),
-    2: _Modules(4, 2, 6, 3, (13, 20), combined=False),
+    4: _Modules(0, 6, 6, 3, (13, 20), combined=False, gradient_bytes=8),
+    2: _Modules(4, 2, 6, 3, (13, 20), combined=False, gradient_bytes=12),
 }
 """Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
 
@@ -76,12 +79,13 @@ def peak_bytes(
     kept = dense + (0.0 if "redispatch" in restored else arrived) + (0.0 if "rebuild" in restored else inner)
     experts, attention = _weights(workload)
     sum_bytes = element if stock or workload.fused_gradients else SUM_BYTES
-    # Of the chunk whose experts are differentiated: what was restored, and gradients before each product.
-    of_chunk = (arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks
+    # Of the chunk whose experts are differentiated: what was restored, while the next chunk's tokens are
+    # permuted and on their way, and gradients before each product.
+    of_chunk = (3 * arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks
     received = _received(workload)
     width = workload.ffn / workload.expert_tensor * (2 if workload.gated else 1)
     calls = 1 if workload.grouped else workload.local_experts
-    of_chunk += received * (workload.hidden + 2 * width / calls) * element / chunks
+    of_chunk += received * (workload.hidden * element + modules.gradient_bytes * width / calls) / chunks
     # Gradients on their way to the experts: those of two chunks wait, or all of them without chunks.
     of_chunk += received * workload.hidden * element * min(1.0, 2 / chunks)
     rows = workload.rows * workload.batch * workload.hidden * element

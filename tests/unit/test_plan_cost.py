@@ -19,6 +19,7 @@ from tests.plan_cases import NONE, cluster, workload
 
 MEASURED_MIB = {
     "fp32": {"stock": 300.6, "keep": 295.7, "rebuild": 108.7, "redispatch": 95.1},
+    "bf16": {"stock": 175.0, "keep": 166.4, "rebuild": 73.6, "redispatch": 66.5},
 }
 
 
