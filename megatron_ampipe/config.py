@@ -31,6 +31,7 @@ SETTING_NAMES = (
     "schedule",
     "stack",
     "memory",
+    "memory-budget",
     "capacity-scope",
     "trace-dir",
 )
@@ -52,6 +53,8 @@ class AMPipeConfig:
     """Plan file that the pipeline was read from."""
     save_plan: str | None = None
     """File that receives what ``automatic`` chose, as a plan; None to keep it in the log alone."""
+    memory_budget: str | None = None
+    """Size, such as ``60GiB``, into which the activations must fit; it chooses what the experts keep."""
     capacity_scope: str = "sequence"
     """Over which tokens an expert's capacity counts; one of :data:`CAPACITY_SCOPES`. ``chunk`` drops other
     tokens than a stock run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.training import training
@@ -16,6 +17,7 @@ from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
+from megatron_ampipe.launch.memory_budget import MemoryChoice, choose_memory
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
@@ -65,6 +67,10 @@ def make_context(
         print_startup_table(rows, adjustments)
         return None
     refuse_unsupported(config, args)
+    memory = None
+    if config.memory_budget is not None:
+        memory = choose_memory(args, config.pipeline, config.memory_budget)
+        config = replace(config, pipeline=replace(config.pipeline, memory=memory.strategy))
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
     if config.save_plan is not None:
@@ -85,7 +91,7 @@ def make_context(
         *_hybrid_row(args),
         _stack_row(args, context.pipeline),
         *_recompute_row(args, context.recompute),
-        *_memory_row(context.pipeline.memory),
+        *_memory_row(context.pipeline.memory, memory),
         _attention_row(args, on_gpu=on_gpu),
         *_documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
@@ -194,8 +200,10 @@ def _recompute_row(args: argparse.Namespace, recompute: FullRecompute | None) ->
     return [("full recompute", layers, reason)]
 
 
-def _memory_row(strategy: str) -> list[tuple[str, str, str]]:
-    """What the experts do not keep; no row where they keep everything."""
+def _memory_row(strategy: str, chosen: MemoryChoice | None) -> list[tuple[str, str, str]]:
+    """What the experts do not keep, and what a budget chose; no row where they simply keep everything."""
+    if chosen is not None:
+        return [("memory", strategy, chosen.reason)]
     if strategy == KEEP:
         return []
     reason = "the experts' first product and activation are computed once more in the backward pass"

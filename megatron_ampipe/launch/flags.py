@@ -15,6 +15,7 @@ from megatron_ampipe.config import (
     AMPipeConfig,
 )
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.memory_size import parse_size
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
@@ -113,11 +114,19 @@ def add_arguments(
     )
     group.add_argument(
         "--ampipe-memory",
-        choices=tuple(STRATEGIES),
+        choices=(*STRATEGIES, AUTO),
         default=None,
         help="what the experts keep for their backward pass: keep everything; rebuild computes their first "
         "product and activation once more instead, while tokens travel; redispatch also sends the tokens "
-        "once more. Changes no bit of any result (default: keep)",
+        "once more; auto is the first of these that fits into --ampipe-memory-budget. Changes no bit of any "
+        "result (default: keep)",
+    )
+    group.add_argument(
+        "--ampipe-memory-budget",
+        default=None,
+        metavar="SIZE",
+        help="for --ampipe-memory auto: memory for the activations of the layers of a pipeline stage, such "
+        "as 60GiB; a run for which no strategy fits stops at its start",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -217,6 +226,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         automatic=args.ampipe_degree == AUTO,
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
+        memory_budget=args.ampipe_memory_budget,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
@@ -229,6 +239,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             ("--ampipe-schedule", args.ampipe_schedule),
             ("--ampipe-stack", args.ampipe_stack),
             ("--ampipe-memory", args.ampipe_memory),
+            ("--ampipe-memory-budget", args.ampipe_memory_budget),
             ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
             ("--ampipe-trace-dir", args.ampipe_trace_dir),
         ):
@@ -245,7 +256,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
 def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int) -> Pipeline:
     """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
     degree, backward = args.ampipe_degree, args.ampipe_backward_degree
-    schedule, memory = args.ampipe_schedule or SCHEDULE_NAMES[0], args.ampipe_memory or KEEP
+    schedule, memory = args.ampipe_schedule or SCHEDULE_NAMES[0], _memory(args)
     if degree != AUTO:
         if degree is None:
             degree = 1 if shares is None else len(shares)
@@ -265,6 +276,28 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack:
     return Pipeline.of(1, schedule=schedule, stack=stack, memory=memory)
 
 
+def _memory(args: argparse.Namespace) -> str:
+    """What the experts keep until a budget chooses."""
+    memory, budget = args.ampipe_memory or KEEP, args.ampipe_memory_budget
+    if memory == AUTO and budget is None:
+        raise BadInput(
+            "--ampipe-memory",
+            AUTO,
+            rule="chooses by a budget, and there is none",
+            remedy="Add for example --ampipe-memory-budget 60GiB.",
+        )
+    if memory != AUTO and budget is not None:
+        raise BadInput(
+            "--ampipe-memory-budget",
+            budget or "(empty)",
+            rule=f"has no effect with --ampipe-memory {memory}",
+            remedy="Use --ampipe-memory auto, or leave it out.",
+        )
+    if budget is not None:
+        parse_size(budget)
+    return KEEP if memory == AUTO else memory
+
+
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of what an earlier run of this command line chose."""
     chosen = read_plan(Path(args.ampipe_save_plan)).pipeline()
@@ -275,7 +308,7 @@ def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeCon
     for flag, value, of_plan in (
         ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
         ("--ampipe-stack", stack, stack_to_text(chosen.stack)),
-        ("--ampipe-memory", args.ampipe_memory, chosen.memory),
+        ("--ampipe-memory", None if args.ampipe_memory == AUTO else args.ampipe_memory, chosen.memory),
     ):
         if value not in (None, of_plan):
             raise BadInput(
@@ -298,7 +331,16 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
 
 
 def _refuse_next_to_plan(args: argparse.Namespace) -> None:
-    for name in ("degree", "backward_degree", "chunks", "cluster", "schedule", "stack", "memory"):
+    for name in (
+        "degree",
+        "backward_degree",
+        "chunks",
+        "cluster",
+        "schedule",
+        "stack",
+        "memory",
+        "memory_budget",
+    ):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"
         if value is not None:

@@ -22,6 +22,7 @@ from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, layers_of, workloa
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.refusal_conditions import recomputes
 from megatron_ampipe.schedule import KEEP, BlockFeatures, SequenceLayout, with_memory
@@ -151,6 +152,11 @@ def layout_of_args(args: argparse.Namespace) -> SequenceLayout:
         tensor_ranks=args.tensor_model_parallel_size if args.sequence_parallel else 1,
         context_ranks=args.context_parallel_size,
     )
+
+
+def stage_of_args(args: argparse.Namespace) -> StageLayers:
+    """The layers of the (virtual) pipeline stage with most."""
+    return layers_of(_model_of_args(args))
 
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,36 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
     file.write_text(file.read_text().replace("memory: rebuild", "memory: forget"))
     with pytest.raises(BadInput, match="memory forget: is not one of keep, rebuild, redispatch"):
         parse("--ampipe-plan", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--ampipe-memory", "auto"], "--ampipe-memory auto: chooses by a budget, and there is none. Add"),
+        (
+            ["--ampipe-memory-budget", "1GiB"],
+            "--ampipe-memory-budget 1GiB: has no effect with --ampipe-memory",
+        ),
+        (
+            ["--ampipe-memory", "rebuild", "--ampipe-memory-budget", "1GiB"],
+            "has no effect with --ampipe-memory rebuild. Use --ampipe-memory auto",
+        ),
+        *(
+            (
+                ["--ampipe-memory", "auto", "--ampipe-memory-budget", size],
+                "is not a size above 0 in MiB or GiB",
+            )
+            for size in ("60", "60GB", "0GiB", "1 GiB", "", "nan", "9" * 5000 + "GiB")
+        ),
+    ],
+)
+def test_a_budget_is_a_size_that_chooses(words: list[str], rule: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(rule)):
+        parse("--ampipe-degree", "4", *words)
+
+
+def test_a_budget_is_part_of_the_configuration() -> None:
+    words = ("--ampipe-memory", "auto", "--ampipe-memory-budget", "1.5GiB")
+    assert parse("--ampipe-degree", "4", *words).memory_budget == "1.5GiB"
+    with pytest.raises(BadInput, match="--ampipe-memory auto: has no effect at --ampipe-degree 1"):
+        parse(*words)
