@@ -652,7 +652,8 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py layers/hybrid.py launch/host/hybrid_layers.py tools/benchmark tools/measuring",
+        "layers/spec.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
+        "tools/measuring",
         "a layer's specification is rewritten",
         "start-up fails",
         (fields("module", "params", "submodules"),),
@@ -734,7 +735,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.hybrid.hybrid_layer_specs.hybrid_stack_spec",
-        "launch/pretrain.py launch/host/hybrid_layers.py",
+        "launch/pretrain.py launch/recipes.py launch/host/hybrid_layers.py",
         "Megatron's own layers of a hybrid model; on the host platform its contents are replaced",
         "another model than the stock run's; hybrid models fail on a CPU host",
         (has("submodules"),),
@@ -762,7 +763,7 @@ INTERNALS = [
     ),
     Internal(
         "training.models.gpt.default_layer_spec",
-        "launch/pretrain.py",
+        "launch/pretrain.py launch/recipes.py",
         "the specification that is rewritten: Megatron's own choice",
         "another model than the stock run's",
         (begins_with("config", "vp_stage"),),
