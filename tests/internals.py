@@ -1057,7 +1057,7 @@ INTERNALS = [
     ),
     Internal(
         "core.packed_seq_params.PackedSeqParams",
-        "launch/gpt.py launch/host/core_attention.py layers/documents.py layers/pipelined_block.py",
+        "launch/gpt.py launch/host/core_attention.py layers/document_reader.py layers/pipelined_block.py",
         "bounds of packed documents",
         "a training step fails",
         (

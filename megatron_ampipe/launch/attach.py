@@ -25,7 +25,7 @@ from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.documents import DocumentReader
+from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan

@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.documents import rotary_of_documents
+from megatron_ampipe.layers.document_reader import rotary_of_documents
 from megatron_ampipe.layers.kernel_choice import choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention_kernels import KERNELS

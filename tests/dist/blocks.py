@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.documents import DocumentReader
+from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
