@@ -13,7 +13,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
 
 AUTO: Final = "auto"
-"""The value of ``--ampipe-degree`` that leaves the choice to AMPipe."""
+"""The value of ``--ampipe-degree`` and ``--ampipe-exchange`` that leaves the choice to AMPipe."""
 
 CAPACITY_SCOPES = ("sequence", "chunk")
 """Over which tokens an expert's capacity counts."""
@@ -32,6 +32,7 @@ SETTING_NAMES = (
     "stack",
     "memory",
     "memory-budget",
+    "exchange",
     "capacity-scope",
     "trace-dir",
 )
@@ -44,9 +45,11 @@ class AMPipeConfig:
 
     pipeline: Pipeline = Pipeline.of(1)  # noqa: RUF009
     """How blocks run from the first pass on. One chunk builds Megatron's own layers and nothing else, unless
-    ``automatic`` chooses another pipeline later."""
+    ``automatic`` chooses another pipeline later, or the exchange is not Megatron's."""
     automatic: bool = False
     """Whether a plan or the first iterations choose the pipeline (``--ampipe-degree auto``)."""
+    chooses_exchange: bool = False
+    """Whether they also choose how often a token is sent (``--ampipe-exchange auto``)."""
     cluster: str | None = None
     """Cluster file from which ``automatic`` plans; None to try degrees in the first iterations."""
     plan: str | None = None

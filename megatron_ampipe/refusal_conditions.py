@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ampipe.config import AUTO
 from megatron_ampipe.hybrid_pattern import HybridPattern
-from megatron_ampipe.schedule import KEEP
+from megatron_ampipe.schedule import KEEP, Exchange
 
 
 def hybrid_without_pair(arguments: Any) -> object:
@@ -227,3 +227,17 @@ def packs_several_sequences(arguments: Any) -> object:
     if not _packs_documents(arguments) or not (fused or above_one("tensor_model_parallel_size")(arguments)):
         return None
     return above_one("micro_batch_size")(arguments)
+
+
+def exchange_without_copies(arguments: Any) -> object:
+    """Refuses an exchange that saves copies where a rank gets no token twice."""
+    chosen = getattr(arguments, "ampipe_exchange", None)
+    return None if chosen in (None, AUTO, Exchange.ROWS) or sends_copies(arguments) else chosen
+
+
+def sends_copies(arguments: Any) -> bool:
+    """Whether Megatron sends a rank several copies of a token, which ``--ampipe-exchange`` can save."""
+    expert, experts = arguments.expert_model_parallel_size, getattr(arguments, "num_experts", None) or 1
+    tensor = getattr(arguments, "expert_tensor_parallel_size", None) or 1
+    several = expert * tensor > 1 and experts > expert and arguments.moe_router_topk > 1
+    return bool(several and arguments.moe_token_dispatcher_type == "alltoall")

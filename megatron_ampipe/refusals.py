@@ -62,8 +62,12 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     for refusal in REFUSALS:
         value = refusal.applies(arguments)
         if value is not None:
-            rule = f"with --ampipe-degree {config.degree}, {refusal.rule}"
-            raise BadInput(refusal.setting, value, rule=rule, remedy=refusal.remedy)
+            flags, remedy = f"--ampipe-degree {config.degree}", refusal.remedy
+            if config.degree == 1:
+                # AMPipe's layers in one chunk, because of their exchange.
+                flags = f"--ampipe-exchange {pipeline.exchange}"
+                remedy = remedy.replace("--ampipe-degree 1", "--ampipe-exchange rows")
+            raise BadInput(refusal.setting, value, rule=f"with {flags}, {refusal.rule}", remedy=remedy)
 
 
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
@@ -308,6 +312,13 @@ REFUSALS: tuple[Refusal, ...] = (
         when.is_given("kitchen_recipe_number"),
         _QUANTIZED,
         "Leave it out and use --bf16.",
+    ),
+    Refusal(
+        "--ampipe-exchange",
+        when.exchange_without_copies,
+        "no rank gets a token twice: that needs several expert-parallel ranks with several experts each, "
+        "a top-k above 1 and the dispatcher alltoall",
+        "Use --ampipe-exchange rows.",
     ),
     Refusal(
         "--recompute-modules",

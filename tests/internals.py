@@ -378,10 +378,11 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/chunk_attention.py",
-        "gathers keys and values over context-parallel ranks, gradients summed back",
-        "context parallelism loses gradients",
-        (begins_with("input_", "tensor_parallel_output_grad"), takes("group")),
+        "layers/chunk_attention.py layers/rank_dispatcher.py",
+        "gathers keys and values over context-parallel ranks, and rows over those that share an expert, "
+        "gradients summed back",
+        "context parallelism and `--ampipe-exchange ranks` lose gradients",
+        (begins_with("input_", "tensor_parallel_output_grad"), takes("group", "output_split_sizes")),
     ),
     Internal(
         "core.tensor_parallel.get_cuda_rng_tracker",
@@ -635,13 +636,30 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.permute",
-        "layers/dispatcher.py",
-        "sorts gathered tokens by expert, with their number known to the host",
+        "layers/dispatcher.py layers/rank_dispatcher.py",
+        "sorts gathered tokens by expert, and tokens by rank, with their number known to the host",
         "tokens in another order, or a wait of the host in every chunk",
         (
             takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
             says("return (permuted_input, permuted_probs, sorted_indices,", "tokens_per_expert)"),
         ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.unpermute",
+        "layers/rank_dispatcher.py",
+        "adds the outputs of the experts of a rank for each row that it was sent",
+        "wrong outputs with `--ampipe-exchange ranks`",
+        (
+            begins_with("permuted_tokens", "sorted_indices", "restore_shape"),
+            takes("probs", "routing_map", "fused"),
+        ),
+    ),
+    Internal(
+        "core.tensor_parallel.mappings.reduce_scatter_to_sequence_parallel_region",
+        "layers/rank_dispatcher.py",
+        "adds the sums of the ranks that share an expert",
+        "wrong outputs with `--ampipe-exchange ranks` and tensor-parallel experts",
+        (takes("group", "input_split_sizes"),),
     ),
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_ampipe.refusals import REFUSALS
-from megatron_ampipe.schedule import KEEP
+from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 from tests.dist.cases import PARITY, Case
 from tests.megatron.test_document_training import RUNS as DOCUMENT_RUNS
@@ -97,6 +97,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("a different degree in the backward pass", lambda case: case.backward_degree is not None),
     ("several layers in one schedule", lambda case: case.stack != 1 and len(case.layers) > 1),
     ("dense layers between MoE layers in one schedule", lambda case: "d" in case.layers),
+    ("each token once per rank (`--ampipe-exchange ranks`)", lambda case: case.exchange is Exchange.RANKS),
     ("micro-batch of 3", lambda case: case.batch == 3),
     ("expert parallelism over 1, 2 and 4 ranks", lambda case: case.name.startswith("ep")),
     (

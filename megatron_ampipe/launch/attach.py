@@ -29,9 +29,18 @@ from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.refusal_conditions import sends_copies
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Chunk, Pipeline, SequenceLayout, stack_to_text
+from megatron_ampipe.schedule import (
+    KEEP,
+    STRATEGIES,
+    Chunk,
+    Exchange,
+    Pipeline,
+    SequenceLayout,
+    stack_to_text,
+)
 
 
 def make_context(
@@ -106,7 +115,7 @@ def make_context(
 
 def _choose(
     args: argparse.Namespace, context: AMPipeContext, layout: SequenceLayout, plan: Plan | None
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, ...]]:
     """Decide how blocks are run, or have it decided later; the rows about it in the start-up table."""
     config, choice = context.config, None
     if plan is not None:
@@ -114,15 +123,18 @@ def _choose(
         context.pipeline, context.predicted_ms = choice.pipeline, choice.predicted_ms
         training.train_step = agreed_upon(choice.pipeline, training.train_step)
     elif config.automatic:
-        planner = None
+        planner, exchanges = None, _exchanges(args, config)
         if config.cluster is not None:
             given = config.pipeline
-            planner = planner_of(args, config.cluster, stack=given.stack, memory=given.memory)
+            planner = planner_of(
+                args, config.cluster, stack=given.stack, memory=given.memory, exchanges=exchanges
+            )
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
         shape = (rows, args.micro_batch_size)
         auto = AutoDegree(
             context,
             planner=planner,
+            exchanges=exchanges,
             say=print_on_first_rank,
             keep=keeper_of(args, config.save_plan, shape),
             iterations_left=functools.partial(iterations_left, args),
@@ -134,6 +146,7 @@ def _choose(
             return [
                 ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
                 ("schedule", config.pipeline.schedule),
+                ("exchange", " or ".join(exchanges)),
                 *_saved(config.save_plan),
             ]
     pipeline = context.pipeline
@@ -143,10 +156,24 @@ def _choose(
     return [
         ("degree", degree),
         ("schedule", pipeline.name),
+        ("exchange", pipeline.exchange.value, _EXCHANGE[pipeline.exchange]),
         ("chunk boundaries", _boundaries(pipeline.chunks(args.seq_length, layout))),
         *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
         *_saved(config.save_plan),
     ]
+
+
+_EXCHANGE = {
+    Exchange.ROWS: "a row for each expert of a token, as Megatron sends them",
+    Exchange.RANKS: "a row for each rank that has experts of a token",
+}
+
+
+def _exchanges(args: argparse.Namespace, config: AMPipeConfig) -> tuple[Exchange, ...]:
+    """What the choice of a degree may choose from; the first is simpler."""
+    if not config.chooses_exchange:
+        return (config.pipeline.exchange,)
+    return tuple(Exchange) if sends_copies(args) else (Exchange.ROWS,)
 
 
 def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:

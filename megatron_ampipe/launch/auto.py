@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.trials import Choice, Trials, candidates, most_iterations
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.schedule import Direction, Pipeline, to_text
+from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 
 Shape = tuple[int, int]
 """Rows of the residual stream that a rank holds, and batch."""
@@ -35,6 +35,7 @@ class AutoDegree:
     Args:
         context: The pipeline is set in this context.
         planner: Chooses without measuring; if None, degrees are tried in the first iterations.
+        exchanges: What trials choose from; the first is tried with every degree.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
@@ -46,11 +47,13 @@ class AutoDegree:
         context: AMPipeContext,
         *,
         planner: Planner | None,
+        exchanges: Sequence[Exchange] = (Exchange.ROWS,),
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
         iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
+        self._exchanges = exchanges
         self._keep, self._iterations_left = keep, iterations_left
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
@@ -128,10 +131,19 @@ class AutoDegree:
         else:
             degrees = candidates(shape[0])
             given = self._context.config.pipeline
-            self._trials = Trials(degrees, schedule=given.schedule, stack=given.stack, memory=given.memory)
+            self._trials = Trials(
+                degrees,
+                schedule=given.schedule,
+                stack=given.stack,
+                memory=given.memory,
+                exchanges=self._exchanges,
+            )
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
-            left, needed = self._iterations_left(), most_iterations(len(degrees))
+            left, needed = (
+                self._iterations_left(),
+                most_iterations(len(degrees), exchanges=len(self._exchanges)),
+            )
             if left is not None and left < needed:
                 self._say(
                     f"the run has {left} iterations left, and the trials take up to {needed}: it may end "

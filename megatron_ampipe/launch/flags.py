@@ -23,6 +23,7 @@ from megatron_ampipe.schedule import (
     KEEP,
     SCHEDULE_NAMES,
     STRATEGIES,
+    Exchange,
     Pipeline,
     parse_shares,
     parse_stack,
@@ -58,7 +59,8 @@ def add_arguments(
         default=None,
         metavar="N",
         help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
-        "layers, auto tries several in the first iterations and stays with the fastest (default: 1)",
+        "layers (with --ampipe-exchange ranks: AMPipe's, in one chunk), auto tries several in the first "
+        "iterations and stays with the fastest (default: 1)",
     )
     group.add_argument(
         "--ampipe-backward-degree",
@@ -127,6 +129,15 @@ def add_arguments(
         metavar="SIZE",
         help="for --ampipe-memory auto: memory for the activations of the layers of a pipeline stage, such "
         "as 60GiB; a run for which no strategy fits stops at its start",
+    )
+    group.add_argument(
+        "--ampipe-exchange",
+        choices=[*map(str, Exchange), AUTO],
+        default=None,
+        help="how often a token is sent: rows sends it once for each of its experts, as Megatron does; ranks "
+        "once to each rank that has some of them, which copies it and sends back the sum of their outputs: "
+        "fewer bytes, the same result to rounding, also at --ampipe-degree 1. auto: what --ampipe-degree "
+        "auto finds to be faster (default: rows)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",
@@ -224,6 +235,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     config = AMPipeConfig(
         pipeline=_pipeline(args, shares, stack),
         automatic=args.ampipe_degree == AUTO,
+        chooses_exchange=args.ampipe_exchange == AUTO,
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
@@ -233,35 +245,68 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     if config.save_plan is not None and Path(config.save_plan).is_file():
         return _of_saved_plan(args, read_plan)
     if config.pipeline.degree == 1 and not config.automatic:
-        for flag, value in (
-            ("--ampipe-backward-degree", args.ampipe_backward_degree),
-            ("--ampipe-chunks", args.ampipe_chunks),
-            ("--ampipe-schedule", args.ampipe_schedule),
-            ("--ampipe-stack", args.ampipe_stack),
-            ("--ampipe-memory", args.ampipe_memory),
-            ("--ampipe-memory-budget", args.ampipe_memory_budget),
-            ("--ampipe-capacity-scope", args.ampipe_capacity_scope),
-            ("--ampipe-trace-dir", args.ampipe_trace_dir),
-        ):
-            if value is not None:
-                raise BadInput(
-                    flag,
-                    value,
-                    rule="has no effect at --ampipe-degree 1, which builds Megatron's own layers",
-                    remedy=f"Add --ampipe-degree 4, or leave {flag} out.",
-                )
+        _refuse_at_degree_1(args, exchange=config.pipeline.exchange)
     return config
+
+
+def _refuse_at_degree_1(args: argparse.Namespace, *, exchange: Exchange) -> None:
+    """Flags without effect in one chunk, and those without effect in Megatron's own layers."""
+    why = "which builds Megatron's own layers"
+    given = {
+        "--ampipe-memory": args.ampipe_memory,
+        "--ampipe-memory-budget": args.ampipe_memory_budget,
+        "--ampipe-capacity-scope": args.ampipe_capacity_scope,
+        "--ampipe-trace-dir": args.ampipe_trace_dir,
+    }
+    if exchange is not Exchange.ROWS:
+        why, given = "which is one chunk", {}
+    given = {
+        "--ampipe-backward-degree": args.ampipe_backward_degree,
+        "--ampipe-chunks": args.ampipe_chunks,
+        "--ampipe-schedule": args.ampipe_schedule,
+        "--ampipe-stack": args.ampipe_stack,
+        **given,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise BadInput(
+                flag,
+                value,
+                rule=f"has no effect at --ampipe-degree 1, {why}",
+                remedy=f"Add --ampipe-degree 4, or leave {flag} out.",
+            )
+
+
+def _exchange(args: argparse.Namespace) -> Exchange:
+    """The exchange that the flags name; that before the first choice where they leave it to AMPipe."""
+    if args.ampipe_exchange != AUTO:
+        return Exchange(args.ampipe_exchange or Exchange.ROWS)
+    if args.ampipe_degree != AUTO:
+        raise BadInput(
+            "--ampipe-exchange",
+            AUTO,
+            rule="is chosen together with the degree, and the degree is given",
+            remedy="Use --ampipe-degree auto, or name the exchange: --ampipe-exchange ranks.",
+        )
+    return Exchange.ROWS
 
 
 def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int) -> Pipeline:
     """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
     degree, backward = args.ampipe_degree, args.ampipe_backward_degree
+    exchange = _exchange(args)
     schedule, memory = args.ampipe_schedule or SCHEDULE_NAMES[0], _memory(args)
     if degree != AUTO:
         if degree is None:
             degree = 1 if shares is None else len(shares)
         return Pipeline.of(
-            degree, backward_degree=backward, shares=shares, schedule=schedule, stack=stack, memory=memory
+            degree,
+            backward_degree=backward,
+            shares=shares,
+            schedule=schedule,
+            stack=stack,
+            memory=memory,
+            exchange=exchange,
         )
     if shares is not None or backward is not None:
         flag, value = "--ampipe-backward-degree", str(backward)
@@ -273,7 +318,7 @@ def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack:
             rule="is what --ampipe-degree auto chooses",
             remedy=f"Leave {flag} out, or name the degree: --ampipe-degree 4.",
         )
-    return Pipeline.of(1, schedule=schedule, stack=stack, memory=memory)
+    return Pipeline.of(1, schedule=schedule, stack=stack, memory=memory, exchange=exchange)
 
 
 def _memory(args: argparse.Namespace) -> str:
@@ -309,8 +354,9 @@ def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeCon
         ("--ampipe-schedule", args.ampipe_schedule, chosen.name),
         ("--ampipe-stack", stack, stack_to_text(chosen.stack)),
         ("--ampipe-memory", None if args.ampipe_memory == AUTO else args.ampipe_memory, chosen.memory),
+        ("--ampipe-exchange", args.ampipe_exchange, str(chosen.exchange)),
     ):
-        if value not in (None, of_plan):
+        if value not in (None, AUTO, of_plan):
             raise BadInput(
                 flag,
                 value,
@@ -340,6 +386,7 @@ def _refuse_next_to_plan(args: argparse.Namespace) -> None:
         "stack",
         "memory",
         "memory_budget",
+        "exchange",
     ):
         value = getattr(args, f"ampipe_{name}")
         flag = f"--ampipe-{name.replace('_', '-')}"

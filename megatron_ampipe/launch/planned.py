@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,18 @@ from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.refusal_conditions import recomputes
-from megatron_ampipe.schedule import KEEP, BlockFeatures, SequenceLayout, with_memory
+from megatron_ampipe.refusal_conditions import recomputes, sends_copies
+from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout, with_memory
 
 
-def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int, memory: str = KEEP) -> Planner:
+def planner_of(
+    args: argparse.Namespace,
+    cluster_file: str,
+    *,
+    stack: int,
+    memory: str = KEEP,
+    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
+) -> Planner:
     """A planner for input shapes. Deterministic: ranks that read the same file make the same plan.
 
     Args:
@@ -36,6 +44,7 @@ def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int, memor
         cluster_file: The value of ``--ampipe-cluster``.
         stack: How many layers may share a schedule, see ``Pipeline.stack``.
         memory: What the experts keep, see ``Pipeline.memory``.
+        exchanges: Those that are compared.
 
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
@@ -54,7 +63,7 @@ def planner_of(args: argparse.Namespace, cluster_file: str, *, stack: int, memor
         predictor = Predictor(
             of_shape, cluster, num_layers=layers.num_layers, dense=layers.dense, memory=memory
         )
-        found = make_plan(predictor, stack=stack)
+        found = make_plan(predictor, stack=stack, exchanges=exchanges)
         reason = f"planned from {cluster_file}: {found.reason}"
         return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
 
@@ -79,6 +88,14 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
             plan_file,
             rule=f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
             remedy="Leave moe out of --recompute-modules.",
+        )
+    if plan.exchange is not Exchange.ROWS and not sends_copies(args):
+        raise BadInput(
+            "--ampipe-plan",
+            plan_file,
+            rule=f"is not for the blocks of this model: its exchange {plan.exchange} needs ranks that get a "
+            "token twice",
+            remedy=_REMEDY,
         )
     layout = layout_of_args(args)
     pipeline = plan.pipeline(rows=args.seq_length // (layout.tensor_ranks * layout.context_ranks))

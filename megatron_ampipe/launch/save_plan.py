@@ -92,6 +92,7 @@ def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
         shares=pipeline.shares or (1 / count,) * count,
         stack=pipeline.stack,
         memory=pipeline.memory,
+        exchange=pipeline.exchange,
         stages_forward_ms=forward_ms,
         stages_backward_ms=backward_ms,
         reason=choice.reason,

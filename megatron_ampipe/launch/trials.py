@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule import KEEP, Pipeline
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
 
 CANDIDATES = (1, 2, 4, 8, 16)
 """Degrees that are tried: powers of two, so that any two can be combined as forward and backward degree."""
@@ -53,10 +53,12 @@ def candidates(rows: int) -> tuple[int, ...]:
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
 
 
-def most_iterations(count: int) -> int:
+def most_iterations(count: int, *, exchanges: int = 1) -> int:
     """The largest number of iterations for trials of this number of degrees, including the first one."""
-    # One round of warmup and the timed rounds; then the same for the best degree and the best pair.
-    return 1 + (1 + ROUNDS) * count + (1 + ROUNDS) * 2
+    # One round of warmup and the timed rounds; then the same for the best degree and the best pair, and for
+    # what they found with each exchange.
+    finals = 2 + (exchanges if exchanges > 1 else 0)
+    return 1 + (1 + ROUNDS) * (count + finals)
 
 
 class Trials:
@@ -67,10 +69,19 @@ class Trials:
         schedule: Name of the order of stages, for all degrees.
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
         memory: What the experts keep, as in ``Pipeline.memory``.
+        exchanges: What is chosen from in the end; the first is that of the other trials.
     """
 
-    def __init__(self, degrees: Sequence[int], *, schedule: str, stack: int = 1, memory: str = KEEP) -> None:
-        self._schedule, self._stack, self._memory = schedule, stack, memory
+    def __init__(
+        self,
+        degrees: Sequence[int],
+        *,
+        schedule: str,
+        stack: int = 1,
+        memory: str = KEEP,
+        exchanges: Sequence[Exchange] = (Exchange.ROWS,),
+    ) -> None:
+        self._schedule, self._stack, self._memory, self._exchanges = schedule, stack, memory, exchanges
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
@@ -96,6 +107,13 @@ class Trials:
             yield from self._rounds(finalists)
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
+        if len(self._exchanges) > 1:
+            finalists = [replace(best, exchange=exchange) for exchange in self._exchanges]
+            self._times_us = {}
+            yield from self._rounds(finalists)
+            for other in finalists[1:]:
+                if self._total_us(other) < (1 - MINIMUM_GAIN) * self._total_us(best):
+                    best = other
         self.choice = Choice(best, self._reason(best))
         while True:
             yield best
@@ -142,7 +160,7 @@ class Trials:
     def _reason(self, best: Pipeline) -> str:
         total_us = self._total_us(best)
         others = ", ".join(
-            f"{self._total_us(pipeline) / 1e3:.1f} ms with {_degrees(pipeline)}"
+            f"{self._total_us(pipeline) / 1e3:.1f} ms with {self._called(pipeline)}"
             for pipeline in self._times_us
             if pipeline != best
         )
@@ -156,10 +174,11 @@ class Trials:
             schedule=self._schedule,
             stack=self._stack,
             memory=self._memory,
+            exchange=self._exchanges[0],
         )
 
-
-def _degrees(pipeline: Pipeline) -> str:
-    if pipeline.backward_degree == pipeline.degree:
-        return f"degree {pipeline.degree}"
-    return f"degree {pipeline.degree}, backward {pipeline.backward_degree}"
+    def _called(self, pipeline: Pipeline) -> str:
+        name = f"degree {pipeline.degree}"
+        if pipeline.backward_degree != pipeline.degree:
+            name += f", backward {pipeline.backward_degree}"
+        return name + (f", exchange {pipeline.exchange}" if len(self._exchanges) > 1 else "")

@@ -7,17 +7,18 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.layers.dispatcher import CHUNK_DISPATCHERS
+from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
 from megatron_ampipe.layers.expert_products import ExpertProducts
+from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.runtime.block_stages import AddedStage
-from megatron_ampipe.schedule import StageKind, kinds
+from megatron_ampipe.schedule import Exchange, StageKind, kinds
 
 _RECOMPUTED = {
     "moe": {kinds.EXPERT, kinds.SHARED},
@@ -29,6 +30,13 @@ _RECOMPUTED = {
 
 Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
 """
+
+_DISPATCHERS: Mapping[tuple[str, Exchange], type[ChunkDispatcher]] = {
+    ("alltoall", Exchange.ROWS): AllToAllChunk,
+    ("alltoall", Exchange.RANKS): RankChunk,
+    ("allgather", Exchange.ROWS): AllGatherChunk,
+}
+"""By ``--moe-token-dispatcher-type`` and ``--ampipe-exchange``."""
 
 
 class BlockModules:
@@ -53,13 +61,16 @@ class BlockModules:
         self.dense = not moe_layer.is_moe_layer
         self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
         self.recomputed_stages = self._take_over_recompute()
-        if self.dense:
-            return
-        self.chunk_dispatcher = CHUNK_DISPATCHERS[self.config.moe_token_dispatcher_type](
+        # The exchange can change between two iterations.
+        self.dispatcher = cache(self._make_dispatcher)
+        """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
+
+    def _make_dispatcher(self, exchange: Exchange) -> ChunkDispatcher:
+        return _DISPATCHERS[self.config.moe_token_dispatcher_type, exchange](
             self.moe.num_local_experts,
             self.moe.local_expert_indices,
             config=self.config,
-            pg_collection=moe_layer.pg_collection,
+            pg_collection=self.moe_layer.pg_collection,
         )
 
     def add_residual(

@@ -189,10 +189,3 @@ ChunkDispatcher = AllToAllChunk | AllGatherChunk
 def copy_counts(first: ChunkDispatcher, second: ChunkDispatcher) -> None:
     """Let a second run of a chunk know from the start what the first was told by the other ranks."""
     vars(second).update({name: value for name, value in vars(first).items() if name in first.FROM_COUNTS})
-
-
-CHUNK_DISPATCHERS: dict[str, type[ChunkDispatcher]] = {
-    "alltoall": AllToAllChunk,
-    "allgather": AllGatherChunk,
-}
-"""Dispatcher classes by ``--moe-token-dispatcher-type``."""

@@ -31,7 +31,7 @@ from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFuncti
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
+from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -47,6 +47,7 @@ class MegatronStages:
         rotary_pos_emb: As Megatron passes it to the layer.
         documents: Of the micro-batch, if rows attend to their own document only.
         num_tokens: Tokens of this rank in the block, ``S * B``.
+        exchange: How often a token is sent.
         added: Stages beyond those of the table.
         random: Keeps the random states of the stages, for :meth:`again`; None where no number is drawn twice.
     """
@@ -60,6 +61,7 @@ class MegatronStages:
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
         num_tokens: int,
+        exchange: Exchange = Exchange.ROWS,
         added: Sequence[AddedStage] = (),
         random: RandomStates | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class MegatronStages:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._documents, self._whole = documents, Chunk.joined(chunks)
         self._num_tokens, self._random, self._is_again = num_tokens, random, False
+        self._kind_of_exchange = exchange
         self._begin()
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
@@ -79,7 +82,8 @@ class MegatronStages:
                 self._num_tokens, per_chunk=modules.capacity_per_chunk
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
-            self._dispatchers = [copy.copy(modules.chunk_dispatcher) for _ in self.chunks]
+            dispatcher = modules.dispatcher(self._kind_of_exchange)
+            self._dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
 
     def again(self) -> MegatronStages:
         """See ``BlockStages``."""
@@ -181,7 +185,7 @@ class MegatronStages:
         """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
         counts = [dispatcher.counts for dispatcher in dispatchers]
-        gathered = gather_chunks(counts, group=self._modules.chunk_dispatcher.counts_group)
+        gathered = gather_chunks(counts, group=dispatchers[0].counts_group)
         for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
             dispatcher.set_counts(of_ranks)
         return replace(gathered, outputs=(), uses=(*counts, *gathered.outputs))

@@ -106,6 +106,7 @@ class PipelinedBlock:
             rotary_pos_emb=rotary_pos_emb,
             documents=documents,
             num_tokens=hidden.shape[0] * hidden.shape[1],
+            exchange=self._context.pipeline.exchange,
             added=self._context.added,
             random=RandomStates() if self.recomputes and self._draws else None,
         )

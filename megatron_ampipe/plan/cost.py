@@ -21,6 +21,7 @@ from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
     Direction,
+    Exchange,
     Stage,
     StageKind,
     data_flow,
@@ -171,6 +172,8 @@ class CostModel:
         Args:
             dense: Of a layer without experts.
         """
+        if self.workload.exchange is not Exchange.ROWS:
+            return CostModel(replace(self.workload, exchange=Exchange.ROWS), self.cluster).stock(dense=dense)
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
         parts = [self.qkv(rows.hidden, chunked=False), self.attention(rows, chunked=False)]
         parts += [self.mlp(rows.hidden, chunked=False)] if dense else self._stock_experts(rows)
@@ -197,8 +200,9 @@ class CostModel:
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that its two all-to-alls take."""
-        rows = chunk_rows(self.workload, (self.workload.rows,))[0]
-        exchange = self.exchange(rows.hidden, stock=True)
+        workload = replace(self.workload, exchange=Exchange.ROWS)
+        rows = chunk_rows(workload, (workload.rows,))[0]
+        exchange = CostModel(workload, self.cluster).exchange(rows.hidden, stock=True)
         return exchange + exchange
 
     def edges(self) -> float:
@@ -270,7 +274,7 @@ class CostModel:
         # Router scores are fp32 in any dtype.
         scores = self._pass_over(4 * tokens * work.experts * 4 / work.element_bytes)
         product = self._product(tokens, work.hidden, work.experts, chunked=False)
-        return scores + product + self._move(self._copies(tokens) * load)
+        return scores + product + self._move(self._sent(tokens) * load)
 
     def counts(self) -> Pair:
         work = self.workload
@@ -285,11 +289,11 @@ class CostModel:
         if work.expert == 1:
             return ZERO
         tokens = rows * work.batch
-        row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES
+        row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES * work.row_probabilities
         if work.dispatcher == "allgather":
             time = self._gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
             return Pair(time, time)
-        sent = self._copies(tokens) * self.load(padded=stock and work.padded) * row_bytes
+        sent = self._sent(tokens) * self.load(padded=stock and work.padded) * row_bytes
         # Links within a node and between nodes transfer at the same time.
         time = max(figure.time_us(sent * share) for figure, share in self._links(stock=stock))
         return Pair(time, time)
@@ -310,7 +314,7 @@ class CostModel:
 
     def repermute(self, rows: int, *, load: float) -> Pair:
         """Permutation of the tokens once more, in the backward pass."""
-        return Pair(0.0, self._move(self._copies(rows * self.workload.batch) * load).forward)
+        return Pair(0.0, self._move(self._sent(rows * self.workload.batch) * load).forward)
 
     def redispatch(self, rows: int) -> Pair:
         """A dispatch once more, in the backward pass."""
@@ -325,14 +329,17 @@ class CostModel:
         return total + self._pass_over(received * (up + inner)) + self._arranged(rows, load=load)
 
     def _arranged(self, rows: int, *, load: float) -> Pair:
-        """Rows sorted by expert and gathered over the ranks that share one, or the way back."""
+        """Rows sorted by expert, or copied for the experts, and gathered over the ranks that share one.
+
+        Or the way back, where copies are added.
+        """
         work, received, total = self.workload, self._received(rows, load), ZERO
         if work.dispatcher != "alltoall":
             return total
         if work.local_experts > 1:
             total += self._move(received)
         if work.expert_tensor > 1:
-            total += self._gather(received / work.expert_tensor * work.hidden, work.expert_tensor)
+            total += self._gather(self._sent(rows * work.batch) * load * work.hidden, work.expert_tensor)
         return total
 
     def _received(self, rows: int, load: float) -> float:
@@ -345,7 +352,7 @@ class CostModel:
 
     def merge(self, rows: int, *, load: float) -> Pair:
         tokens = rows * self.workload.batch
-        return self._move(self._copies(tokens) * load) + self._pass_over(3 * tokens * self.workload.hidden)
+        return self._move(self._sent(tokens) * load) + self._pass_over(3 * tokens * self.workload.hidden)
 
     def shared(self, rows: int, *, chunked: bool) -> Pair:
         work = self.workload
@@ -437,8 +444,12 @@ class CostModel:
         return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
 
     def _copies(self, tokens: float) -> float:
-        """Rows that are sent for this number of tokens, if experts are balanced."""
+        """Rows that experts compute for this number of tokens, if experts are balanced."""
         return tokens * self.workload.topk
+
+    def _sent(self, tokens: float) -> float:
+        """Rows that are sent for this number of tokens, likewise."""
+        return tokens * self.workload.rows_per_token
 
     def load(self, *, padded: bool = False) -> float:
         """Rows of the rank with the most, divided by the mean; padding fills every expert's capacity."""

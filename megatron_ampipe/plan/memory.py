@@ -111,7 +111,7 @@ def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
     per_row = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
     per_row += modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
     if modules.combined:
-        per_row += workload.topk * workload.hidden * element
+        per_row += workload.rows_per_token * workload.hidden * element
     shared = 0.0
     if workload.shared_ffn is not None:
         count = modules.inner_gated if workload.gated else modules.inner

@@ -20,6 +20,7 @@ from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.stage_layers import StageLayers, busiest_stage, pattern_of
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.records import refuse
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.spelling import did_you_mean, meant, nearest
 from megatron_ampipe.yaml_lines import LinedMapping, load
@@ -190,6 +191,7 @@ class _Builder:
             latent=latent,
             fused_gradients=not self._on("no-gradient-accumulation-fusion"),
             recomputes=self._model.values.get("recompute-granularity") == "full",
+            exchange=Exchange.ROWS,
             **sizes,
         )
         self._check(workload)

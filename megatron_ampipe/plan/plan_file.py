@@ -16,6 +16,7 @@ from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
+    Exchange,
     Pipeline,
     Schedule,
     even_chunks,
@@ -41,6 +42,7 @@ class Plan:
             degree.
         stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
+        exchange: How often a token is sent.
         num_layers: Of how many layers the predictions are.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.
@@ -58,6 +60,7 @@ class Plan:
     shares: tuple[float, ...]
     stack: int = 1
     memory: str = KEEP
+    exchange: Exchange = Exchange.ROWS
     num_layers: int = 1
     stock_ms: float | None = None
     predicted_ms: float | None = None
@@ -86,8 +89,8 @@ class Plan:
 
     @property
     def helps(self) -> bool:
-        """Whether the blocks are split into chunks."""
-        return max(self.forward_degree, self.backward_degree) > 1
+        """Whether the blocks run otherwise than Megatron's: in chunks, or with another exchange."""
+        return not self.pipeline().is_stock
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:
@@ -112,6 +115,7 @@ class Plan:
             order=self.schedule,
             stack=self.stack,
             memory=self.memory,
+            exchange=self.exchange,
         )
 
     def _are_equal(self, rows: int) -> bool:
@@ -135,6 +139,7 @@ class Plan:
             shares=self.shares,
             stack=self.stack,
             memory=self.memory,
+            exchange=self.exchange.value,
             num_layers=self.num_layers,
             stock_ms=self.stock_ms,
             predicted_ms=self.predicted_ms,
@@ -185,6 +190,7 @@ class Plan:
             shares=tuple(share / total for share in found.shares),
             stack=found.stack,
             memory=found.memory,
+            exchange=Exchange(found.exchange),
             num_layers=found.num_layers,
             stock_ms=found.stock_ms,
             predicted_ms=found.predicted_ms,
@@ -210,6 +216,7 @@ class _PlanFile:
     shares: tuple[float, ...]
     stack: int = field(default=1, metadata={"minimum": 0})
     memory: str = KEEP
+    exchange: Literal["rows", "ranks"] = "rows"
     made_for: MadeFor | None = None
     schedule: str
     num_layers: int = 1

@@ -6,6 +6,7 @@ The simpler plan is kept unless another is predicted to be faster by more than p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from megatron_ampipe.plan.search import (
     full_plan,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, build
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -46,18 +47,69 @@ class Plans:
     blocks_ms: float
     chosen: Plan
 
+    @property
+    def chosen_ms(self) -> float:
+        """Predicted time of the same layers with the chosen plan."""
+        if self.shared is None or self.chosen.stack == 1:
+            return self.blocks_ms
+        assert self.shared.predicted_ms is not None
+        return self.shared.predicted_ms
+
 
 def make_plan(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
+    predictor: Predictor,
+    *,
+    degrees: tuple[int, ...] = DEGREES,
+    full: bool = True,
+    stack: int = ALL_LAYERS,
+    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
 ) -> Plan:
     """The chosen one of :func:`make_plans`."""
-    return make_plans(predictor, degrees=degrees, full=full, stack=stack).chosen
+    return make_plans(predictor, degrees=degrees, full=full, stack=stack, exchanges=exchanges).chosen
 
 
 def make_plans(
-    predictor: Predictor, *, degrees: tuple[int, ...] = DEGREES, full: bool = True, stack: int = ALL_LAYERS
+    predictor: Predictor,
+    *,
+    degrees: tuple[int, ...] = DEGREES,
+    full: bool = True,
+    stack: int = ALL_LAYERS,
+    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
 ) -> Plans:
     """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
+
+    Args:
+        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
+        degrees: The degrees that are tried.
+        full: As in :func:`plans_of_exchange`.
+        stack: How many layers may share a schedule: 1 is block by block, 0 all.
+        exchanges: Those that are compared; the first is kept unless another is predicted to save more than
+            predictions are exact. One that saves no copies is left out if others are left.
+
+    Returns:
+        The plans with the chosen exchange.
+
+    Raises:
+        BadInput: the predicted time of a block is 0.
+    """
+    useful = [one for one in exchanges if one is Exchange.ROWS or predictor.workload.saves_copies]
+    found = [
+        plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
+        for one in useful or [Exchange.ROWS]
+    ]
+    best = found[0]
+    for plans in found[1:]:
+        if plans.chosen_ms < (1 - MINIMUM_SAVING) * best.chosen_ms:
+            best = plans
+    if len(found) == 1:
+        return best
+    compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
+    reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
+    return replace(best, chosen=replace(best.chosen, reason=reason))
+
+
+def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
+    """:func:`make_plans` with the exchange of the workload.
 
     Args:
         predictor: Of the workload on the cluster, with all layers of a pipeline stage.
@@ -152,11 +204,22 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     best: Candidate | None = None
     if workload.rows > 1 and workload.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)
+        if workload.exchange is not Exchange.ROWS:
+            best = min(_in_one_chunk(predictor), best, key=lambda one: one.total_us)
     if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
         schedule = build("sequential", degree=1, features=predictor.features)
         whole = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
-        return replace(whole, hidden_share=0.0, reason=_reason_against(predictor, best))
+        return replace(
+            whole, exchange=Exchange.ROWS, hidden_share=0.0, reason=_reason_against(predictor, best)
+        )
     return plan_of(predictor, best, degrees=degrees)
+
+
+def _in_one_chunk(predictor: Predictor) -> Candidate:
+    """AMPipe's layer without chunks, which hides nothing; of use where its exchange saves copies."""
+    schedule = build("ampipe", degree=1, features=predictor.features)
+    lengths = (predictor.workload.rows,)
+    return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
 
 
 def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
@@ -179,6 +242,7 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
         schedule=found.schedule,
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
         memory=predictor.memory,
+        exchange=predictor.workload.exchange,
         num_layers=found.stack,
         stock_ms=_ms(predictor.stock()),
         predicted_ms=_ms(found.time),
@@ -193,6 +257,8 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
 
 def _degrees(plan: Plan) -> str:
     """How many chunks a plan has, as words."""
+    if plan.schedule.num_chunks == 1:
+        return "one chunk"
     if plan.backward_degree == plan.forward_degree:
         return f"{plan.forward_degree} chunks"
     return f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"

@@ -21,6 +21,7 @@ from megatron_ampipe.schedule import (
     KEEP,
     BlockFeatures,
     Direction,
+    Exchange,
     Schedule,
     Stage,
     StageKind,
@@ -85,6 +86,21 @@ class Predictor:
     ) -> dict[Stage, Pair]:
         features = self._model.dense_features if dense else self.features
         return self._model.stages(lengths, parts=parts, whole_attention=whole_attention, features=features)
+
+    def with_exchange(self, exchange: Exchange) -> Predictor:
+        """A predictor of the same layers with another exchange."""
+        if exchange is self.workload.exchange:
+            return self
+        dense = [layer for layer, features in enumerate(self.layers) if features.dense]
+        workload = replace(self.workload, exchange=exchange)
+        return Predictor(
+            workload,
+            self.cluster,
+            added=self._added,
+            num_layers=len(self.layers),
+            dense=dense,
+            memory=self.memory,
+        )
 
     def of_layers(
         self,

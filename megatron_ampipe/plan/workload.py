@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_ampipe.block_features import block_features
 from megatron_ampipe.plan.cluster import Dtype
-from megatron_ampipe.schedule import BlockFeatures
+from megatron_ampipe.schedule import BlockFeatures, Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Workload:
         expert: Expert-parallel ranks.
         expert_tensor: Expert-tensor-parallel ranks, which share one expert.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
+        exchange: How often a token is sent (``--ampipe-exchange``); Megatron's own layer has ``rows``.
     """
 
     sequence_length: int
@@ -77,6 +79,7 @@ class Workload:
     expert: int = 1
     expert_tensor: int = 1
     recomputes: bool = False
+    exchange: Exchange = Exchange.ROWS
 
     @property
     def rows(self) -> int:
@@ -92,6 +95,28 @@ class Workload:
     def local_experts(self) -> int:
         """Number of experts on one rank."""
         return self.experts // self.expert
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows that are sent for a token to all ranks, this one included, if experts are evenly used.
+
+        Once per rank: a rank gets the token unless all of its experts are among the others' ``E - L``.
+        """
+        if self.exchange is Exchange.ROWS:
+            return self.topk
+        others = self.experts - self.local_experts
+        return self.expert * (1 - math.comb(others, self.topk) / math.comb(self.experts, self.topk))
+
+    @property
+    def row_probabilities(self) -> int:
+        """Probabilities that are sent with a row: one for each expert that it may be for."""
+        return 1 if self.exchange is Exchange.ROWS else self.local_experts
+
+    @property
+    def saves_copies(self) -> bool:
+        """Whether another exchange than ``rows`` sends fewer rows (``refusal_conditions.sends_copies``)."""
+        several = self.expert * self.expert_tensor > 1 and self.experts > self.expert
+        return several and self.topk > 1 and self.dispatcher == "alltoall"
 
     @property
     def features(self) -> BlockFeatures:

@@ -10,6 +10,7 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
+from megatron_ampipe.schedule.exchange import Exchange
 from megatron_ampipe.schedule.graph import (
     BlockFeatures,
     DataFlow,
@@ -37,6 +38,7 @@ __all__ = [
     "Chunk",
     "DataFlow",
     "Direction",
+    "Exchange",
     "Lane",
     "LaneOrder",
     "Layout",

@@ -16,6 +16,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
+from megatron_ampipe.schedule.exchange import Exchange
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.memory_strategy import KEEP, check_strategy
@@ -43,6 +44,7 @@ class Pipeline:
             one that repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`.
+        exchange: How often a token is sent.
 
     Raises:
         BadInput: a degree is invalid, or degrees and shares contradict each other.
@@ -55,6 +57,7 @@ class Pipeline:
     order: Schedule | None = None
     stack: int = 1
     memory: str = KEEP
+    exchange: Exchange = Exchange.ROWS
     _hash: int = field(init=False, repr=False, compare=False)
 
     @classmethod
@@ -68,6 +71,7 @@ class Pipeline:
         order: Schedule | None = None,
         stack: int = 1,
         memory: str = KEEP,
+        exchange: Exchange = Exchange.ROWS,
     ) -> Self:
         """A pipeline whose backward degree defaults to the forward degree."""
         return cls(
@@ -78,6 +82,7 @@ class Pipeline:
             order=order,
             stack=stack,
             memory=memory,
+            exchange=exchange,
         )
 
     def __post_init__(self) -> None:
@@ -119,8 +124,8 @@ class Pipeline:
 
     @property
     def is_stock(self) -> bool:
-        """Whether there is only one chunk, which is Megatron's own layer."""
-        return self.num_chunks == 1
+        """Whether it is Megatron's own layer: one chunk, and its exchange."""
+        return self.num_chunks == 1 and self.exchange is Exchange.ROWS
 
     @property
     def num_chunks(self) -> int:
@@ -181,6 +186,8 @@ class Pipeline:
             labels["layers that share a schedule"] = stack_to_text(self.stack)
         if self.memory != KEEP:
             labels["memory"] = self.memory
+        if self.exchange is not Exchange.ROWS:
+            labels["exchange"] = self.exchange
         return labels
 
     @property
@@ -199,7 +206,8 @@ class Pipeline:
         shares = "" if self.shares is None else f", shares {self._shares}"
         stack = "" if self.stack == 1 else f", {stack_to_text(self.stack)} layers together"
         memory = "" if self.memory == KEEP else f", memory {self.memory}"
-        return f"{degree}{shares}, schedule {self.name}{stack}{memory}"
+        exchange = "" if self.exchange is Exchange.ROWS else f", exchange {self.exchange}"
+        return f"{degree}{shares}, schedule {self.name}{stack}{memory}{exchange}"
 
 
 def parse_stack(text: str, *, flag: str) -> int:

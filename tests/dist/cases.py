@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Pipeline
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Case:
     """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
+    exchange: Exchange = Exchange.ROWS
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -58,6 +59,7 @@ class Case:
             schedule=self.schedule,
             stack=self.stack,
             memory=self.memory,
+            exchange=self.exchange,
         )
 
 
@@ -557,6 +559,31 @@ DOCUMENTS = [
     Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)}),
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS
+# Four local experts on two ranks: most rows have several copies.
+WIDE = LARGE | {"num_moe_experts": 8, "moe_router_topk": 4}
+ONCE_PER_RANK = [
+    Case(f"ranks-{name}", exchange=Exchange.RANKS, **{"model": WIDE} | settings)
+    for name, settings in {
+        "degree1": {"degree": 1},
+        "two-degrees-shared": {
+            "degree": 2, "backward_degree": 4,
+            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
+        },
+        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
+        "all-experts": {"model": WIDE | {"moe_router_topk": 8}, "schedule": "moe-only"},
+        "tp": {"parallel": TP, "rope": True, "batch": 3},
+        "tp-experts": {"parallel": TP_EXPERTS},
+        "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "degree": 3, "sequence_length": 38},
+        "ep4": {"world_size": 4, "model": WIDE | TIGHT, "batch": 3},
+        "recompute-moe": {
+            "model": WIDE | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "executor": "cuda",
+        },
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
+        "redispatch": {"memory": "redispatch"},
+    }.items()
+]  # fmt: skip
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -63,6 +63,24 @@ OTHERS = {
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-stack", "all"],
         "--ampipe-stack all: has no effect at --ampipe-degree 1",
     ),
+    "exchange-of-no-kind": (
+        [*ACCEPTED, "--ampipe-exchange", "once"],
+        "--ampipe-exchange 'once': ",
+    ),
+    "exchange-auto-at-degree-4": (
+        [*ACCEPTED, "--ampipe-exchange", "auto"],
+        "--ampipe-exchange auto: is chosen together with the degree, and the degree is given. Use "
+        "--ampipe-degree auto, or name the exchange: --ampipe-exchange ranks.",
+    ),
+    "stack-in-one-chunk": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-exchange", "ranks", "--ampipe-stack", "all"],
+        "--ampipe-stack all: has no effect at --ampipe-degree 1, which is one chunk.",
+    ),
+    "exchange-in-one-chunk": (
+        [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-exchange", "ranks", "--cpu-offloading-num-layers", "1"],
+        "--cpu-offloading-num-layers 1: with --ampipe-exchange ranks, activation offloading is not supported "
+        "yet. Leave it out, or train with --ampipe-exchange rows.",
+    ),
     "cluster-at-degree-4": (
         [*ACCEPTED, "--ampipe-cluster", "dgx-h100"],
         "--ampipe-cluster dgx-h100: has no effect at --ampipe-degree 4",

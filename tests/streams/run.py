@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.runtime import block_stages
-from megatron_ampipe.schedule import Pipeline, kinds
+from megatron_ampipe.schedule import Exchange, Pipeline, kinds
 from tests.dist import logged_losses
 from tests.dist.blocks import build_layers, transformer_config
 from tests.dist.cases import Case
@@ -124,7 +124,12 @@ def _blocks(layer: Any) -> Iterator[PipelinedBlock]:
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
     """Tensors that a dispatcher creates once, explicitly on the host."""
     dispatchers = [module.token_dispatcher for module in layer.modules() if isinstance(module, MoELayer)]
-    dispatchers += [block.modules.chunk_dispatcher for block in _blocks(layer) if not block.modules.dense]
+    dispatchers += [
+        block.modules.dispatcher(exchange)
+        for block in _blocks(layer)
+        if not block.modules.dense
+        for exchange in {Exchange.ROWS, block._context.pipeline.exchange}
+    ]
     for dispatcher in dispatchers:
         if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":
             yield dispatcher.sort_input_by_local_experts

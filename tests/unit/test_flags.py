@@ -15,6 +15,7 @@ from megatron_ampipe.launch import flags
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     BlockFeatures,
+    Exchange,
     Pipeline,
     build,
     parse_stack,
@@ -56,13 +57,18 @@ def of(degree: int, **fields: Any) -> Pipeline:
         (["--ampipe-degree", "auto", "--ampipe-stack", "2"], of(1, stack=2)),
         (["--ampipe-degree", "2", "--ampipe-memory", "rebuild"], of(2, memory="rebuild")),
         (["--ampipe-degree", "auto", "--ampipe-memory", "redispatch"], of(1, memory="redispatch")),
+        (["--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
+        (["--ampipe-degree", "2", "--ampipe-exchange", "rows"], of(2)),
+        (["--ampipe-degree", "auto", "--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
+        (["--ampipe-degree", "auto", "--ampipe-exchange", "auto"], of(1)),
         (["--ampipe-degree", "auto", "--ampipe-cluster", "a", "--ampipe-stack", "2"], of(1, stack=2)),
     ],
 )
 def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> None:
     config = parse(*words)
     assert config.pipeline == pipeline
-    assert config.automatic == ("auto" in words)
+    assert config.automatic == (words[:2] == ["--ampipe-degree", "auto"])
+    assert config.chooses_exchange == (words[-2:] == ["--ampipe-exchange", "auto"])
     assert config.pipelined == bool(words)
 
 
@@ -154,3 +160,27 @@ def test_a_budget_is_part_of_the_configuration() -> None:
     assert parse("--ampipe-degree", "4", *words).memory_budget == "1.5GiB"
     with pytest.raises(BadInput, match="--ampipe-memory auto: has no effect at --ampipe-degree 1"):
         parse(*words)
+
+
+def test_one_chunk_with_another_exchange_is_not_stock(tmp_path: Path) -> None:
+    assert parse("--ampipe-exchange", "ranks", "--ampipe-trace-dir", str(tmp_path)).pipelined
+    with pytest.raises(
+        BadInput, match="--ampipe-schedule moe-only: has no effect at --ampipe-degree 1, which is"
+    ):
+        parse("--ampipe-exchange", "ranks", "--ampipe-schedule", "moe-only")
+    with pytest.raises(BadInput, match="--ampipe-exchange auto: is chosen together with the degree"):
+        parse("--ampipe-exchange", "auto")
+
+
+def test_a_plan_has_an_exchange(tmp_path: Path) -> None:
+    schedule = build("ampipe", degree=1, features=BlockFeatures(chunked_qkv=True))
+    file = tmp_path / "plan.yaml"
+    Plan(schedule=schedule, shares=(1.0,), exchange=Exchange.RANKS, reason="less").write(file, head="a test")
+    assert parse("--ampipe-plan", str(file)).pipeline.exchange is Exchange.RANKS
+    assert Plan.read(file).helps
+    with pytest.raises(BadInput, match="--ampipe-exchange rows: is what the plan"):
+        parse("--ampipe-plan", str(file), "--ampipe-exchange", "rows")
+    restart = ("--ampipe-degree", "auto", "--ampipe-save-plan", str(file), "--ampipe-exchange")
+    assert parse(*restart, "auto").pipeline.exchange is Exchange.RANKS
+    with pytest.raises(BadInput, match="--ampipe-exchange rows: is not that of the plan"):
+        parse(*restart, "rows")

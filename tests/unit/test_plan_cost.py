@@ -12,7 +12,7 @@ from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import SequenceLayout, Stage, chunk_sequence, even_chunks, kinds
+from megatron_ampipe.schedule import Exchange, SequenceLayout, Stage, chunk_sequence, even_chunks, kinds
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.plan_cases import NONE, cluster, workload
@@ -224,3 +224,32 @@ def test_predicted_peaks_are_those_that_were_measured() -> None:
                 gathers=True,
             )
             assert predicted / 2**20 == pytest.approx(mib, rel=0.05), (dtype, memory)
+
+
+@pytest.mark.parametrize(
+    ("expert", "experts", "topk", "left"),
+    # The share of copies that is left under even routing: once per rank of these numbers.
+    [(2, 4, 2, 0.83), (8, 128, 8, 0.67), (2, 32, 8, 0.25), (8, 8, 2, 1.0)],
+)
+def test_rows_of_an_exchange_once_per_rank(expert: int, experts: int, topk: int, left: float) -> None:
+    block = workload(expert=expert, experts=experts, topk=topk)
+    once = dataclasses.replace(block, exchange=Exchange.RANKS)
+    assert block.rows_per_token == topk
+    assert once.rows_per_token / block.rows_per_token == pytest.approx(left, abs=0.005)
+    assert block.saves_copies == (left < 1)
+
+
+def test_an_exchange_once_per_rank_changes_what_is_sent_and_moved_alone() -> None:
+    """32 experts on 2 ranks, top-8: almost always one row of a token goes to the other rank, not four."""
+    block = workload(sequence_length=4096, expert=2, experts=32, topk=8)
+    rows, once = (
+        CostModel(dataclasses.replace(block, exchange=exchange), cluster()) for exchange in Exchange
+    )
+    costs, costs_once = rows.stages((4096,)), once.stages((4096,))
+    bytes_once = 4096 * block.rows_per_token / 8 * 0.999796 * (2048 + 16 * 4)
+    assert costs_once[Stage(kinds.DISPATCH, 0)].forward == pytest.approx(20 + 50e-6 * bytes_once, rel=1e-3)
+    for kind in (kinds.ROUTE, kinds.MERGE):
+        assert costs_once[Stage(kind, 0)].forward < costs[Stage(kind, 0)].forward
+    for kind in (kinds.EXPERT, kinds.ATTENTION, kinds.COUNTS):
+        assert costs_once[Stage(kind, 0)] == costs[Stage(kind, 0)]
+    assert once.stock() == rows.stock() and once.stock_exchanges() == rows.stock_exchanges()

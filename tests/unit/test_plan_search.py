@@ -15,13 +15,14 @@ from megatron_ampipe.plan.cluster import Overhead
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
-from megatron_ampipe.plan.planner import plan_of
+from megatron_ampipe.plan.planner import make_plan, plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
 from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degree, full_plan, improve_chunks
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
+    Exchange,
     Schedule,
     build,
     check,
@@ -254,3 +255,15 @@ def test_experts_without_grouped_gemm_need_more_calls() -> None:
 
 def test_both_named_schedules_are_tried() -> None:
     assert set(NAMED) == {"ampipe", "moe-only"}
+
+
+@pytest.mark.parametrize(("topk", "exchange"), [(8, Exchange.RANKS), (1, Exchange.ROWS)])
+def test_the_planner_chooses_the_exchange(topk: int, exchange: Exchange) -> None:
+    predictor = Predictor(workload(expert=8, experts=32, topk=topk), cluster())
+    found = make_plan(predictor, full=False, exchanges=tuple(Exchange))
+    assert found.exchange is exchange
+    alone = make_plan(predictor, full=False)
+    assert alone.exchange is Exchange.ROWS
+    assert alone.predicted_ms is not None and found.predicted_ms is not None
+    assert (found.predicted_ms < 0.9 * alone.predicted_ms) == (exchange is Exchange.RANKS)
+    assert ("Exchange ranks: predicted are rows " in found.reason) == (exchange is Exchange.RANKS)

@@ -7,14 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ampipe.launch.trials import DROPPED_FACTOR, ROUNDS, Trials, candidates, most_iterations
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import Exchange, Pipeline
 
 Cost = Callable[[Pipeline], tuple[float, float]]
 
 
-def settle(degrees: Sequence[int], cost: Cost) -> tuple[Trials, list[Pipeline]]:
+def settle(
+    degrees: Sequence[int], cost: Cost, *, exchanges: Sequence[Exchange] = (Exchange.ROWS,)
+) -> tuple[Trials, list[Pipeline]]:
     """Run iterations until the trials have ended; returns the pipelines that ran."""
-    trials, ran = Trials(degrees, schedule="ampipe"), []
+    trials, ran = Trials(degrees, schedule="ampipe", exchanges=exchanges), []
     while trials.choice is None:
         ran.append(trials.pipeline)
         trials.add_times(*cost(trials.pipeline))
@@ -55,6 +57,21 @@ def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
     assert len(ran) == most_iterations(3) - 1
     # A pair that is slower than its directions alone suggest is detected by its own trial.
     assert chosen(settle([1, 2, 4], of_table(*costs, mixing=3.0))[0]) == (4, 4)
+
+
+@pytest.mark.parametrize(("saved", "exchange"), [(2.0, Exchange.RANKS), (0.05, Exchange.ROWS)])
+def test_the_exchange_is_chosen_for_the_best_degrees(saved: float, exchange: Exchange) -> None:
+    of_degrees = of_table({1: 9.0, 2: 6.0, 4: 8.0}, {1: 19.0, 2: 14.0, 4: 11.0})
+
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        forward, backward = of_degrees(pipeline)
+        return forward - (saved if pipeline.exchange is Exchange.RANKS else 0.0), backward
+
+    trials, ran = settle([1, 2, 4], cost, exchanges=tuple(Exchange))
+    assert chosen(trials) == (2, 4)
+    assert trials.pipeline.exchange is exchange
+    assert len(ran) == most_iterations(3, exchanges=len(Exchange)) - 1
+    assert trials.choice is not None and "exchange" in trials.choice.reason
 
 
 def test_a_difference_of_less_than_a_percent_buys_no_higher_degree() -> None:
