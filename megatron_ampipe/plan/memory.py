@@ -108,7 +108,7 @@ def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
     element = workload.element_bytes
     width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
     keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
-    per_row = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
+    per_row: float = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
     per_row += modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
     if modules.combined:
         per_row += workload.rows_per_token * workload.hidden * element

@@ -19,13 +19,14 @@ from megatron_ampipe import outputs
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.schedule import chunk_sequence
+from megatron_ampipe.schedule import Exchange, chunk_sequence
 from megatron_ampipe.tools.benchmark import prediction, result, training
 from megatron_ampipe.tools.benchmark.arguments import (
     ROUNDS,
     add_arguments,
     check_training,
     cuts,
+    exchanges,
     layers,
     memories,
     schedules,
@@ -33,7 +34,7 @@ from megatron_ampipe.tools.benchmark.arguments import (
 )
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
-from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid, saves_copies
 from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
 
 __all__ = ["add_arguments", "run"]
@@ -119,6 +120,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "layers": job.layers,
         "stacks": list(job.stacks),
         "memories": list(job.memories),
+        "exchanges": list(job.exchanges),
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
@@ -158,7 +160,8 @@ def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
 def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
     """Train whole models; what the document says of it."""
     rounds = arguments.rounds or ROUNDS
-    iterations = len(job.cases) * len(job.variants) * rounds * (job.warmup + job.repeats)
+    trainings = sum(len(job.variants_of(number)) for number in range(len(job.cases))) * rounds
+    iterations = trainings * (job.warmup + job.repeats)
     with _progress(iterations) as bar:
         cases = training.measure(
             job,
@@ -177,6 +180,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         layers=num_layers,
         stacks=stacks(arguments.stack, layers=num_layers),
         memories=memories(arguments.memory),
+        exchanges=exchanges(arguments.exchange),
         schedules=schedules(arguments.schedules),
         cuts=cuts(arguments.degrees, arguments.chunks),
         link=link.text,
@@ -217,13 +221,31 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     cluster = read_cluster(find_cluster(arguments.planned))
     fused = has_fused_weight_gradients(on_gpu=job.device == "cuda")
     plans = [
-        prediction.planned(case, cluster, stacks=job.stacks, num_ranks=job.num_ranks, fused_gradients=fused)
+        prediction.planned(
+            case,
+            cluster,
+            stacks=job.stacks,
+            exchanges=job.exchanges,
+            num_ranks=job.num_ranks,
+            fused_gradients=fused,
+        )
         for case in job.cases
     ]
     return dataclasses.replace(job, planned=tuple(plans))
 
 
 def _check_cases(job: BenchJob, grid: Grid) -> None:
+    if not any(
+        one is Exchange.ROWS or saves_copies(case, num_ranks=job.num_ranks)
+        for case in job.cases
+        for one in job.exchanges
+    ):
+        raise BadInput(
+            "--exchange",
+            ",".join(job.exchanges),
+            rule=f"saves nothing in the cases of {grid.path}: no rank gets a token twice",
+            remedy="Use cases with several experts per token and rank, or --exchange rows.",
+        )
     for case in job.cases:
         if case.experts % job.num_ranks:
             raise BadInput(

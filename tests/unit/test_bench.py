@@ -19,6 +19,7 @@ from megatron_ampipe.schedule import (
     MOE_BLOCK,
     BlockFeatures,
     Direction,
+    Exchange,
     Pipeline,
     Stage,
     StageKind,
@@ -29,7 +30,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result
-from megatron_ampipe.tools.benchmark.arguments import stacks
+from megatron_ampipe.tools.benchmark.arguments import exchanges, stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
@@ -188,7 +189,7 @@ def test_our_grids_are_sound(name: str) -> None:
 
 
 def test_the_small_grid_is_the_one_that_the_readme_measures() -> None:
-    cases = read_grid(find_grid("cpu-small")).cases
+    cases = read_grid(find_grid("cpu-small")).only("top1,top2").cases
     assert [(case.sequence_length, case.hidden, case.experts, case.topk) for case in cases] == [
         (2048, 256, 4, 1),
         (2048, 256, 4, 2),
@@ -312,8 +313,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         stacks=(1,),
     )
     assert BenchJob.from_json(job.to_json()) == job
-    assert job.variants_of(0) == (*job.variants, *job.planned[0])
-    assert [str(variant) for variant in job.variants] == [
+    assert [str(variant) for variant in job.variants_of(0)] == [
         "stock",
         "ampipe degree 1",
         "ampipe degree 4",
@@ -323,6 +323,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         "moe-only degree 4",
         "moe-only degree 4:2",
         "moe-only chunks 0.75,0.25",
+        "planned chunks 0.75,0.25",
     ]
 
 
@@ -356,7 +357,7 @@ def test_every_cut_is_measured_with_every_stack() -> None:
     assert BenchJob.from_json(restoring.to_json()) == restoring
     assert [variant.pipeline.memory for variant in restoring.variants] == ["keep"] * 3 + ["rebuild"]
     # Layers of one chunk are Megatron's: nothing is shared.
-    assert [str(variant) for variant in job.variants] == [
+    assert [str(variant) for variant in job.variants_of(0)] == [
         *(
             "stock",
             "ampipe degree 1",
@@ -365,7 +366,7 @@ def test_every_cut_is_measured_with_every_stack() -> None:
             "ampipe degree 4, stack 4",
         )
     ]
-    assert [variant.pipeline.stack for variant in job.variants[2:]] == [1, 2, 4]
+    assert [variant.pipeline.stack for variant in job.variants_of(0)[2:]] == [1, 2, 4]
 
 
 # The bound
@@ -542,7 +543,7 @@ def test_percentiles_are_linear_between_values() -> None:
 
 
 def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
-    if not variant.chunked:
+    if not variant.pipelined:
         return None
     whole = build(variant.schedule, degree=variant.cut.degree, features=BlockFeatures()).whole_attention
     return {
@@ -573,6 +574,8 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "starved": [None if found is None else {} for found in needs],
         "difference": difference,
         "peak_bytes": [1_048_576 * (1 + place) for place in range(len(variants))],
+        "wire_bytes": [[1_020_000, 1_010_000, 1_050_000]] * len(variants),
+        "expected_wire_bytes": [1_000_000] * len(variants),
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
@@ -632,6 +635,10 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
     assert (case["stock_peak_bytes"], control["peak_bytes"]) == (2**20, 2 * 2**20)
+    # Of both ranks together, the median of the repeats.
+    assert (ampipe["exchange"], ampipe["wire_bytes"], ampipe["expected_wire_bytes"]) == (
+        "rows", 2_040_000, 2_000_000,
+    )  # fmt: skip
     assert sequential["samples_ms_by_rank"] == [[50.0, 50.0, 50.0], [10.0, 10.0, 10.0]]
 
 
@@ -655,13 +662,13 @@ def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
     assert "1.0" in words
     assert words[words.index("most") + 1] == "3.16"
     case = older["cases"][0]
-    for key in ("busy_cores", "peak_bytes"):
+    for key in ("busy_cores", "peak_bytes", "wire_bytes", "expected_wire_bytes"):
         del case[f"stock_{key}"]
         for row in case["rows"]:
             del row[key]
     for row in case["rows"]:
-        del row["layers"], row["stack"]
-    assert not {"busy", "MiB"} & set(shown(older, tmp_path / "x.json"))
+        del row["layers"], row["stack"], row["exchange"]
+    assert not {"busy", "MiB", "wire"} & set(shown(older, tmp_path / "x.json"))
     empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
     assert "60.00" in shown(empty, tmp_path / "x.json")
 
@@ -675,6 +682,68 @@ def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
     assert "stack" in words
     assert words[words.index("tiny,") + 1] == "4"
     assert plot._series(several) == ["ampipe", "sequential, 4 layers together", "sequential"]
+
+
+def test_exchanges_have_a_column_and_an_own_series(tmp_path: Path) -> None:
+    found = document()
+    assert "exchange" not in shown(found, tmp_path / "x.json")
+    found["cases"][0]["rows"].append(found["cases"][0]["rows"][1] | {"exchange": "ranks"})
+    words = shown(found, tmp_path / "x.json")
+    assert {"exchange", "ranks"} <= set(words)
+    assert words[words.index("2.04") + 1] == "(+2.0%)"
+    assert plot._series(found) == ["ampipe", "sequential", "ampipe, exchange ranks"]
+
+
+def test_an_exchange_is_measured_where_it_saves_something() -> None:
+    assert exchanges("rows,ranks,rows") == tuple(Exchange)
+    for text in ("once", "", "rows,"):
+        with pytest.raises(BadInput, match="is not a list of rows, ranks"):
+            exchanges(text)
+    cases = tuple(dataclasses.replace(CASE, experts=8, topk=topk) for topk in (1, 4))
+    job = BenchJob(
+        cases=cases,
+        schedules=("ampipe",),
+        cuts=(Cut.of(1), Cut.of(4)),
+        link="none",
+        num_ranks=2,
+        pretended=False,
+        device="cpu",
+        repeats=1,
+        warmup=0,
+        seed=1,
+        timeout_s=9.0,
+        rendezvous="",
+        cores=(),
+        exchanges=tuple(Exchange),
+    )
+    assert BenchJob.from_json(job.to_json()) == job
+    assert [str(variant) for variant in job.variants_of(0)] == ["stock", "ampipe degree 1", "ampipe degree 4"]
+    assert [str(variant) for variant in job.variants_of(1)[1:]] == [
+        "ampipe degree 1",
+        "ampipe degree 1, exchange ranks",
+        "ampipe degree 4",
+        "ampipe degree 4, exchange ranks",
+    ]
+    assert [variant.pipelined for variant in job.variants_of(1)] == [False, False, True, True, True]
+
+
+def test_predictions_are_made_with_the_exchange_of_a_row() -> None:
+    cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
+    found = document()
+    (case,) = found["cases"]
+    case["block"] |= {"sequence_length": 2048, "hidden": 256, "ffn": 128, "experts": 32, "topk": 8}
+    case["rows"] = [case["rows"][1] | {"exchange": exchange} for exchange in ("rows", "ranks")]
+    prediction.predict(found, cluster)
+    rows, ranks = (row["predicted_ms"] for row in case["rows"])
+    assert rows > 2.5 * ranks
+    assert case["choice"]["exchange"] == "ranks"
+    block = Case(**case["block"])
+    settings = {"stacks": (1,), "num_ranks": 2, "fused_gradients": False}
+    for exchange in Exchange:
+        (planned,) = prediction.planned(block, cluster, exchanges=(exchange,), **settings)
+        assert planned.exchange is exchange
+    (planned,) = prediction.planned(block, cluster, exchanges=tuple(Exchange), **settings)
+    assert planned.exchange is Exchange.RANKS
 
 
 def test_layers_are_predicted_stack_by_stack() -> None:
@@ -700,7 +769,7 @@ def test_layers_are_predicted_stack_by_stack() -> None:
 def test_a_plan_is_made_for_every_stack() -> None:
     cluster = read_cluster(find_cluster("docs/measured/profile-100mbit.yaml"))
     case = dataclasses.replace(CASE, sequence_length=2048, hidden=256, ffn=1024)
-    settings = {"num_ranks": 2, "fused_gradients": False}
+    settings = {"exchanges": (Exchange.ROWS,), "num_ranks": 2, "fused_gradients": False}
     block, stack = prediction.planned(case, cluster, stacks=(1, 3), **settings)
     assert (block.stack, stack.stack) == (1, 3)
     assert stack.order is not None
@@ -709,8 +778,8 @@ def test_a_plan_is_made_for_every_stack() -> None:
     assert {stage.layer for stage in schedule.forward.stages} == {0, 1, 2}
     assert stack.pipeline.num_chunks == len(stack.pipeline.chunks(case.sequence_length))
     # On one rank nothing is sent.
-    alone = prediction.planned(case, cluster, stacks=(1, 3), num_ranks=1, fused_gradients=False)
-    assert [variant.chunked for variant in alone] == [False]
+    alone = prediction.planned(case, cluster, stacks=(1, 3), **settings | {"num_ranks": 1})
+    assert [variant.pipelined for variant in alone] == [False]
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import DifferenceFound
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools.benchmark import training
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.training import Curve
@@ -56,7 +57,7 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 def test_figures_of_trainings() -> None:
     # The first iteration of each training run does not count.
     curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
-    case = training.case_result(CASE, JOB, curves)
+    case = training.case_result(CASE, JOB, JOB.variants_of(0), curves)
     assert (case["name"], case["layers"]) == ("one", 3)
     assert " ".join(case["flags"]).count("--num-layers 3") == 1
     assert (case["stock"]["ms"], case["stock"]["iterations_per_s"]) == (60.0, 16.6667)
@@ -125,6 +126,13 @@ def test_flags_of_a_training() -> None:
     )
     restoring = variant_flags(Variant("ampipe", Cut.of(4), stack=3, memory="rebuild"))
     assert restoring[-4:] == ("--ampipe-stack", "3", "--ampipe-memory", "rebuild")
+    once = ("--ampipe-exchange", "ranks")
+    assert variant_flags(Variant("ampipe", Cut.of(1), exchange=Exchange.RANKS)) == (
+        "--ampipe-degree",
+        "1",
+        *once,
+    )
+    assert variant_flags(Variant("ampipe", Cut.of(4), exchange=Exchange.RANKS))[-2:] == once
 
 
 def test_orders_of_a_training_survive_the_pipe() -> None:

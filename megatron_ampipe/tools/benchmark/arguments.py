@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, STRATEGIES, parse_shares, parse_stack
+from megatron_ampipe.schedule import (
+    KEEP,
+    SCHEDULE_NAMES,
+    STRATEGIES,
+    Exchange,
+    parse_shares,
+    parse_stack,
+)
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
@@ -30,6 +37,8 @@ examples:
       four layers: Megatron's one after the other, AMPipe's block by block, and AMPipe's under one schedule
   ampipe bench --link 200mbit --layers 8 --stack all --schedules ampipe --degrees 4 --memory keep,rebuild
       eight layers whose experts keep everything, and whose experts compute their inner tensors once more
+  ampipe bench --link 100mbit --cases top2,many-top8 --degrees 4 --schedules ampipe --exchange rows,ranks
+      each token sent for each of its experts, and once to each rank; with the bytes on the wire
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
@@ -74,6 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory = (
         f"what the experts keep for their backward pass: of {', '.join(STRATEGIES)}; several are compared"
     )
+    exchange = (
+        "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "
+        "that has some of them), or both; ranks is measured in cases where it saves something"
+    )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
     pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
@@ -105,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", metavar="N", type=at_least(1), help=layers)
     add("--stack", metavar="N,N", help=stack)
     add("--memory", metavar="M,M", default=KEEP, help=memory + chosen)
+    add("--exchange", metavar="E,E", default="rows", help=exchange + chosen)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
@@ -195,6 +209,23 @@ def stacks(text: str | None, *, layers: int) -> tuple[int, ...]:
             )
         found.append(size)
     return tuple(dict.fromkeys(found))
+
+
+def exchanges(text: str) -> tuple[Exchange, ...]:
+    """The value of ``--exchange``, each once.
+
+    Raises:
+        BadInput: a word is no exchange.
+    """
+    try:
+        return tuple(dict.fromkeys(map(Exchange, text.split(","))))
+    except ValueError:
+        raise BadInput(
+            "--exchange",
+            text or "(empty)",
+            rule=f"is not a list of {', '.join(Exchange)}",
+            remedy="Use --exchange rows,ranks.",
+        ) from None
 
 
 def _is_number(word: str) -> bool:

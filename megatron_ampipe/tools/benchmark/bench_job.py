@@ -9,8 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-from megatron_ampipe.schedule import KEEP
-from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.schedule import KEEP, Exchange
+from megatron_ampipe.tools.measuring.grid import Case, saves_copies
 from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
 
 
@@ -37,6 +37,7 @@ class BenchJob:
         layers: How many consecutive layers are one measurement, each with its own weights.
         stacks: How many of them share a schedule; 1 is block by block.
         memories: What the experts keep for their backward, as in ``Pipeline.memory``.
+        exchanges: How often a token is sent.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
@@ -58,25 +59,28 @@ class BenchJob:
     layers: int = 1
     stacks: tuple[int, ...] = (1,)
     memories: tuple[str, ...] = (KEEP,)
+    exchanges: tuple[Exchange, ...] = (Exchange.ROWS,)
 
-    @property
-    def variants(self) -> tuple[Variant, ...]:
-        """What is compared: stock first, then every schedule with every cut, stack and memory."""
+    def variants_of(self, case_index: int) -> tuple[Variant, ...]:
+        """What is compared: stock first, then every schedule with every cut, stack, memory and exchange.
+
+        Then what was planned for this case. An exchange that saves no copies in this case is left out.
+        """
+        saves = saves_copies(self.cases[case_index], num_ranks=self.num_ranks)
         rows = (
-            # In one chunk, layers are Megatron's: they share no schedule, and keep everything.
-            Variant(schedule, cut, stack=stack, memory=memory)
+            # In one chunk, layers share no schedule, and keep everything.
+            Variant(schedule, cut, stack=stack, memory=memory, exchange=exchange)
             if cut.num_chunks > 1
-            else Variant(schedule, cut)
+            else Variant(schedule, cut, exchange=exchange)
             for schedule in self.schedules
             for cut in self.cuts
             for stack in self.stacks
             for memory in self.memories
+            for exchange in self.exchanges
+            if saves or exchange is Exchange.ROWS
         )
-        return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows))
-
-    def variants_of(self, case_index: int) -> tuple[Variant, ...]:
-        """Likewise, with what was planned for this case."""
-        return (*self.variants, *(self.planned[case_index] if self.planned else ()))
+        planned = self.planned[case_index] if self.planned else ()
+        return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows), *planned)
 
     @property
     def num_processes(self) -> int:
@@ -94,6 +98,7 @@ class BenchJob:
         found["cases"] = tuple(Case(**case) for case in found["cases"])
         found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
         found["planned"] = tuple(tuple(map(Variant.from_fields, of_case)) for of_case in found["planned"])
+        found["exchanges"] = tuple(map(Exchange, found["exchanges"]))
         for key in ("schedules", "cores", "stacks", "memories"):
             found[key] = tuple(found[key])
         return cls(**found)

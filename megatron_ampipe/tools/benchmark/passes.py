@@ -21,6 +21,7 @@ from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.layers.kernel_choice import describe_kernel
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.benchmark.wire_bytes import Routings, sent_bytes
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
@@ -53,7 +54,9 @@ def measure(
         Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
         ``starved``: by variant, how often a GPU was out of work within a stage, by the stage's kind;
         ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at once beyond
-        weights and input; ``kernel`` of attention, the same for all variants, and ``attention``,
+        weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in every repeat,
+        None where the link is no real network, and ``expected_wire_bytes``, what it had to send by the
+        routing; ``kernel`` of attention, the same for all variants, and ``attention``,
         which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
 
@@ -64,10 +67,14 @@ def measure(
     factory = BlockFactory(
         case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed, layers=job.layers
     )
-    passes = _Passes(case, rank=rank, on_cuda=on_cuda, seed=job.seed)
+    link = parse_link(job.link)
+    passes = _Passes(
+        case, rank=rank, on_cuda=on_cuda, seed=job.seed, counts_wire=link.kind is LinkKind.NETWORK
+    )
+    routings = Routings(factory.stock)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
     difference = _compare(passes, layers, variants, rank=rank, case=case)
-    link = parse_link(job.link)
+    routings.stop()
     saved_bytes = 0
     if link.kind is LinkKind.NETWORK:
         assert link.rate_bit_per_s is not None
@@ -75,7 +82,7 @@ def measure(
     timed = {
         index: factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         for index, variant in enumerate(variants)
-        if variant.chunked
+        if variant.pipelined
     }
     peaks = _peak_bytes(passes, factory, layers, variants, on_cuda=on_cuda)
     for _ in range(job.warmup):
@@ -108,6 +115,8 @@ def measure(
         ],
         "difference": difference,
         "peak_bytes": peaks,
+        "wire_bytes": [[sample.wire_bytes for sample in of_layer] for of_layer in samples],
+        "expected_wire_bytes": [routings.expected_bytes(variant.exchange, rank=rank) for variant in variants],
         "kernel": factory.kernel,
         "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
@@ -121,16 +130,19 @@ class _Sample(NamedTuple):
         wall_s: Seconds it took.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
             their behalf.
+        wire_bytes: What this rank put on the wire, headers included; None where it was not counted.
     """
 
     wall_s: float
     processor_s: float
+    wire_bytes: int | None
 
 
 class _Passes:
     """Runs one pass of any layer on always the same input and output gradient."""
 
-    def __init__(self, case: Case, *, rank: int, on_cuda: bool, seed: int) -> None:
+    def __init__(self, case: Case, *, rank: int, on_cuda: bool, seed: int, counts_wire: bool) -> None:
+        self._counts_wire = counts_wire
         generator = torch.Generator().manual_seed(seed * 10_007 + rank)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._on_cuda = on_cuda
@@ -175,14 +187,20 @@ class _Passes:
         gc.collect()
         gc.disable()
         try:
+            sent_before = sent_bytes() if self._counts_wire else 0
             self._meet()
             begin, worked = time.perf_counter(), time.process_time()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
             output.backward(self._gradient)
             if self._on_cuda:
                 torch.cuda.synchronize()
-            sample = _Sample(time.perf_counter() - begin, time.process_time() - worked)
-            return sample, output, hidden
+            wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
+            wire_bytes = None
+            if self._counts_wire:
+                # A rank may have what it waited for while a peer still receives.
+                self._meet()
+                wire_bytes = sent_bytes() - sent_before
+            return _Sample(wall_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
 

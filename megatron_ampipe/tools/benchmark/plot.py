@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.schedule import KEEP
+from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.table import heading
 
 if TYPE_CHECKING:
@@ -186,12 +186,12 @@ def _of_ampipe(row: Mapping[str, Any]) -> bool:
 
 
 def _series_of(row: Mapping[str, Any]) -> str:
-    """What rows of several degrees have in common: the schedule, and how many layers share it."""
+    """What rows of several degrees have in common: schedule, layers that share it, exchange."""
     # Absent from older results.
-    stack = row.get("stack", 1)
+    stack, exchange = row.get("stack", 1), row.get("exchange", Exchange.ROWS)
     memory = row.get("memory", KEEP)
     words = [str(row["schedule"]), *[f"{stack} layers together"] * (stack > 1), *[memory] * (memory != KEEP)]
-    return ", ".join(words)
+    return ", ".join([*words, *[f"exchange {exchange}"] * (exchange != Exchange.ROWS)])
 
 
 def _series(document: Mapping[str, Any]) -> list[str]:

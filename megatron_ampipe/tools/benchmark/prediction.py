@@ -18,7 +18,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, to_text
+from megatron_ampipe.schedule import KEEP, Exchange, to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
@@ -56,6 +56,7 @@ def predict(document: dict[str, Any], cluster: Cluster) -> None:
             "schedule": chosen["schedule"],
             "cut": chosen["cut"],
             "stack": chosen.get("stack", 1),
+            "exchange": chosen.get("exchange", Exchange.ROWS),
             "loss": round(chosen["ms"] / fastest - 1, 4),
         }
     document["prediction"] = {"cluster": cluster.description, **_summary(document["cases"])}
@@ -92,7 +93,13 @@ def predict_peaks(document: dict[str, Any]) -> None:
 
 
 def planned(
-    case: Case, cluster: Cluster, *, stacks: Sequence[int], num_ranks: int, fused_gradients: bool
+    case: Case,
+    cluster: Cluster,
+    *,
+    stacks: Sequence[int],
+    exchanges: Sequence[Exchange],
+    num_ranks: int,
+    fused_gradients: bool,
 ) -> tuple[Variant, ...]:
     """What the planner chooses for a case, for each number of layers that share a schedule.
 
@@ -100,6 +107,7 @@ def planned(
         case: The block.
         cluster: Measured on the same machine and link.
         stacks: Those numbers; 1 is block by block.
+        exchanges: Those that the planner compares.
         num_ranks: Over which the experts are spread.
         fused_gradients: Whether linear layers add their weights' gradients to ``main_grad`` themselves.
 
@@ -108,19 +116,19 @@ def planned(
     """
     workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=fused_gradients)
     predictor = Predictor(workload, cluster)
-    return tuple(dict.fromkeys(_planned(predictor.of_layers(stack)) for stack in stacks))
+    return tuple(dict.fromkeys(_planned(predictor.of_layers(stack), exchanges) for stack in stacks))
 
 
-def _planned(predictor: Predictor) -> Variant:
+def _planned(predictor: Predictor, exchanges: Sequence[Exchange]) -> Variant:
     """All layers of a predictor under one schedule if possible, also where that is not predicted to help."""
-    plans = make_plans(predictor)
+    plans = make_plans(predictor, exchanges=exchanges)
     plan = plans.shared or plans.alone
     if not plan.helps:
         return Variant(PLANNED, Cut.of(1))
     pipeline = plan.pipeline(rows=predictor.workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
     stack = pipeline.stack_of(len(predictor.layers))
-    return Variant(PLANNED, cut, to_text(plan.schedule), stack)
+    return Variant(PLANNED, cut, to_text(plan.schedule), stack, plan.exchange)
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -139,12 +147,13 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) 
     """Of one pass through so many layers; ``predictor`` is of one."""
     shares = tuple(row["shares"]) if row["shares"] else None
     cut = Cut.of(row["degree"], row["backward_degree"], shares)
-    memory = row.get("memory", KEEP)
-    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory)
+    memory, exchange = row.get("memory", KEEP), Exchange(row.get("exchange", Exchange.ROWS))
+    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory, exchange)
+    predictor = predictor.with_exchange(exchange)
 
     def predicted_us(num_layers: int) -> float:
         of_layers = predictor.of_layers(num_layers, memory=memory)
-        if not variant.chunked:
+        if not variant.pipelined:
             time = of_layers.stock()
         else:
             chunks = variant.pipeline.chunks(predictor.workload.sequence_length)

@@ -114,6 +114,8 @@ def case_result(
             starved=[report["starved"][index] for report in reports],
             difference=reports[0]["difference"][index],
             peak_bytes=_largest(reports, "peak_bytes", index),
+            wire_bytes=_wire_bytes(reports, index),
+            expected_wire_bytes=sum(report["expected_wire_bytes"][index] for report in reports),
         )
         for index, variant in enumerate(variants)
         if index > 0
@@ -129,6 +131,8 @@ def case_result(
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
         "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
+        "stock_wire_bytes": _wire_bytes(reports, 0),
+        "stock_expected_wire_bytes": sum(report["expected_wire_bytes"][0] for report in reports),
         "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
         "attention": reports[0]["attention"],
@@ -164,6 +168,14 @@ def _largest(reports: Sequence[Mapping[str, Any]], key: str, index: int) -> int:
     return max(report[key][index] for report in reports)
 
 
+def _wire_bytes(reports: Sequence[Mapping[str, Any]], index: int) -> int | None:
+    """What all ranks together put on the wire in a pass of a variant, the median over repeats."""
+    of_ranks = [report["wire_bytes"][index] for report in reports]
+    if of_ranks[0][0] is None:
+        return None
+    return round(statistics.median(map(sum, zip(*of_ranks, strict=True))))
+
+
 def _row(
     variant: Variant,
     *,
@@ -176,6 +188,8 @@ def _row(
     starved: Sequence[Mapping[str, int] | None],
     difference: float,
     peak_bytes: int,
+    wire_bytes: int | None,
+    expected_wire_bytes: int,
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
@@ -191,6 +205,7 @@ def _row(
         "layers": layers,
         "stack": variant.stack,
         "memory": variant.memory,
+        "exchange": variant.exchange,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),
@@ -203,13 +218,16 @@ def _row(
         "difference_from_stock": difference,
         # Of what a pass holds at once beyond weights and input, on the rank that holds most.
         "peak_bytes": peak_bytes,
+        # Of all ranks together: by the kernel's counters on a real network, and by the routing.
+        "wire_bytes": wire_bytes,
+        "expected_wire_bytes": expected_wire_bytes,
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": processor_by_rank,
-        "stages_us_by_rank": stages if variant.chunked else None,
+        "stages_us_by_rank": stages if variant.pipelined else None,
         "stage_needs": needs,
         # On a GPU: by kind of stage, in how many of the times above the host was too slow to keep it busy.
-        "starved_by_rank": starved if variant.chunked else None,
+        "starved_by_rank": starved if variant.pipelined else None,
     }
     if needs is not None:
         of_ranks = [bounds(found, needs, stack=variant.stack) for found in stages if found is not None]
@@ -271,7 +289,8 @@ def _is_case(case: Mapping[str, Any]) -> bool:
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
         numbers += [row[key] for key in measured]
         numbers += [row[key] for key in ("layers", "stack") if key in row]
-        if not isinstance(row["schedule"], str):
+        numbers += [row[key] for key in ("wire_bytes", "expected_wire_bytes") if row.get(key) is not None]
+        if not isinstance(row["schedule"], str) or not isinstance(row.get("exchange", ""), str):
             return False
     return isinstance(case["name"], str) and all(
         isinstance(number, int | float) and not isinstance(number, bool) and number > 0 for number in numbers

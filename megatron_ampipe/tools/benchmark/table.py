@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.schedule import KEEP
+from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
@@ -16,6 +16,10 @@ _CAPTION = (
     "stock / this within a repeat, and the 10th to 90th percentile; for stock, what no order of these "
     "stages can exceed. of bound: the least possible time as a share of this time. busy: cores that the "
     "slowest rank kept busy. MiB: the most that a pass holds at once, beyond weights and input."
+)
+_OF_WIRE = (
+    " wire MB: sent by all ranks, by the kernel's counters, and how much more that is than rows and "
+    "probabilities by the routing."
 )
 _OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
 _OF_MEMORIES = " memory: what the experts keep for their backward pass."
@@ -34,14 +38,21 @@ def heading(document: Mapping[str, Any]) -> str:
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
-    again = any(row["degree"] == 1 for case in document["cases"] for row in case["rows"])
+    again = any(
+        row["degree"] == 1 and row.get("exchange", "rows") == "rows"
+        for case in document["cases"]
+        for row in case["rows"]
+    )
     num_layers = document.get("layers", 1)
     stacked = num_layers > 1
     passed = f"{num_layers} layers" if stacked else "one block"
     # Absent from older results.
-    several = any(row.get("memory", KEEP) != KEEP for case in document["cases"] for row in case["rows"])
+    rows = [row for case in document["cases"] for row in case["rows"]]
+    several = any(row.get("memory", KEEP) != KEEP for row in rows)
+    exchanged = any(row.get("exchange", Exchange.ROWS) != Exchange.ROWS for row in rows)
+    wired = all(case.get("stock_wire_bytes") for case in document["cases"])
     caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked
-    caption += _OF_MEMORIES * several + _OF_DEGREE_1 * again
+    caption += _OF_MEMORIES * several + _OF_WIRE * wired + _OF_DEGREE_1 * again
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
@@ -49,6 +60,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     columns = [
         *["stack"] * stacked,
         *["memory"] * several,
+        *["exchange"] * exchanged,
         "degree",
         "ms",
         "speedup",
@@ -61,7 +73,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     metered = all(case.get("stock_peak_bytes") for case in document["cases"])
     columns += ["busy"] * counted + ["MiB"] * metered
     foreseen = metered and all("stock_predicted_peak_bytes" in case for case in document["cases"])
-    columns += ["predicted MiB"] * foreseen
+    columns += ["predicted MiB"] * foreseen + ["wire MB"] * wired
     for column in columns + ["predicted", "off by"] * predicted:
         # In a narrow terminal a figure goes on in the next line rather than losing its end.
         table.add_column(column, justify="right", overflow="fold")
@@ -70,9 +82,10 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         measured = [f"{case['stock_busy_cores']:.2f}"] if counted else []
         measured += [_mib(case["stock_peak_bytes"])] if metered else []
         measured += [_mib(case["stock_predicted_peak_bytes"])] if foreseen else []
+        measured += [_mb(case, "stock_")] if wired else []
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
-        blank = [""] * (1 + stacked + several)
+        blank = [""] * (1 + stacked + several + exchanged)
         table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
@@ -81,6 +94,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 row["schedule"],
                 *([str(row["stack"])] if stacked else []),
                 *([row.get("memory", KEEP)] if several else []),
+                *([row.get("exchange", Exchange.ROWS)] if exchanged else []),
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",
@@ -91,6 +105,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 *([f"{row['busy_cores']:.2f}"] if counted else []),
                 *([_mib(row["peak_bytes"])] if metered else []),
                 *([_mib(row["predicted_peak_bytes"])] if foreseen else []),
+                *([_mb(row)] if wired else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )
@@ -108,3 +123,9 @@ def show(document: Mapping[str, Any], console: Console) -> None:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.1f}"
+
+
+def _mb(row: Mapping[str, Any], prefix: str = "") -> str:
+    """Megabytes that all ranks put on the wire, and by how much that exceeds what the routing asks for."""
+    wire, expected = row[f"{prefix}wire_bytes"], row[f"{prefix}expected_wire_bytes"]
+    return f"{wire / 1e6:.2f} ({wire / expected - 1:+.1%})"

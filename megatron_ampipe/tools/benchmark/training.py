@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ampipe.errors import DifferenceFound, RunFailed
-from megatron_ampipe.schedule import KEEP
+from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.result import percentile
 from megatron_ampipe.tools.benchmark.table import OF_STACKS
@@ -75,16 +75,17 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) 
     cases = []
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
     with rank_processes.signals_as_interrupts():
-        for case in job.cases:
-            curves: list[list[Curve]] = [[] for _ in job.variants]
+        for number, case in enumerate(job.cases):
+            variants = job.variants_of(number)
+            curves: list[list[Curve]] = [[] for _ in variants]
             for round_ in range(rounds):
-                for step in range(len(job.variants)):
-                    index = (round_ + step) % len(job.variants)
-                    variant = job.variants[index]
+                for step in range(len(variants)):
+                    index = (round_ + step) % len(variants)
+                    variant = variants[index]
                     curves[index].append(_train(case, variant, job, on_iteration=on_iteration))
                     # The first training of all is stock's.
-                    _check_same(case, job.variants, curves)
-            cases.append(case_result(case, job, curves))
+                    _check_same(case, variants, curves)
+            cases.append(case_result(case, job, variants, curves))
     return cases
 
 
@@ -99,7 +100,7 @@ def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callabl
     """One training, on newly started ranks."""
     training = TrainingJob(
         flags=(*_flags(case, job), *variant_flags(variant)),
-        stock_attends_as=None if variant.chunked else case.dtype,
+        stock_attends_as=None if variant.pipelined else case.dtype,
         link=job.link,
         num_ranks=job.num_ranks,
         timeout_s=job.timeout_s,
@@ -167,17 +168,20 @@ def loss_difference(stock: Curve, other: Curve) -> tuple[float, int]:
     return differences[place], place + 1
 
 
-def case_result(case: Case, job: BenchJob, curves: Sequence[Sequence[Curve]]) -> dict[str, Any]:
+def case_result(
+    case: Case, job: BenchJob, variants: Sequence[Variant], curves: Sequence[Sequence[Curve]]
+) -> dict[str, Any]:
     """One entry of ``cases`` in the document.
 
     Args:
         case: The block.
         job: What was trained.
+        variants: Of this case; stock first.
         curves: By variant and round.
     """
     timed = [[ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves]
     rows = []
-    for variant, samples, of_rounds in zip(job.variants[1:], timed[1:], curves[1:], strict=True):
+    for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
         ratios = [stock / other for stock, other in zip(timed[0], samples, strict=True)]
         rows.append(
             {
@@ -187,6 +191,7 @@ def case_result(case: Case, job: BenchJob, curves: Sequence[Sequence[Curve]]) ->
                 "layers": job.layers,
                 "stack": variant.stack,
                 "memory": variant.memory,
+                "exchange": variant.exchange,
                 **_speed(samples),
                 "speedup": round(statistics.median(ratios), 4),
                 "speedup_p10": round(percentile(ratios, 0.1), 4),
@@ -236,10 +241,13 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     table.add_column("case", overflow="fold")
     table.add_column("layers of")
     stacked = document["layers"] > 1
-    several = any(row.get("memory", KEEP) != KEEP for case in document["cases"] for row in case["rows"])
+    rows = [row for case in document["cases"] for row in case["rows"]]
+    several = any(row.get("memory", KEEP) != KEEP for row in rows)
+    exchanged = any(row["exchange"] != Exchange.ROWS for row in rows)
     for column in (
         *["stack"] * stacked,
         *["memory"] * several,
+        *["exchange"] * exchanged,
         "degree",
         "ms",
         "10-90 %",
@@ -251,7 +259,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for case in document["cases"]:
         fastest = min(row["ms"] for row in case["rows"])
-        blank = [""] * (1 + stacked + several)
+        blank = [""] * (1 + stacked + several + exchanged)
         table.add_row(case["name"], "stock", *blank, *_speed_cells(case["stock"]))
         for row in case["rows"]:
             table.add_row(
@@ -259,6 +267,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 row["schedule"],
                 *([str(row["stack"])] if stacked else []),
                 *([row.get("memory", KEEP)] if several else []),
+                *([row["exchange"]] if exchanged else []),
                 row["cut"],
                 *_speed_cells(row),
                 f"{row['speedup']:.3f}",

@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import Variant
 
@@ -70,9 +71,12 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """What makes a training stock or AMPipe's."""
-    if not variant.chunked:
-        return ("--ampipe-degree", "1")
+    exchange: tuple[str, ...] = ()
+    if variant.exchange is not Exchange.ROWS:
+        exchange = ("--ampipe-exchange", variant.exchange)
     cut = variant.cut
+    if cut.num_chunks == 1:
+        return ("--ampipe-degree", "1", *exchange)
     if cut.shares is not None:
         flags = ("--ampipe-chunks", ",".join(map(repr, cut.shares)))
     else:
@@ -87,6 +91,7 @@ def variant_flags(variant: Variant) -> tuple[str, ...]:
         str(variant.stack),
         "--ampipe-memory",
         variant.memory,
+        *exchange,
     )
 
 

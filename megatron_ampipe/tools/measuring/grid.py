@@ -62,6 +62,11 @@ class Case:
     """Of parameters and activations."""
 
 
+def saves_copies(case: Case, *, num_ranks: int) -> bool:
+    """Whether a rank gets a token more than once from Megatron's dispatcher."""
+    return 1 < num_ranks < case.experts and case.topk > 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
     """Keeps a case if ``blocks * 2 bytes * tokens * hidden * (fixed + per_expert * topk)`` fits in memory."""

@@ -6,10 +6,10 @@ Plain data.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from megatron_ampipe.schedule import KEEP, Pipeline, from_text
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, from_text
 
 STOCK = "stock"
 """Name of Megatron's own layer among the variants."""
@@ -61,10 +61,11 @@ class Variant:
 
     Attributes:
         schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
-        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
+        cut: Into which chunks. In one chunk, both ways, with its exchange, it is Megatron's own layer again.
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
+        exchange: How often a token is sent.
     """
 
     schedule: str
@@ -72,37 +73,42 @@ class Variant:
     order: str | None = None
     stack: int = 1
     memory: str = KEEP
+    exchange: Exchange = Exchange.ROWS
 
     @property
-    def chunked(self) -> bool:
-        """Whether it is a pipeline rather than Megatron's own layer."""
-        return self.cut.num_chunks > 1
+    def pipelined(self) -> bool:
+        """Whether it is AMPipe's layer rather than Megatron's own."""
+        return self.cut.num_chunks > 1 or self.exchange is not Exchange.ROWS
 
     @property
     def pipeline(self) -> Pipeline:
         """What its blocks run."""
         cut = self.cut
-        if not self.chunked:
+        if not self.pipelined:
             return Pipeline.of(1)
-        fields: dict[str, Any] = {
-            "degree": cut.degree,
-            "backward_degree": cut.backward_degree,
-            "stack": self.stack,
-            "memory": self.memory,
-        }
+        found = Pipeline.of(
+            cut.degree,
+            backward_degree=cut.backward_degree,
+            shares=cut.shares,
+            stack=self.stack,
+            memory=self.memory,
+            exchange=self.exchange,
+        )
         if self.order is not None:
-            return Pipeline(**fields, shares=cut.shares, order=from_text(self.order))
-        return Pipeline(**fields, shares=cut.shares, schedule=self.schedule)
+            return replace(found, order=from_text(self.order))
+        return replace(found, schedule=self.schedule)
 
     def __str__(self) -> str:
         if self.schedule == STOCK:
             return STOCK
         stack = f", stack {self.stack}" if self.stack > 1 else ""
         memory = f", memory {self.memory}" if self.memory != KEEP else ""
+        exchange = "" if self.exchange is Exchange.ROWS else f", exchange {self.exchange}"
         kind = "degree" if self.cut.shares is None else "chunks"
-        return f"{self.schedule} {kind} {self.cut}{stack}{memory}"
+        return f"{self.schedule} {kind} {self.cut}{stack}{memory}{exchange}"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """Likewise."""
-        return cls(**{**fields, "cut": Cut.from_fields(fields["cut"])})
+        cut, exchange = Cut.from_fields(fields["cut"]), Exchange(fields["exchange"])
+        return cls(**{**fields, "cut": cut, "exchange": exchange})

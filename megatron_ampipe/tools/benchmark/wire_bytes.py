@@ -1,0 +1,96 @@
+"""Bytes that a pass sends: counted by the kernel, and those that the routing of the pass asks for.
+
+The two come from different places: counters of the network interface, and the routing maps of Megatron's own
+routers. Called by :mod:`.passes` in the ranks of ``ampipe bench``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.tools.measuring.network import INTERFACE
+
+_COUNTERS = Path("/proc/self/net/dev")
+"""Of the interfaces in this process's network namespace."""
+_SENT_COLUMN = 8
+_EXCHANGES = 4
+"""Dispatch and combine, forward and backward."""
+_WITH_PROBABILITIES = 2
+"""Of those, how many carry probabilities or their gradients: the dispatches."""
+
+
+def sent_bytes() -> int:
+    """What this rank has sent so far over the interface of the link, headers included."""
+    for line in _COUNTERS.read_text().splitlines():
+        name, colon, columns = line.partition(":")
+        if colon and name.strip() == INTERFACE:
+            return int(columns.split()[_SENT_COLUMN])
+    raise AssertionError(f"this process has no interface {INTERFACE}")
+
+
+class _Routing(NamedTuple):
+    """What a router decided.
+
+    Attributes:
+        map: ``[T, E]`` bool.
+        row_bytes: Of a token.
+        probability_bytes: Of a probability.
+    """
+
+    map: Tensor
+    row_bytes: int
+    probability_bytes: int
+
+
+class Routings:
+    """The routing of the latest pass through Megatron's layers.
+
+    Args:
+        layers: Megatron's own ``blocks.Layers``, whose routers are watched until :meth:`stop`.
+    """
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        self._found: dict[int, _Routing] = {}
+        self._num_local_experts = layers.layers[0].mlp.num_local_experts
+        self._hooks = [
+            layer.mlp.router.register_forward_hook(self._keep(number))
+            for number, layer in enumerate(layers.layers)
+        ]
+
+    def _keep(self, number: int) -> Any:
+        def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
+            (hidden, *_), (probs, routing_map) = arguments, result
+            row_bytes = hidden.shape[-1] * hidden.element_size()
+            self._found[number] = _Routing(routing_map, row_bytes, probs.element_size())
+
+        return keep
+
+    def stop(self) -> None:
+        """Keep what was found, and watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def expected_bytes(self, exchange: Exchange, *, rank: int) -> int:
+        """What sending this rank's tokens to other ranks, and the experts' outputs back, takes in a pass.
+
+        Rows and probabilities with their gradients, without headers and without the exchange of counts. Half
+        of it is sent by this rank, the other half by those of the experts.
+
+        Args:
+            exchange: How often a token is sent.
+            rank: Of this process, in the order of the experts.
+        """
+        total = 0
+        for routing in self._found.values():
+            by_rank = routing.map.unflatten(1, (-1, self._num_local_experts))
+            rows = by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)
+            of_others = int(rows.sum()) - int(rows[:, rank].sum())
+            probabilities = 1 if exchange is Exchange.ROWS else self._num_local_experts
+            with_probabilities = _WITH_PROBABILITIES * probabilities * routing.probability_bytes
+            total += of_others * (_EXCHANGES * routing.row_bytes + with_probabilities)
+        return total
