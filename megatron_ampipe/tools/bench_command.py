@@ -28,14 +28,16 @@ from megatron_ampipe.tools.benchmark.arguments import (
     cuts,
     exchanges,
     layers,
+    link_of,
     memories,
+    ranks,
     schedules,
     stacks,
 )
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid, saves_copies
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import Link, LinkKind
 
 __all__ = ["add_arguments", "run"]
 
@@ -55,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         plot.check_target(arguments.plot)
     if arguments.json is not None:
         outputs.check(arguments.json, flag="--json")
-    check_training(arguments, parse_link(arguments.link))
+    link = link_of(arguments)
+    check_training(arguments, link)
     if arguments.source is not None and arguments.planned is not None:
         raise BadInput(
             "--planned",
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         document = result.read(arguments.source)
     else:
-        document = _measure(arguments)
+        document = _measure(arguments, link)
     if not arguments.end_to_end:
         prediction.predict_peaks(document)
     if cluster is not None:
@@ -93,9 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
     """Check everything and run the ranks; the document."""
-    link = parse_link(arguments.link)
     grid = read_grid(find_grid(arguments.grid)).only(arguments.cases)
     job = _job(arguments, link, grid)
     if link.kind is LinkKind.NETWORK:
@@ -174,7 +176,7 @@ def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
     num_gpus = 0 if on_cpu else machine.num_gpus()
-    num_layers = layers(arguments)
+    num_layers, num_ranks = layers(arguments), ranks(arguments)
     job = BenchJob(
         cases=grid.cases,
         layers=num_layers,
@@ -184,15 +186,15 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         schedules=schedules(arguments.schedules),
         cuts=cuts(arguments.degrees, arguments.chunks),
         link=link.text,
-        num_ranks=arguments.ranks,
-        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < arguments.ranks),
+        num_ranks=num_ranks,
+        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < num_ranks),
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else machine.cores_of(arguments.ranks),
+        cores=() if num_gpus else machine.cores_of(num_ranks),
     )
     if job.pretended and not link.emulated:
         raise BadInput(

@@ -19,7 +19,7 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import LinkKind, parse_link, require_one_class
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
 from megatron_ampipe.tools.profiling.profile_job import ProfileJob
@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace, case: Case) -> ProfileJob:
     link = parse_link(arguments.link or "none")
+    require_one_class(link)
     num_ranks = arguments.ranks or 2
     if link.kind is LinkKind.NETWORK:
         network.check_usable()

@@ -23,6 +23,7 @@ from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.schedule import from_text
 from megatron_ampipe.tools.benchmark import training
 from megatron_ampipe.tools.measuring import network
+from megatron_ampipe.tools.measuring.link import Nodes
 from tests.dist.launch import REPOSITORY
 
 GRID = """\
@@ -326,6 +327,38 @@ def test_a_network_has_its_rate(count: int) -> None:
             assert sender.returncode == 0
             # The token bucket allows a small burst; a busy machine can only be slower.
             assert taken_s >= 0.85 * (size - network.burst_bytes(rate)) * 8 / rate
+        receiver.communicate(timeout=30)
+        assert receiver.returncode == 0
+
+
+@needs_network
+def test_a_network_of_nodes_sends_over_two_interfaces() -> None:
+    """Four ranks on two nodes: each peer is reached over the interface of its class, at that class's rate."""
+    size, rates = 500_000, {"ampipe0": 40e6, "ampipe1": 160e6}
+
+    def inside(pid: int, *words: str) -> subprocess.Popen[str]:
+        command = ["nsenter", f"--net=/proc/{pid}/ns/net", *words]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def sent(pid: int) -> dict[str, int]:
+        lines = inside(pid, "cat", "/proc/self/net/dev").communicate(timeout=30)[0].splitlines()
+        found = {line.split(":")[0].strip(): line.split(":")[1].split() for line in lines if ":" in line}
+        return {name: int(found[name][8]) for name in rates}
+
+    nodes = Nodes(ranks_per_node=2, rate_bit_per_s=rates["ampipe1"])
+    with namespaces(4) as pids, network.joined(pids, rate_bit_per_s=rates["ampipe0"], nodes=nodes):
+        receiver = inside(pids[0], sys.executable, "-c", RECEIVE.format(size=size, senders=3))
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        for rank, used in ((1, "ampipe1"), (2, "ampipe0"), (3, "ampipe0")):
+            before = sent(pids[rank])
+            sender = inside(pids[rank], sys.executable, "-c", SEND.format(size=size))
+            taken_s = float(sender.communicate(timeout=30)[0])
+            assert sender.returncode == 0
+            after = sent(pids[rank])
+            assert taken_s >= 0.85 * (size - network.burst_bytes(rates[used])) * 8 / rates[used]
+            assert size < after[used] - before[used] < 1.02 * size
+            assert sum(after.values()) - sum(before.values()) < 1.02 * size, "and nothing over the other"
         receiver.communicate(timeout=30)
         assert receiver.returncode == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -30,12 +31,12 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result
-from megatron_ampipe.tools.benchmark.arguments import exchanges, stacks
+from megatron_ampipe.tools.benchmark.arguments import add_arguments, exchanges, link_of, ranks, stacks
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, Nodes, parse_link, require_one_class
 from megatron_ampipe.tools.measuring.variant import Cut, Variant
 from tests.added_stages import COPY, DELAY
 
@@ -574,8 +575,8 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
         "starved": [None if found is None else {} for found in needs],
         "difference": difference,
         "peak_bytes": [1_048_576 * (1 + place) for place in range(len(variants))],
-        "wire_bytes": [[1_020_000, 1_010_000, 1_050_000]] * len(variants),
-        "expected_wire_bytes": [1_000_000] * len(variants),
+        "wire_bytes": [[{"inter": sent} for sent in (1_020_000, 1_010_000, 1_050_000)]] * len(variants),
+        "expected_wire_bytes": [{"inter": 1_000_000}] * len(variants),
         "kernel": "sdpa",
         "attention": "sdpa (torch chooses)",
         "fused_gradients": True,
@@ -682,6 +683,47 @@ def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
     assert "stack" in words
     assert words[words.index("tiny,") + 1] == "4"
     assert plot._series(several) == ["ampipe", "sequential, 4 layers together", "sequential"]
+
+
+def test_bytes_of_two_classes_of_links_are_summed_by_class() -> None:
+    sent = {"inter": 1000, "intra": 4000}
+    of_rank = {"wire_bytes": [[sent, {"inter": 1200, "intra": 4200}, sent]], "expected_wire_bytes": [sent]}
+    assert result._wire([of_rank, of_rank], 0) == {
+        "wire_bytes": 10_000,
+        "expected_wire_bytes": 10_000,
+        "wire_bytes_by_class": {"inter": 2000, "intra": 8000},
+        "expected_wire_bytes_by_class": {"inter": 2000, "intra": 8000},
+    }
+    of_rank["wire_bytes"] = [[None] * 3]
+    assert result._wire([of_rank], 0)["wire_bytes"] is None
+
+
+def test_two_classes_of_links() -> None:
+    def parsed(*words: str) -> tuple[Link, int]:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        found = parser.parse_args(list(words))
+        return link_of(found), ranks(found)
+
+    classes = ("--link", "inter=50mbit,intra=400mbit")
+    link, num_ranks = parsed(*classes, "--nodes", "3", "--ranks-per-node", "2")
+    assert num_ranks == 6
+    assert (link.kind, link.rate_bit_per_s, link.nodes) == (LinkKind.NETWORK, 50e6, Nodes(2, 400e6))
+    assert link.nodes is not None and [link.nodes.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert parse_link(link.text) == link
+    assert parsed("--link", "50mbit") == (parse_link("50mbit"), 2)
+    with pytest.raises(BadInput, match="which only ampipe bench makes"):
+        require_one_class(link)
+    for words, rule in (
+        (classes, "has two classes of links, and needs --nodes"),
+        ((*classes, "--nodes", "2"), "has two classes of links, and needs --ranks-per-node"),
+        (("--nodes", "2"), "--nodes 2: has no effect with --link none"),
+        ((*classes, "--nodes", "2", "--ranks-per-node", "2", "--ranks", "2"), "is not 2 nodes of 2 ranks"),
+        (("--link", "inter=50mbit", "--nodes", "2", "--ranks-per-node", "2"), "two classes of links are"),
+        (("--link", "inter=50,intra=1gbit", "--nodes", "2", "--ranks-per-node", "2"), "is not a rate"),
+    ):
+        with pytest.raises(BadInput, match=rule):
+            parsed(*words)
 
 
 def test_exchanges_have_a_column_and_an_own_series(tmp_path: Path) -> None:

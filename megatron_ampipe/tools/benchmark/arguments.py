@@ -18,12 +18,14 @@ from megatron_ampipe.schedule import (
     parse_shares,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring.link import Link
+from megatron_ampipe.tools.measuring.link import Link, has_classes, parse_link, with_nodes
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
+RANKS = 2
+"""Where neither ``--ranks`` nor ``--nodes`` is given."""
 
 _EPILOG = """\
 examples:
@@ -39,6 +41,8 @@ examples:
       eight layers whose experts keep everything, and whose experts compute their inner tensors once more
   ampipe bench --link 100mbit --cases top2,many-top8 --degrees 4 --schedules ampipe --exchange rows,ranks
       each token sent for each of its experts, and once to each rank; with the bytes on the wire
+  ampipe bench --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --exchange rows,ranks
+      a slow network between two nodes and a faster one within each
   ampipe bench --end-to-end --link 100mbit --schedules ampipe --degrees 4 --json training.json
       iterations per second of Megatron's whole training loop, and whether the losses are the same
   ampipe profile --link 100mbit --output mine.yaml && ampipe bench --link 100mbit --planned mine.yaml
@@ -63,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
     grid = "blocks to measure: a YAML file or a name in configs/bench"
-    link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
+    link = (
+        "none; a rate (200mbit) for a real network between namespaces; inter=RATE,intra=RATE for one between "
+        "nodes and one within each; or emulated:RATE[:LATENCY]"
+    )
+    nodes = "with --link inter=RATE,intra=RATE: how many nodes there are; ranks of a node follow one another"
     degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
     shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
     schedules = f"of {', '.join(SCHEDULE_NAMES)}"
@@ -102,7 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
     add("--planned", metavar="CLUSTER", help=planned)
     add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
-    add("--ranks", metavar="N", type=at_least(1), default=2, help="expert-parallel ranks" + chosen)
+    add(
+        "--ranks",
+        metavar="N",
+        type=at_least(1),
+        help=f"expert-parallel ranks (default: {RANKS}, or those of all nodes)",
+    )
+    add("--nodes", metavar="N", type=at_least(2), help=nodes)
+    add("--ranks-per-node", metavar="N", type=at_least(2), help="ranks of a node, with --nodes")
     add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
     add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
     add(
@@ -226,6 +241,43 @@ def exchanges(text: str) -> tuple[Exchange, ...]:
             rule=f"is not a list of {', '.join(Exchange)}",
             remedy="Use --exchange rows,ranks.",
         ) from None
+
+
+def link_of(arguments: argparse.Namespace) -> Link:
+    """The value of ``--link``, with that of ``--ranks-per-node``.
+
+    Raises:
+        BadInput: it is not a link, or the flags about nodes do not go together with it.
+    """
+    text = arguments.link
+    given = {"--nodes": arguments.nodes, "--ranks-per-node": arguments.ranks_per_node}
+    if not has_classes(text):
+        for flag, value in given.items():
+            if value is not None:
+                rule, remedy = f"has no effect with --link {text}", "Use --link inter=50mbit,intra=400mbit."
+                raise BadInput(flag, value, rule=rule, remedy=remedy)
+        return parse_link(text)
+    for flag, value in given.items():
+        if value is None:
+            remedy = "Add for example --nodes 2 --ranks-per-node 2."
+            raise BadInput("--link", text, rule=f"has two classes of links, and needs {flag}", remedy=remedy)
+    return parse_link(with_nodes(text, ranks_per_node=arguments.ranks_per_node))
+
+
+def ranks(arguments: argparse.Namespace) -> int:
+    """The value of ``--ranks``, or how many there are without.
+
+    Raises:
+        BadInput: it is not the number of ranks of all nodes.
+    """
+    found: int = arguments.ranks or RANKS
+    if arguments.nodes is None:
+        return found
+    of_nodes: int = arguments.nodes * arguments.ranks_per_node
+    if arguments.ranks not in (None, of_nodes):
+        rule = f"is not {arguments.nodes} nodes of {arguments.ranks_per_node} ranks"
+        raise BadInput("--ranks", found, rule=rule, remedy=f"Leave it out: there are {of_nodes}.")
+    return of_nodes
 
 
 def _is_number(word: str) -> bool:

@@ -55,8 +55,8 @@ def measure(
         ``starved``: by variant, how often a GPU was out of work within a stage, by the stage's kind;
         ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at once beyond
         weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in every repeat,
-        None where the link is no real network, and ``expected_wire_bytes``, what it had to send by the
-        routing; ``kernel`` of attention, the same for all variants, and ``attention``,
+        by class of links, None where the link is no real network, and ``expected_wire_bytes``, what it had to
+        send by the routing; ``kernel`` of attention, the same for all variants, and ``attention``,
         which backend computes which part; ``fused_gradients``, whether linear layers add their weights'
         gradients to ``main_grad`` themselves.
 
@@ -116,7 +116,9 @@ def measure(
         "difference": difference,
         "peak_bytes": peaks,
         "wire_bytes": [[sample.wire_bytes for sample in of_layer] for of_layer in samples],
-        "expected_wire_bytes": [routings.expected_bytes(variant.exchange, rank=rank) for variant in variants],
+        "expected_wire_bytes": [
+            routings.expected_bytes(variant.exchange, rank=rank, nodes=link.nodes) for variant in variants
+        ],
         "kernel": factory.kernel,
         "attention": describe_kernel(factory.kernel),
         "fused_gradients": factory.fused_gradients,
@@ -130,12 +132,13 @@ class _Sample(NamedTuple):
         wall_s: Seconds it took.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
             their behalf.
-        wire_bytes: What this rank put on the wire, headers included; None where it was not counted.
+        wire_bytes: What this rank put on the wire, headers included, by class of links; None where it was not
+            counted.
     """
 
     wall_s: float
     processor_s: float
-    wire_bytes: int | None
+    wire_bytes: dict[str, int] | None
 
 
 class _Passes:
@@ -187,7 +190,7 @@ class _Passes:
         gc.collect()
         gc.disable()
         try:
-            sent_before = sent_bytes() if self._counts_wire else 0
+            sent_before = sent_bytes() if self._counts_wire else {}
             self._meet()
             begin, worked = time.perf_counter(), time.process_time()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
@@ -199,7 +202,7 @@ class _Passes:
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
                 self._meet()
-                wire_bytes = sent_bytes() - sent_before
+                wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
             return _Sample(wall_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()

@@ -128,7 +128,7 @@ def _planned(predictor: Predictor, exchanges: Sequence[Exchange]) -> Variant:
     pipeline = plan.pipeline(rows=predictor.workload.rows)
     cut = Cut(pipeline.degree, pipeline.backward_degree, pipeline.shares)
     stack = pipeline.stack_of(len(predictor.layers))
-    return Variant(PLANNED, cut, to_text(plan.schedule), stack, plan.exchange)
+    return Variant(PLANNED, cut, to_text(plan.schedule), stack, memory=plan.memory, exchange=plan.exchange)
 
 
 def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -114,8 +114,7 @@ def case_result(
             starved=[report["starved"][index] for report in reports],
             difference=reports[0]["difference"][index],
             peak_bytes=_largest(reports, "peak_bytes", index),
-            wire_bytes=_wire_bytes(reports, index),
-            expected_wire_bytes=sum(report["expected_wire_bytes"][index] for report in reports),
+            wire=_wire(reports, index),
         )
         for index, variant in enumerate(variants)
         if index > 0
@@ -131,8 +130,7 @@ def case_result(
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
         "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
-        "stock_wire_bytes": _wire_bytes(reports, 0),
-        "stock_expected_wire_bytes": sum(report["expected_wire_bytes"][0] for report in reports),
+        **{f"stock_{key}": value for key, value in _wire(reports, 0).items()},
         "stock_busy_cores": worked and busy_cores(by_variant[0], worked[0]),
         "kernel": reports[0]["kernel"],
         "attention": reports[0]["attention"],
@@ -168,12 +166,27 @@ def _largest(reports: Sequence[Mapping[str, Any]], key: str, index: int) -> int:
     return max(report[key][index] for report in reports)
 
 
-def _wire_bytes(reports: Sequence[Mapping[str, Any]], index: int) -> int | None:
-    """What all ranks together put on the wire in a pass of a variant, the median over repeats."""
+def _wire(reports: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+    """What all ranks together send in a pass of a variant: counted, the median over repeats, and expected.
+
+    ``wire_bytes`` (None where nothing was counted) and ``expected_wire_bytes``; where there are two classes
+    of links also both ``by_class``.
+    """
     of_ranks = [report["wire_bytes"][index] for report in reports]
-    if of_ranks[0][0] is None:
-        return None
-    return round(statistics.median(map(sum, zip(*of_ranks, strict=True))))
+    expected = [report["expected_wire_bytes"][index] for report in reports]
+    by_class = {
+        "wire_bytes": {
+            name: round(
+                statistics.median(sum(part[name] for part in parts) for parts in zip(*of_ranks, strict=True))
+            )
+            for name in of_ranks[0][0] or ()
+        },
+        "expected_wire_bytes": {name: sum(part[name] for part in expected) for name in expected[0]},
+    }
+    found: dict[str, Any] = {key: sum(parts.values()) if parts else None for key, parts in by_class.items()}
+    if len(expected[0]) > 1:
+        found |= {f"{key}_by_class": parts for key, parts in by_class.items()}
+    return found
 
 
 def _row(
@@ -188,8 +201,7 @@ def _row(
     starved: Sequence[Mapping[str, int] | None],
     difference: float,
     peak_bytes: int,
-    wire_bytes: int | None,
-    expected_wire_bytes: int,
+    wire: Mapping[str, Any],
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
     ratios = [before / after for before, after in zip(stock, samples, strict=True)]
@@ -219,8 +231,7 @@ def _row(
         # Of what a pass holds at once beyond weights and input, on the rank that holds most.
         "peak_bytes": peak_bytes,
         # Of all ranks together: by the kernel's counters on a real network, and by the routing.
-        "wire_bytes": wire_bytes,
-        "expected_wire_bytes": expected_wire_bytes,
+        **wire,
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": processor_by_rank,

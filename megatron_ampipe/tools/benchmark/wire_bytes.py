@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.schedule import Exchange
-from megatron_ampipe.tools.measuring.network import INTERFACE
+from megatron_ampipe.tools.measuring.link import Nodes
+from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
 
 _COUNTERS = Path("/proc/self/net/dev")
 """Of the interfaces in this process's network namespace."""
@@ -24,13 +25,20 @@ _WITH_PROBABILITIES = 2
 """Of those, how many carry probabilities or their gradients: the dispatches."""
 
 
-def sent_bytes() -> int:
-    """What this rank has sent so far over the interface of the link, headers included."""
+CLASSES = {"inter": INTERFACE, "intra": WITHIN_NODE}
+"""Classes of links by name: between nodes, and within one. Without nodes, all is of the first."""
+
+
+def sent_bytes() -> dict[str, int]:
+    """What this rank has sent so far, headers included, by class of links."""
+    found = {}
     for line in _COUNTERS.read_text().splitlines():
         name, colon, columns = line.partition(":")
-        if colon and name.strip() == INTERFACE:
-            return int(columns.split()[_SENT_COLUMN])
-    raise AssertionError(f"this process has no interface {INTERFACE}")
+        if colon:
+            found[name.strip()] = int(columns.split()[_SENT_COLUMN])
+    sent = {name: found[interface] for name, interface in CLASSES.items() if interface in found}
+    assert sent, f"this process has no interface {INTERFACE}"
+    return sent
 
 
 class _Routing(NamedTuple):
@@ -75,8 +83,10 @@ class Routings:
         for hook in self._hooks:
             hook.remove()
 
-    def expected_bytes(self, exchange: Exchange, *, rank: int) -> int:
+    def expected_bytes(self, exchange: Exchange, *, rank: int, nodes: Nodes | None) -> dict[str, int]:
         """What sending this rank's tokens to other ranks, and the experts' outputs back, takes in a pass.
+
+        By class of links.
 
         Rows and probabilities with their gradients, without headers and without the exchange of counts. Half
         of it is sent by this rank, the other half by those of the experts.
@@ -84,13 +94,17 @@ class Routings:
         Args:
             exchange: How often a token is sent.
             rank: Of this process, in the order of the experts.
+            nodes: The nodes, if there are any.
         """
-        total = 0
+        total = dict.fromkeys(CLASSES if nodes is not None else ["inter"], 0)
         for routing in self._found.values():
             by_rank = routing.map.unflatten(1, (-1, self._num_local_experts))
             rows = by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)
-            of_others = int(rows.sum()) - int(rows[:, rank].sum())
             probabilities = 1 if exchange is Exchange.ROWS else self._num_local_experts
             with_probabilities = _WITH_PROBABILITIES * probabilities * routing.probability_bytes
-            total += of_others * (_EXCHANGES * routing.row_bytes + with_probabilities)
+            row_bytes = _EXCHANGES * routing.row_bytes + with_probabilities
+            for peer, num_rows in enumerate(rows.sum(dim=0).tolist()):
+                if peer != rank:
+                    same = nodes is not None and nodes.node_of(peer) == nodes.node_of(rank)
+                    total["intra" if same else "inter"] += num_rows * row_bytes
         return total

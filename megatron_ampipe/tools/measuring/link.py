@@ -29,6 +29,8 @@ _MINIMUM_BIT_PER_S = 100e3
 _MAXIMUM_NETWORK_BIT_PER_S = 100e9
 _MAXIMUM_LATENCY_S = 1.0
 
+_CLASSES, _RANKS_PER_NODE = ("inter", "intra"), "ranks-per-node"
+
 _REMEDY = (
     "Write none, a rate (200mbit, 25MB/s), emulated:RATE or emulated:RATE:LATENCY (emulated:20GB/s:10us)."
 )
@@ -46,20 +48,39 @@ class LinkKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """The second class of links: a network within each node, which is used at the same time as the other.
+
+    Attributes:
+        ranks_per_node: Ranks of a node; they follow one another.
+        rate_bit_per_s: Of each rank within its node, in each direction.
+    """
+
+    ranks_per_node: int
+    rate_bit_per_s: float
+
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """A link between ranks.
 
     Attributes:
         text: As the user wrote it.
         kind: See :class:`LinkKind`.
-        rate_bit_per_s: Of each rank, in each direction; None without a limit.
+        rate_bit_per_s: Of each rank, in each direction; None without a limit. With nodes, between them.
         latency_s: Added to every all-to-all of an emulated link.
+        nodes: Where ranks of a node have another network among themselves; None where all have one.
     """
 
     text: str
     kind: LinkKind
     rate_bit_per_s: float | None = None
     latency_s: float = 0.0
+    nodes: Nodes | None = None
 
     @property
     def emulated(self) -> bool:
@@ -80,6 +101,8 @@ def parse_link(text: str) -> Link:
     """
     if text == "none":
         return Link(text, LinkKind.NONE)
+    if "=" in text:
+        return _of_nodes(text)
     head, *rest = text.split(":")
     if head != "emulated":
         if rest:
@@ -94,6 +117,42 @@ def parse_link(text: str) -> Link:
     if latency_s > _MAXIMUM_LATENCY_S:
         raise _refused(text, "the latency must be at most 1s")
     return Link(text, LinkKind.EMULATED, _rate(text, rest[0]), latency_s)
+
+
+def require_one_class(link: Link, *, flag: str = "--link") -> None:
+    """Refuse a link with nodes where one kind of link is measured.
+
+    Raises:
+        BadInput: it has two classes.
+    """
+    if link.nodes is not None:
+        rule, remedy = "has two classes of links, which only ampipe bench makes", f"Use {flag} 100mbit."
+        raise BadInput(flag, link.text, rule=rule, remedy=remedy)
+
+
+def with_nodes(text: str, *, ranks_per_node: int) -> str:
+    """A ``--link`` of two classes with the ranks of a node, as :func:`parse_link` reads it."""
+    return f"{text},{_RANKS_PER_NODE}={ranks_per_node}"
+
+
+def has_classes(text: str) -> bool:
+    """Whether a ``--link`` names classes of links."""
+    return "=" in text
+
+
+def _of_nodes(text: str) -> Link:
+    parts = [part.partition("=") for part in text.split(",")]
+    found = {key: value for key, _, value in parts}
+    if sorted(found) != sorted([*_CLASSES, _RANKS_PER_NODE]) or len(parts) != len(found):
+        raise _refused(
+            text, "two classes of links are inter=RATE,intra=RATE with --nodes and --ranks-per-node"
+        )
+    rates = {key: _rate(text, found[key]) for key in _CLASSES}
+    for rate in rates.values():
+        if rate > _MAXIMUM_NETWORK_BIT_PER_S:
+            raise _refused(text, "is more than a network of this machine can carry (100gbit)")
+    nodes = Nodes(int(found[_RANKS_PER_NODE]), rates["intra"])
+    return Link(text, LinkKind.NETWORK, rates["inter"], nodes=nodes)
 
 
 def _rate(text: str, rate: str) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megatron_ampipe.errors import EnvironmentMissing
 from megatron_ampipe.tools.measuring import network
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link
+from megatron_ampipe.tools.measuring.link import Link, LinkKind, parse_link, require_one_class
 
 IN_USER_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net", "--")
 """Runs a command as the root of a new user namespace, which may make network namespaces."""
@@ -54,6 +54,7 @@ def choose_link(wanted: str, *, may_emulate: bool) -> LinkChoice:
         EnvironmentMissing: no real network can be made, and none may be emulated.
     """
     link = parse_link(wanted)
+    require_one_class(link)
     if link.kind is not LinkKind.NETWORK:
         return LinkChoice(link)
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)

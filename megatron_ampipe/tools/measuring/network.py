@@ -8,6 +8,9 @@ by a ``cat`` that reads from a pipe of this process and ends with it. Needs root
 
 Every interface is shaped where packets leave it. With a bridge that applies to both ends of each cable, so no
 rank receives faster than the rate either.
+
+With nodes, each rank has a second interface: its node has another bridge, and routes to the ranks of the same
+node lead over it. So both classes of links carry bytes at the same time, and each is counted separately.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.tools.measuring.link import Nodes
 
-INTERFACE = "ampipe0"
-"""What the interface is called in every rank's namespace."""
+INTERFACE, WITHIN_NODE = "ampipe0", "ampipe1"
+"""What the interfaces are called in every rank's namespace; the second exists where there are nodes."""
 
 _SUBNET, _ADDRESS = "10.77.0.0/16", "10.77.{high}.{low}"
 _INSTEAD = "or use --link emulated:RATE, which needs none of this."
@@ -84,42 +88,69 @@ def try_out(*, rate_bit_per_s: float) -> None:
 
 
 @contextlib.contextmanager
-def joined(pids: Sequence[int], *, rate_bit_per_s: float) -> Iterator[None]:
+def joined(pids: Sequence[int], *, rate_bit_per_s: float, nodes: Nodes | None = None) -> Iterator[None]:
     """Connect processes that each have a network namespace, for as long as they live.
 
     Args:
         pids: One for each rank.
-        rate_bit_per_s: Of every rank, in each direction.
+        rate_bit_per_s: Of every rank, in each direction; with nodes, to ranks of other nodes.
+        nodes: The network within each node, in addition.
 
     Raises:
         NetworkUnavailable: the kernel does not allow it.
     """
     with contextlib.ExitStack() as stack:
-        if len(pids) == 2:
-            first, second = pids
-            _run("ip", "link", "add", "name", INTERFACE, "netns", str(first), "type", "veth",
-                 "peer", "name", INTERFACE, "netns", str(second))  # fmt: skip
-        elif len(pids) > 2:
-            switch = stack.enter_context(_holder())
-            _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
-            _inside(switch, "ip", "link", "set", "switch", "up")
-            for rank, pid in enumerate(pids):
-                port = f"port{rank}"
-                _run("ip", "link", "add", "name", INTERFACE, "netns", str(pid), "type", "veth",
-                     "peer", "name", port, "netns", str(switch))  # fmt: skip
-                _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
-                _shape(switch, port, rate_bit_per_s)
+        _connect(stack, pids, INTERFACE, rate_bit_per_s)
         for rank, pid in enumerate(pids):
-            address = _ADDRESS.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
             _inside(pid, "ip", "link", "set", "lo", "up")
             if len(pids) > 1:
-                _inside(pid, "ip", "address", "add", f"{address}/16", "dev", INTERFACE)
+                _inside(pid, "ip", "address", "add", f"{_address(rank)}/16", "dev", INTERFACE)
                 _inside(pid, "ip", "link", "set", INTERFACE, "gso_max_size", str(_SEGMENT_BYTES), "up")
                 # A namespace can use only what its host lists; a route can use any.
-                _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", address,
+                _inside(pid, "ip", "route", "change", _SUBNET, "dev", INTERFACE, "src", _address(rank),
                         "congctl", _CONGESTION_CONTROL)  # fmt: skip
                 _shape(pid, INTERFACE, rate_bit_per_s)
+        if nodes is not None:
+            for first in range(0, len(pids), nodes.ranks_per_node):
+                _join_node(stack, range(first, first + nodes.ranks_per_node), pids, nodes.rate_bit_per_s)
         yield
+
+
+def _connect(stack: contextlib.ExitStack, pids: Sequence[int], interface: str, rate_bit_per_s: float) -> None:
+    """Give each process an interface, all of them on one wire or bridge; a bridge shapes what it sends."""
+    if len(pids) == 2:
+        first, second = pids
+        _run("ip", "link", "add", "name", interface, "netns", str(first), "type", "veth",
+             "peer", "name", interface, "netns", str(second))  # fmt: skip
+    elif len(pids) > 2:
+        switch = stack.enter_context(_holder())
+        _inside(switch, "ip", "link", "add", "switch", "type", "bridge")
+        _inside(switch, "ip", "link", "set", "switch", "up")
+        for place, pid in enumerate(pids):
+            port = f"port{place}"
+            _run("ip", "link", "add", "name", interface, "netns", str(pid), "type", "veth",
+                 "peer", "name", port, "netns", str(switch))  # fmt: skip
+            _inside(switch, "ip", "link", "set", port, "master", "switch", "up")
+            _shape(switch, port, rate_bit_per_s)
+
+
+def _join_node(
+    stack: contextlib.ExitStack, ranks: Sequence[int], pids: Sequence[int], rate_bit_per_s: float
+) -> None:
+    """The network of one node: a rank has one address, and routes say over which interface it is reached."""
+    _connect(stack, [pids[rank] for rank in ranks], WITHIN_NODE, rate_bit_per_s)
+    for rank in ranks:
+        pid = pids[rank]
+        _inside(pid, "ip", "link", "set", WITHIN_NODE, "gso_max_size", str(_SEGMENT_BYTES), "up")
+        for peer in ranks:
+            if peer != rank:
+                _inside(pid, "ip", "route", "add", f"{_address(peer)}/32", "dev", WITHIN_NODE,
+                        "src", _address(rank), "congctl", _CONGESTION_CONTROL)  # fmt: skip
+        _shape(pid, WITHIN_NODE, rate_bit_per_s)
+
+
+def _address(rank: int) -> str:
+    return _ADDRESS.format(high=(rank + 1) // 256, low=(rank + 1) % 256)
 
 
 def burst_bytes(rate_bit_per_s: float) -> int:

@@ -100,7 +100,9 @@ def started(job: RankJob, *, timeout_s: float, log: Path | None = None) -> Itera
         link = parse_link(job.link)
         if link.kind is LinkKind.NETWORK:
             assert link.rate_bit_per_s is not None
-            stack.enter_context(network.joined(ranks.pids, rate_bit_per_s=link.rate_bit_per_s))
+            stack.enter_context(
+                network.joined(ranks.pids, rate_bit_per_s=link.rate_bit_per_s, nodes=link.nodes)
+            )
         ranks.tell("go")
         yield ranks
 
