@@ -31,6 +31,7 @@ VALUES = {
     "--moe-aux-loss-coeff": [["-0.1"]],
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
+    "--ampipe-router-scope": [["chunk"]],
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
