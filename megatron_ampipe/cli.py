@@ -28,6 +28,7 @@ TOOLS = {
     "data": "convert a directory of text files to a dataset that Megatron trains on",
     "doctor": "check an environment: packages, ranks, and whether overlap works on this machine",
     "draw": "draw the timeline that a run recorded: computation and communication of every stage",
+    "gate": "check a router class for --ampipe-router: does it work in chunks?",
     "patch": "add AMPipe's flags to a Megatron-LM checkout, or remove them",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
     "profile": "measure the operations of a block on these ranks, and write a cluster file",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.gate_names import ROUTER_SCOPES, class_path
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
 
 AUTO: Final = "auto"
@@ -34,6 +35,8 @@ SETTING_NAMES = (
     "memory-budget",
     "exchange",
     "capacity-scope",
+    "router",
+    "router-scope",
     "trace-dir",
 )
 """The settings as users name them: ``--ampipe-degree``, or ``degree`` in a section ``ampipe:`` of a file."""
@@ -61,6 +64,12 @@ class AMPipeConfig:
     capacity_scope: str = "sequence"
     """Over which tokens an expert's capacity counts; one of :data:`CAPACITY_SCOPES`. ``chunk`` drops other
     tokens than a stock run."""
+    router: str | None = None
+    """The router of every MoE layer, at any degree: a shipped gate or ``package.module:Class``; None for
+    Megatron's own."""
+    router_scope: str = "sequence"
+    """Over which tokens a router may compare tokens with each other; one of
+    :data:`~megatron_ampipe.gate_names.ROUTER_SCOPES`. ``chunk`` is another function than a stock run's."""
     trace_dir: str | None = None
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
@@ -86,6 +95,15 @@ class AMPipeConfig:
                 self.capacity_scope,
                 rule=f"is not one of {', '.join(CAPACITY_SCOPES)}",
                 remedy="Use --ampipe-capacity-scope sequence, which drops the tokens that a stock run drops.",
+            )
+        if self.router is not None:
+            class_path(self.router)
+        if self.router_scope not in ROUTER_SCOPES:
+            raise BadInput(
+                "--ampipe-router-scope",
+                self.router_scope,
+                rule=f"is not one of {', '.join(ROUTER_SCOPES)}",
+                remedy="Leave it out: most routers look at one token at a time.",
             )
 
     @property

@@ -59,6 +59,20 @@ def load_balancing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
+def sinkhorn_over_sequence(arguments: Any) -> object:
+    """Refuses Sinkhorn balancing, except chunk by chunk."""
+    if getattr(arguments, "ampipe_router_scope", None) == "chunk":
+        return None
+    return load_balancing("sinkhorn")(arguments)
+
+
+def router_scope_without_router(arguments: Any) -> object:
+    """Refuses a scope for a router that needs none; of a user's class, only the class can tell."""
+    if getattr(arguments, "ampipe_router", None) is not None or load_balancing("sinkhorn")(arguments):
+        return None
+    return equal("ampipe_router_scope", "chunk")(arguments)
+
+
 def negative(name: str) -> Callable[[Any], object]:
     """Refuses negative numbers, also in a list."""
 

@@ -194,9 +194,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-router-load-balancing-type",
-        when.load_balancing("sinkhorn", "quantile_balancing"),
+        when.sinkhorn_over_sequence,
+        "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none, or --ampipe-router-scope chunk, by which "
+        "Sinkhorn balances each chunk.",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type",
+        when.load_balancing("quantile_balancing"),
         "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
         "Use aux_loss, seq_aux_loss, global_aux_loss or none.",
+    ),
+    Refusal(
+        "--ampipe-router-scope",
+        when.router_scope_without_router,
+        "has no effect: Megatron's router looks at one token at a time",
+        "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
     ),
     Refusal(
         "--moe-token-dispatcher-type",

@@ -558,11 +558,11 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py",
-        "subclassed; `forward` and `routing` are mirrored with losses and dropping taken out",
+        "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py",
+        "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
-            has("gating", "is_aux_loss_enabled", "_maintain_float32_expert_bias", "apply_input_jitter"),
+            has("gating", "is_aux_loss_enabled", "attach_and_log_load_balancing_loss", "set_layer_number"),
             sets("topk", "score_function", "expert_bias"),
             begins_with("routing_map", method="_apply_expert_bias"),
             begins_with("logits", method="apply_z_loss"),
@@ -576,8 +576,10 @@ INTERNALS = [
                 "bsz",
                 method="_apply_seq_aux_loss",
             ),
-            says("self.apply_input_jitter(input)", "self.gating(input)", method="forward"),
+            says("self.gating(input)", "self.routing(logits", method="forward"),
             says(
+                "logits = self.apply_z_loss(logits",
+                "if self.config.moe_expert_capacity_factor is not None:",
                 "if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():",
                 "self._apply_expert_bias(routing_map, padding_mask=padding_mask)",
                 method="routing",
@@ -585,22 +587,17 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "core.transformer.moe.moe_utils.topk_routing_with_score_function",
-        "layers/router.py",
-        "chooses the experts of a chunk",
-        "another choice, or an option that is not passed on",
-        (
-            begins_with("logits", "topk"),
-            takes("use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function"),
-            takes("expert_bias", "fused"),
-        ),
+        "core.transformer.moe.router.InferenceTopKRouter",
+        "layers/gates",
+        "refused as the router of a pipelined layer",
+        "start-up fails",
     ),
     Internal(
-        "core.transformer.moe.moe_utils.apply_random_logits",
-        "layers/router.py",
-        "random routing for benchmarks (`--moe-router-force-load-balancing`)",
-        "start-up fails, or such a run routes by its weights",
-        (begins_with("logits"), says("return RandomSTE.apply(logits)")),
+        "core.transformer.moe.moe_utils.router_gating_linear",
+        "layers/gates",
+        "the linear layers of shipped routers, in the dtype of the router",
+        "start-up fails, or logits in another precision",
+        (begins_with("inp", "weight", "bias", "router_dtype"),),
     ),
     Internal(
         "core.transformer.moe.moe_utils.compute_routing_scores_for_aux_loss",
@@ -622,7 +619,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
-        "layers/router.py launch/host/megatron.py launch/host/dropping.py",
+        "layers/router.py layers/gates launch/host/megatron.py launch/host/dropping.py",
         (
             "what `CapacityLedger` reproduces; called for a capacity per chunk; its ties are broken by index "
             "on the host platform"
@@ -1431,9 +1428,15 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_config.TransformerConfig",
-        "tools/measuring",
-        "configuration of a benchmark's layers",
-        "benchmarks fail",
+        "tools/measuring layers/gate_check.py",
+        "configuration of a benchmark's layers, and of the router that `ampipe gate` checks",
+        "benchmarks and checks fail",
+    ),
+    Internal(
+        "core.process_groups_config.ProcessGroupCollection",
+        "layers/gate_check.py",
+        "groups of the router that `ampipe gate` checks",
+        "checks fail",
     ),
 ]
 

@@ -17,6 +17,7 @@ from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import flags, host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
+from megatron_ampipe.launch.gate import router_rows
 from megatron_ampipe.launch.memory_budget import MemoryChoice, choose_memory
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
@@ -47,6 +48,7 @@ def make_context(
     args: argparse.Namespace,
     config: AMPipeConfig,
     *,
+    gate: type | None,
     adjustments: Sequence[host.Adjustment],
     read_plan: flags.PlanReader,
 ) -> AMPipeContext | None:
@@ -55,6 +57,7 @@ def make_context(
     Args:
         args: Megatron's validated arguments.
         config: What AMPipe's flags resolve to.
+        gate: The router class of ``--ampipe-router``.
         adjustments: What the host platform chose, for the table.
         read_plan: Reads a plan file.
 
@@ -67,7 +70,7 @@ def make_context(
     megatron = ("Megatron", compat.describe_megatron())
     plan = None if config.plan is None else read_plan(Path(config.plan))
     if not config.pipelined:
-        rows = [megatron, ("degree", "1: Megatron's own layers")]
+        rows = [megatron, ("degree", "1: Megatron's own layers"), *router_rows(config, gate, args)]
         if plan is not None:
             choice = choice_of_plan(args, plan, str(config.plan))
             rows += [("why", choice.reason), *_notes(choice)]
@@ -92,6 +95,7 @@ def make_context(
         recorder=Recorder(num_iterations=TRACED_ITERATIONS if config.trace_dir else 1),
         recompute=take_over_recompute(args, config),
         documents=DocumentReader(masked=_masks_documents(args)),
+        gate=gate,
     )
     layout = layout_of_args(args)
     rows = [
@@ -101,6 +105,7 @@ def make_context(
         _stack_row(args, context.pipeline),
         *_recompute_row(args, context.recompute),
         *_memory_row(context.pipeline.memory, memory),
+        *router_rows(config, gate, args),
         _attention_row(args, on_gpu=on_gpu),
         *_documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),

@@ -15,6 +15,7 @@ from megatron_ampipe.config import (
     AMPipeConfig,
 )
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch.memory_size import parse_size
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
@@ -148,6 +149,22 @@ def add_arguments(
         "to drop by probability (default: sequence)",
     )
     group.add_argument(
+        "--ampipe-router",
+        default=None,
+        metavar="NAME",
+        help=f"router of every MoE layer, at any degree: {', '.join(SHIPPED_GATES)}, or a subclass of "
+        "Megatron's TopKRouter as package.module:Class, which 'ampipe gate' checks (default: Megatron's own)",
+    )
+    group.add_argument(
+        "--ampipe-router-scope",
+        choices=ROUTER_SCOPES,
+        default=None,
+        help="for a router that compares tokens with each other, such as expert-choice or Megatron's "
+        "sinkhorn: chunk has it compare the tokens of a chunk, which is another function for each degree, "
+        "and lets later tokens of the same chunk influence earlier ones; sequence refuses it "
+        "(default: sequence)",
+    )
+    group.add_argument(
         "--ampipe-trace-dir",
         default=None,
         metavar="DIR",
@@ -212,7 +229,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
             f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
         )
-    for name in ("plan", "cluster", "save_plan", "trace_dir"):
+    for name in ("plan", "cluster", "save_plan", "router", "trace_dir"):
         if getattr(args, f"ampipe_{name}") == "":
             flag = f"--ampipe-{name.replace('_', '-')}"
             raise BadInput(flag, "(empty)", rule="names nothing", remedy="Give a name, or leave it out.")
@@ -240,6 +257,8 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
+        router=args.ampipe_router,
+        router_scope=args.ampipe_router_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
@@ -256,6 +275,7 @@ def _refuse_at_degree_1(args: argparse.Namespace, *, exchange: Exchange) -> None
         "--ampipe-memory": args.ampipe_memory,
         "--ampipe-memory-budget": args.ampipe_memory_budget,
         "--ampipe-capacity-scope": args.ampipe_capacity_scope,
+        "--ampipe-router-scope": args.ampipe_router_scope,
         "--ampipe-trace-dir": args.ampipe_trace_dir,
     }
     if exchange is not Exchange.ROWS:
@@ -372,6 +392,8 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
         pipeline=read_plan(Path(file)).pipeline(),
         plan=file,
         capacity_scope=args.ampipe_capacity_scope or "sequence",
+        router=args.ampipe_router,
+        router_scope=args.ampipe_router_scope or "sequence",
         trace_dir=args.ampipe_trace_dir,
     )
 

@@ -112,7 +112,7 @@ class Hooks:
         @functools.wraps(set_up)
         def setting_up(*args: Any, **kwargs: Any) -> Any:
             made = set_up(*args, **kwargs)
-            if self._session.context is not None:
+            if self._session.changes_layers:
                 from megatron.core.utils import unwrap_model
 
                 kinds = {type(chunk) for chunk in unwrap_model(made[0])}

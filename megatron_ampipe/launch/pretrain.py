@@ -97,15 +97,15 @@ def prepare_training(session: TrainingSession) -> Callable[[float], None]:
 
 
 def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
-    """Make a ``GPTModelConfig`` build pipelined layers; it stays as it is at degree 1."""
-    if session.context is None:
+    """Make a ``GPTModelConfig`` build the session's layers; it stays as it is if they are Megatron's own."""
+    if not session.changes_layers:
         return
     from megatron.training.models.gpt import default_layer_spec
 
     given = model_config.transformer_layer_spec
 
     def layer_spec(model_config: Any, vp_stage: int | None = None) -> Any:
-        """What ``--spec`` names, or Megatron's own choice, with its MoE layers pipelined."""
+        """What ``--spec`` names, or Megatron's own choice, with pipelined MoE layers or the user's router."""
         spec = given or default_layer_spec(model_config, vp_stage)
         if inspect.isfunction(spec):
             # As in Megatron, a function of the configuration, and of the stage if it takes one.
@@ -117,8 +117,8 @@ def use_pipelined_layers(model_config: Any, session: TrainingSession) -> None:
 
 
 def use_pipelined_stack(model_config: Any, session: TrainingSession) -> None:
-    """Make a ``HybridModelConfig`` build pipelined pairs of layers; it stays as it is at degree 1."""
-    if session.context is None:
+    """Make a ``HybridModelConfig`` build the session's layers; unchanged if they are Megatron's own."""
+    if not session.changes_layers:
         return
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

@@ -52,8 +52,10 @@ class TrainingSession:
         """Megatron's validated arguments; None before :meth:`accept`."""
         self.context: Any = None
         """What pipelined layers share, an ``AMPipeContext``; None before :meth:`accept` and at degree 1."""
+        self.gate: Any = None
+        """The router class of ``--ampipe-router``; None before :meth:`accept`, and for Megatron's own."""
         self.num_models = 0
-        """How many models were given pipelined layers."""
+        """How many models were given pipelined layers, or a router of the user."""
 
     def check_command_line(self) -> None:
         """Refuse a wrong flag of AMPipe's, before torch is imported.
@@ -113,16 +115,18 @@ class TrainingSession:
         """
         from megatron_ampipe.launch.attach import make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
+        from megatron_ampipe.launch.gate import find_gate
 
         with refuse_as_bad_input():
             config = flags.config_from_args(args, read_plan=self._read_plan)
-            is_active = config.pipelined or not self._is_patch
+            is_active = config.pipelined or config.router is not None or not self._is_patch
             if is_active:
                 self._check_run(args)
             keep_from_children(args)
             self.args = args
+            self.gate = find_gate(config, args)
             self.context = make_context(
-                args, config, adjustments=self._adjustments, read_plan=self._read_plan
+                args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
             )
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
@@ -186,13 +190,15 @@ class TrainingSession:
                 )
 
     def layer_spec(self, spec: Any) -> Any:
-        """The layer specification of a GPT model, with its MoE layers pipelined; as it is at degree 1."""
-        if self.context is None:
+        """The layer specification of a GPT model, with pipelined MoE layers and the user's router."""
+        if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.spec import pipelined
+        from megatron_ampipe.layers.spec import pipelined, with_gate
 
         self.num_models += 1
-        found = pipelined(spec, self.context)
+        found = spec if self.gate is None else with_gate(spec, self.gate)
+        if self.context is not None:
+            found = pipelined(found, self.context)
         if self.args.spec is not None and found == spec:
             raise BadInput(
                 "--spec",
@@ -203,13 +209,20 @@ class TrainingSession:
         return found
 
     def stack_spec(self, spec: Any) -> Any:
-        """The stack of a hybrid model, with its attention-MoE pairs pipelined; as it is at degree 1."""
-        if self.context is None:
+        """The stack of a hybrid model, with pipelined attention-MoE pairs and the user's router."""
+        if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.hybrid import pipelined_stack
+        from megatron_ampipe.layers.hybrid import pipelined_stack, stack_with_gate
 
         self.num_models += 1
-        return pipelined_stack(spec, self.context)
+        if self.gate is not None:
+            spec = stack_with_gate(spec, self.gate)
+        return spec if self.context is None else pipelined_stack(spec, self.context)
+
+    @property
+    def changes_layers(self) -> bool:
+        """Whether models get other layers than Megatron's: pipelined ones, or ones with the user's router."""
+        return self.context is not None or self.gate is not None
 
     def require_pipelined_model(self) -> None:
         """Refuse a run that was to be pipelined and has built no GPT or hybrid model of Megatron's.
@@ -217,7 +230,7 @@ class TrainingSession:
         Raises:
             BadInput: Nothing is pipelined.
         """
-        if self.context is not None and self.num_models == 0:
+        if self.changes_layers and self.num_models == 0:
             raise self.refused_script(
                 "it builds no GPT or hybrid model of Megatron's, so nothing is pipelined"
             )

@@ -72,6 +72,7 @@ class BlockModules:
             config=self.config,
             pg_collection=self.moe_layer.pg_collection,
         )
+        self.chunk_dispatcher.has_fixed_choices = self.moe.router.has_stock_routing
 
     def add_residual(
         self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor

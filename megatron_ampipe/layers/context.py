@@ -27,6 +27,8 @@ class AMPipeContext:
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
         documents: Reads where the documents of a micro-batch begin.
+        gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
+            Megatron's own.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
         predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
             ``pipeline``, from its first stage to its last; None without a plan. Only logged.
@@ -39,6 +41,7 @@ class AMPipeContext:
     added: tuple[AddedStage, ...] = ()
     recompute: FullRecompute | None = None
     documents: DocumentReader = field(default_factory=DocumentReader)
+    gate: type | None = None
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 

@@ -29,6 +29,8 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         "num_out_tokens", "input_splits", "output_splits", "output_splits_tp", "tokens_per_expert",
         "num_global_tokens_per_local_expert",
     )  # fmt: skip
+    has_fixed_choices = True
+    """Whether the router gives every token ``topk`` experts, if none are dropped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +55,7 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         if self.input_splits is not None:
             return self.tokens_per_expert
         self.counts = routing_map.sum(dim=0).long()
-        if self.config.moe_expert_capacity_factor is None:
+        if self.has_fixed_choices and self.config.moe_expert_capacity_factor is None:
             self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         else:
             self.num_out_tokens = int(self.counts.sum())
@@ -114,6 +116,8 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
     """The all-gather dispatcher; its ranks exchange the routing map itself instead of counts."""
 
     FROM_COUNTS: ClassVar = ("routing_map", "_tokens_per_expert")
+    has_fixed_choices = True
+    """As in :class:`AllToAllChunk`; this dispatcher counts in any case."""
     _tokens_per_expert: HostCopy | None = None
 
     @property

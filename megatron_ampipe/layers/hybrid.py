@@ -17,6 +17,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
@@ -26,7 +27,7 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import assert_no_extra_arguments
 from megatron_ampipe.layers.layer_run import LayerRun
 from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
-from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router
+from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router, with_gate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +143,16 @@ def _by_two(layers: Sequence[TransformerLayer]) -> Iterator[tuple[TransformerLay
     return zip(layers[::2], layers[1::2], strict=True)
 
 
+def stack_with_gate(spec: ModuleSpec, gate: type[TopKRouter]) -> ModuleSpec:
+    """The same hybrid stack with ``gate`` as the router of its MoE layers, at any degree.
+
+    Raises:
+        BadInput: the MoE layer has another router than Megatron's.
+    """
+    moe = with_gate(spec.submodules.moe_layer, gate)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, moe_layer=moe))
+
+
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
     """The same hybrid stack with its attention-MoE pairs pipelined; ``spec`` itself at degree 1.
 
@@ -166,7 +177,9 @@ def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:
             replaced[name] = dataclasses.replace(layer, module=module)
     if "moe_layer" in replaced:
         moe = replaced["moe_layer"]
-        replaced["moe_layer"] = dataclasses.replace(moe, submodules=with_chunk_router(moe.submodules))
+        replaced["moe_layer"] = dataclasses.replace(
+            moe, submodules=with_chunk_router(moe.submodules, context)
+        )
     return ModuleSpec(
         module=AMPipeHybridStack,
         params={**spec.params, "ampipe": context},

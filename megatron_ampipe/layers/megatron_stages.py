@@ -165,15 +165,18 @@ class MegatronStages:
         return residual, modules.moe_layer.pre_mlp_layernorm(residual)
 
     def route(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
-        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, E])``."""
-        probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing)
+        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
+
+        ``L`` is the number of experts, or more: see :meth:`~.router.ChunkRouting.forward`.
+        """
+        probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing, chunk=chunk)
         dispatcher = self._dispatchers[chunk]
         tokens, token_probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
-        return (self._modules.moe.router.block_losses(torch.cat(logits)),)
+        return (self._modules.moe.router.block_losses(torch.cat(logits), self._routing),)
 
     def shared(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` through the shared experts."""

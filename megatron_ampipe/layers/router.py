@@ -1,23 +1,28 @@
-"""Megatron's top-k router, extended to route a sequence chunk by chunk with the same result.
+"""Megatron's top-k router, or a subclass of it, that routes a sequence chunk by chunk with the same result.
 
-Parameters, buffers and checkpoint keys are those of the stock router. Used by :mod:`.megatron_stages`.
+Parameters, buffers and checkpoint keys are those of the class that is extended. Used by
+:mod:`.megatron_stages`; what a class must promise is in docs/gates.md, and :mod:`.gate_check` tests it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
-    apply_random_logits,
     apply_router_token_dropping,
     compute_routing_scores_for_aux_loss,
     get_capacity,
-    topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from megatron_ampipe.errors import BadInput
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
 
@@ -72,23 +77,75 @@ class ChunkCapacity:
         return kept
 
 
+@dataclass(slots=True)
+class ChunkLosses:
+    """What a router hands to Megatron's loss functions in one chunk; the losses are of the whole block.
+
+    Attributes:
+        tensors: Logits and scores ``[T, E]``, each once.
+        calls: The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool.
+        counts_experts: Whether the router adds its choice to the counts of the expert bias.
+    """
+
+    tensors: list[Tensor] = field(default_factory=list)
+    calls: list[tuple[str, int, Tensor | None]] = field(default_factory=list)
+    counts_experts: bool = False
+
+    def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
+        """Note one call."""
+        index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        self.calls.append((name, index, routing_map))
+
+    def packed(self, hidden: Tensor) -> Tensor:
+        """All tensors side by side, ``[R, B, E * tensors]``; their graph is kept no longer.
+
+        Args:
+            hidden: What was routed, ``[R, B, D]``.
+        """
+        rows = hidden.shape[:2]
+        if not self.tensors:
+            return hidden[..., :0]
+        joined = [tensor.view(*rows, -1) for tensor in self.tensors]
+        self.tensors = [tensor.new_empty((0, tensor.shape[-1])) for tensor in self.tensors]
+        return joined[0] if len(joined) == 1 else torch.cat(joined, dim=-1)
+
+    def unpacked(self, packed: Tensor) -> list[Tensor]:
+        """The tensors of all chunks, each ``[T, E]`` in its own dtype, from ``[S, B, E * tensors]``."""
+        if not self.tensors:
+            return []
+        widths = [tensor.shape[-1] for tensor in self.tensors]
+        parts = packed.flatten(0, 1).split(widths, dim=-1)
+        return [part.to(tensor.dtype) for part, tensor in zip(parts, self.tensors, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRouting:
     """Routing state that the chunks of one block share; one per forward pass.
 
     Attributes:
         capacity: Which tokens are kept; None for dropless routing.
+        losses: By chunk, what its losses are computed from.
     """
 
     capacity: Capacity | None
+    losses: dict[int, ChunkLosses] = field(default_factory=dict)
 
 
-class ChunkRouter(TopKRouter):
-    """The stock router, which can also route single chunks and compute the losses of a block separately.
+class ChunkRouting:
+    """Lets a router class route single chunks, and computes the losses of a block separately.
+
+    Mixed into :class:`TopKRouter` or a subclass by :func:`chunk_router_of`. The class runs its own
+    ``forward`` on the rows of a chunk. Only what depends on the whole block is replaced for that call: the
+    losses are noted and computed later, and tokens beyond the capacity are dropped here.
 
     Chunks are routed by calling the module (``__call__``): with ``--overlap-param-gather``, Megatron's
     forward hooks wait for the parameters, and calling a method would read them without the hooks.
     """
+
+    _noted: ChunkLosses | None = None
+    """Where the losses of the chunk that is being routed are noted; None outside."""
 
     def begin_block(self, num_tokens: int, *, per_chunk: bool) -> BlockRouting:
         """The argument ``block`` of :meth:`forward` for all chunks of a block.
@@ -107,67 +164,156 @@ class ChunkRouter(TopKRouter):
         return BlockRouting(CapacityCounter(capacity))
 
     def forward(
-        self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, **kwargs: Any
+        self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, chunk: int = 0, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """Route the tokens of one chunk without the losses; without ``block``, run the stock router.
-
-        Mirrors ``TopKRouter.forward`` and ``routing``, with losses and dropping replaced.
+        """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
 
         Args:
             hidden: ``[R, B, D]``.
             args: Arguments of the stock router.
-            block: From :meth:`begin_block`; chunks must be routed in order.
+            block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
+            chunk: The index of the chunk in the block.
             kwargs: Arguments of the stock router.
 
         Returns:
-            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk ``logits [R, B, E]``.
+            ``probs [R*B, E]``, ``routing_map [R*B, E]`` bool, and for a chunk what :meth:`block_losses`
+            takes, ``[R, B, L]``: the logits, and for a class that overrides ``routing`` also its scores.
         """
         if block is None:
             routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
             return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
-        self._maintain_float32_expert_bias()
-        logits = self.gating(self.apply_input_jitter(hidden))
-        if self.config.moe_router_force_load_balancing:
-            logits = apply_random_logits(logits)
-        probs, routing_map = topk_routing_with_score_function(
-            logits.view(-1, self.config.num_moe_experts),
-            self.topk,
-            use_pre_softmax=self.config.moe_router_pre_softmax,
-            num_groups=self.config.moe_router_num_groups,
-            group_topk=self.config.moe_router_group_topk,
-            scaling_factor=self.config.moe_router_topk_scaling_factor,
-            score_function=self.score_function,
-            expert_bias=self.expert_bias,
-            fused=self.config.moe_router_fusion,
-        )
+        losses = block.losses[chunk] = ChunkLosses()
+        with self._noting(losses):
+            probs, routing_map = super().forward(hidden)
         if block.capacity is not None:
             routing_map = block.capacity.keep(probs, routing_map)
             probs = probs * routing_map
-        self._apply_expert_bias(routing_map)
-        return probs, routing_map, logits
+        if losses.counts_experts:
+            super()._apply_expert_bias(routing_map)
+        return probs, routing_map, losses.packed(hidden)
 
-    def block_losses(self, logits: Tensor) -> Tensor:
+    def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:
         """All losses of the router, computed once for the whole block and logged as in a stock run.
 
         The losses are not linear in the tokens, so the sum over chunks would be a different function. Reads
         no parameter and therefore needs no hook: it is called as a method.
 
         Args:
-            logits: ``[S, B, E]``, all chunks.
+            packed: ``[S, B, L]``, the third result of :meth:`forward` of all chunks, in order.
+            block: That of the chunks.
 
         Returns:
-            A scalar whose backward adds the gradient of the losses to ``logits``, independent of the incoming
+            A scalar whose backward adds the gradient of the losses to ``packed``, independent of the incoming
             gradient (Megatron's ``MoEAuxLossAutoScaler``); call it with a gradient of zero.
         """
-        sequence_length, batch = logits.shape[:2]
-        flat = self.apply_z_loss(logits.view(-1, self.config.num_moe_experts))
-        carrier = flat
-        if self.is_aux_loss_enabled():
+        sequence_length, batch = packed.shape[:2]
+        chunks = [block.losses[index] for index in sorted(block.losses)]
+        tensors = chunks[0].unpacked(packed)
+        # What carries the losses: attaching one gives a tensor to differentiate in place of the old one.
+        carriers = list(tensors)
+        for number, (name, index, _) in enumerate(chunks[0].calls):
+            if name == "apply_z_loss":
+                carriers[index] = self.apply_z_loss(carriers[index])
+                continue
+            routing_map = torch.cat([chunk.calls[number][2] for chunk in chunks])
+            shape = (sequence_length, batch) if name == "_apply_seq_aux_loss" else ()
+            carriers[index] = getattr(self, name)(carriers[index], tensors[index], routing_map, *shape)
+        if self.has_stock_routing and self.is_aux_loss_enabled():
+            (logits,) = carriers
             routing_map, scores = compute_routing_scores_for_aux_loss(
-                flat, self.topk, self.score_function, fused=self.config.moe_router_fusion
+                logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
             )
-            carrier = self._apply_aux_loss(carrier, scores, routing_map)
+            carrier = self._apply_aux_loss(logits, scores, routing_map)
             carrier = self._apply_seq_aux_loss(carrier, scores, routing_map, sequence_length, batch)
-            carrier = self._apply_global_aux_loss(carrier, scores, routing_map)
-        return carrier.sum(dtype=torch.float32)
+            carriers = [self._apply_global_aux_loss(carrier, scores, routing_map)]
+        sums = [carrier.sum(dtype=torch.float32) for carrier in carriers or [packed]]
+        return functools.reduce(torch.add, sums)
+
+    @functools.cached_property
+    def has_stock_routing(self) -> bool:
+        """Whether the class leaves the choice to ``TopKRouter.routing``.
+
+        Then every token has ``topk`` experts, and the logits are all that its losses depend on.
+        """
+        gate = type(self).__mro__[2]
+        return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
+
+    @contextlib.contextmanager
+    def _noting(self, losses: ChunkLosses) -> Iterator[None]:
+        """Have the class's ``forward`` drop no token and add no loss."""
+        config, self._noted = self.config, losses
+        if config.moe_expert_capacity_factor is not None:
+            self.config = copy.copy(config)
+            self.config.moe_expert_capacity_factor = None
+        try:
+            yield
+        finally:
+            self.config, self._noted = config, None
+
+    def is_aux_loss_enabled(self) -> bool:
+        """As in Megatron; the losses of Megatron's own choice are computed from the logits later."""
+        if self._noted is not None and self.has_stock_routing:
+            return False
+        return super().is_aux_loss_enabled()
+
+    def apply_z_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As in Megatron; within a chunk, note the logits."""
+        if self._noted is None:
+            return super().apply_z_loss(logits, *args, **kwargs)
+        self._noted.add("apply_z_loss", logits)
+        return logits
+
+    def _apply_expert_bias(self, routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
+        """As in Megatron; within a chunk, after tokens were dropped."""
+        if self._noted is None:
+            super()._apply_expert_bias(routing_map, *args, **kwargs)
+        else:
+            self._noted.counts_experts = True
+
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any) -> Tensor:
+        """As in Megatron; within a chunk, note the scores and the choice."""
+        if self._noted is None:
+            return super()._apply_aux_loss(probs, scores, routing_map, **kwargs)
+        self._noted.add("_apply_aux_loss", scores, routing_map)
+        return probs
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """As in Megatron; within a chunk, note the scores and the choice."""
+        if self._noted is None:
+            return super()._apply_seq_aux_loss(probs, scores, routing_map, *args, **kwargs)
+        self._noted.add("_apply_seq_aux_loss", scores, routing_map)
+        return probs
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """As in Megatron; within a chunk, note the scores and the choice."""
+        if self._noted is None:
+            return super()._apply_global_aux_loss(probs, scores, routing_map, **kwargs)
+        self._noted.add("_apply_global_aux_loss", scores, routing_map)
+        return probs
+
+    def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in Megatron, for a whole block only.
+
+        Raises:
+            BadInput: the class adds a loss that it has computed from one chunk.
+        """
+        if self._noted is None:
+            return super().attach_and_log_load_balancing_loss(*args, **kwargs)
+        raise BadInput(
+            "--ampipe-router",
+            type(self).__mro__[2].__qualname__,
+            rule="its routing computes a separate loss, and the sum over chunks would be another loss",
+            remedy="Override _apply_aux_loss, which is called with the scores and choice of all tokens, or "
+            "train with --ampipe-degree 1.",
+        )
+
+
+@functools.cache
+def chunk_router_of(gate: type[TopKRouter]) -> type[TopKRouter]:
+    """The class ``gate`` extended by :class:`ChunkRouting`."""
+    return type(f"Chunk{gate.__name__}", (ChunkRouting, gate), {"__doc__": gate.__doc__})

@@ -22,7 +22,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.layer_run import PlaceInRun, RunBuilder
-from megatron_ampipe.layers.router import ChunkRouter
+from megatron_ampipe.layers.router import chunk_router_of
 from megatron_ampipe.schedule import stack_to_text
 
 ATTENTION = (SelfAttention, MLASelfAttention)
@@ -83,7 +83,7 @@ def _pipelined_layer(
     return ModuleSpec(
         module=AMPipeTransformerLayer,
         params={**spec.params, "ampipe": context, "place": place},
-        submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules),
+        submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
     )
 
 
@@ -104,12 +104,35 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
     )
 
 
-def with_chunk_router(submodules: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """The submodules of an MoE layer with :class:`ChunkRouter` as the router."""
-    moe = compat.moe_submodules(submodules.mlp)
-    require_class(moe.router, (TopKRouter,), "MoE router")
-    mlp = compat.with_moe_submodules(submodules.mlp, dataclasses.replace(moe, router=ChunkRouter))
-    return dataclasses.replace(submodules, mlp=mlp)
+def with_gate(
+    spec: TransformerBlockSubmodules | ModuleSpec, gate: type[TopKRouter]
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The specification with ``gate`` as the router of every MoE layer, at any degree."""
+    if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
+        return dataclasses.replace(spec, submodules=with_gate(spec.submodules, gate))
+    if isinstance(spec, ModuleSpec):
+        if not _is_moe(spec):
+            return spec
+        require_class(compat.moe_submodules(spec.submodules.mlp).router, (TopKRouter,), "MoE router")
+        return dataclasses.replace(spec, submodules=_with_router(spec.submodules, gate))
+    assert spec.layer_specs is not None
+    return dataclasses.replace(spec, layer_specs=[with_gate(layer, gate) for layer in spec.layer_specs])
+
+
+def with_chunk_router(
+    submodules: TransformerLayerSubmodules, context: AMPipeContext
+) -> TransformerLayerSubmodules:
+    """The submodules of an MoE layer with its router, Megatron's or the user's, made to route chunks."""
+    gate = compat.moe_submodules(submodules.mlp).router
+    require_class(gate, (TopKRouter,) if context.gate is None else (TopKRouter, context.gate), "MoE router")
+    return _with_router(submodules, chunk_router_of(gate))
+
+
+def _with_router(
+    submodules: TransformerLayerSubmodules, router: type[TopKRouter]
+) -> TransformerLayerSubmodules:
+    moe = dataclasses.replace(compat.moe_submodules(submodules.mlp), router=router)
+    return dataclasses.replace(submodules, mlp=compat.with_moe_submodules(submodules.mlp, moe))
 
 
 def require_class(found: type, known: tuple[type, ...], role: str) -> None:

@@ -19,8 +19,9 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
+from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.layers.spec import pipelined, with_gate
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
@@ -82,6 +83,9 @@ def build_layers(
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
     specs = [_layer_spec(config, dense=kind == "d") for kind in case.layers]
+    gate = None if case.router is None else load_gate(case.router)
+    if gate is not None:
+        specs = [with_gate(spec, gate) for spec in specs]
     context = AMPipeContext(
         AMPipeConfig(pipeline=case.pipeline),
         recorder=recorder or Recorder(),
@@ -89,6 +93,7 @@ def build_layers(
         kernel=case.kernel,
         added=added,
         documents=DocumentReader(masked=case.masked),
+        gate=gate,
         recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
     torch.manual_seed(11)
@@ -197,6 +202,8 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -
     """
     inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()
+    # Noise that is drawn chunk by chunk on a CPU continues a series.
+    torch.manual_seed(17)
     output, hidden = run_pass(layer, inputs)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():

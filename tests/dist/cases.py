@@ -46,6 +46,8 @@ class Case:
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
+    router: str | None = None
+    """As ``--ampipe-router``, for both layers."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -584,6 +586,21 @@ ONCE_PER_RANK = [
     }.items()
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK
+TOP2 = {"moe_router_topk": 2}
+# Stock Megatron takes a number of experts that varies with a capacity only; this one drops nothing.
+ALL_KEPT = TIGHT | {"moe_expert_capacity_factor": 4.0}
+GATES = [
+    Case("gate-noisy", router="noisy-topk", batch=3, model=TOP2 | SEVERAL_AUX | Z),
+    Case("gate-cosine-capacity", router="cosine", batch=3, model=TOP2 | TIGHT | SEVERAL_AUX | Z),
+    Case("gate-cosine-tp-stack", router="cosine", parallel=TP, layers="mm", stack=0, model=TOP2 | AUX | Z),
+    Case("gate-sigmoid", router="sigmoid", batch=3, model=TOP2 | SEVERAL_AUX | Z),
+    Case("gate-sigmoid-capacity-losses-alone", router="sigmoid", only_losses=True, model=TIGHT | SEVERAL_AUX),
+    Case("gate-sigmoid-recompute", router="sigmoid", layers="mm", stack=0, recompute=UNIFORM, model=LARGE),
+    Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
+    Case("gate-varying-choice", router="tests.gates:ThresholdRouter", batch=3, model=ALL_KEPT | SEVERAL_AUX),
+    Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
+]
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

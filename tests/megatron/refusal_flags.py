@@ -32,6 +32,7 @@ VALUES = {
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-exchange": [["ranks"]],
+    "--ampipe-router-scope": [["chunk"]],
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],

@@ -1,0 +1,63 @@
+"""The values of ``--ampipe-router``: gates that AMPipe ships by name, and classes of the user.
+
+Imports neither torch nor Megatron. Read by ``config``, which checks the form of a value, and by
+``layers.gates``, which finds the class.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.spelling import did_you_mean
+
+FLAG = "--ampipe-router"
+
+SHIPPED_GATES = {
+    "noisy-topk": "megatron_ampipe.layers.gates.noisy:NoisyTopKRouter",
+    "cosine": "megatron_ampipe.layers.gates.cosine:CosineRouter",
+    "sigmoid": "megatron_ampipe.layers.gates.sigmoid:SigmoidRouter",
+    "expert-choice": "megatron_ampipe.layers.gates.expert_choice:ExpertChoiceRouter",
+}
+"""Classes by the name under which a user asks for them. Their papers are in docs/gates.md."""
+
+IMPOSSIBLE_GATES = {
+    "soft-moe": (
+        "an expert of SoftMoE works on mixtures of all tokens of a sequence, so every token would depend on "
+        "later ones, and no chunk could be sent before the last is known",
+        "Use one of " + ", ".join(SHIPPED_GATES) + ".",
+    ),
+    "sinkhorn": (
+        "it is a load-balancing type of Megatron",
+        "Use --moe-router-load-balancing-type sinkhorn with --ampipe-router-scope chunk.",
+    ),
+}
+"""Names of gates that there are and that cannot be had: why, and what to use."""
+
+ROUTER_SCOPES = ("sequence", "chunk")
+"""Over which tokens a gate may compare tokens with each other."""
+
+_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def class_path(name: str) -> str:
+    """``package.module:Class`` for a value of ``--ampipe-router``.
+
+    Raises:
+        BadInput: the value is neither a shipped gate nor of this form.
+    """
+    if name in IMPOSSIBLE_GATES:
+        rule, remedy = IMPOSSIBLE_GATES[name]
+        raise BadInput(FLAG, name, rule=rule, remedy=remedy)
+    if name in SHIPPED_GATES:
+        return SHIPPED_GATES[name]
+    if _CLASS.fullmatch(name) is None:
+        known = ", ".join(SHIPPED_GATES)
+        raise BadInput(
+            FLAG,
+            name or "(empty)",
+            rule=f"is neither package.module:Class nor one of {known}",
+            remedy=did_you_mean(name, list(SHIPPED_GATES), most=1)
+            or f"Use for example {FLAG} cosine, or {FLAG} my_package.my_module:MyRouter.",
+        )
+    return name

@@ -1,0 +1,82 @@
+"""The router class of a run (``--ampipe-router``): found, checked against the flags, shown.
+
+Called by :mod:`.session`. What depends on the class itself is refused here; the table in
+``refusals.py`` knows flags alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.gate_names import FLAG, class_path
+from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
+
+
+def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
+    """The class that a run's MoE layers use as their router; None for Megatron's own.
+
+    Args:
+        config: What AMPipe's flags resolve to.
+        args: Megatron's validated arguments.
+
+    Raises:
+        BadInput: there is no such class, or it does not fit the other flags.
+    """
+    name = config.router
+    if name is None:
+        return None
+    if not args.num_experts:
+        raise BadInput(
+            FLAG, name, rule="the model has no MoE layer", remedy="Set --num-experts, or leave it out."
+        )
+    gate = load_gate(name)
+    for setting in getattr(gate, "ignored_settings", ()):
+        value = getattr(args, setting, None)
+        if value not in (None, False):
+            raise BadInput(
+                f"--{setting.replace('_', '-')}",
+                value,
+                rule=f"has no effect with {FLAG} {name}, which chooses experts in its own way",
+                remedy="Leave one of the two out.",
+            )
+    reason = needs_all_tokens(gate)
+    if reason is not None and config.router_scope == "sequence":
+        raise BadInput(
+            FLAG,
+            name,
+            rule=f"{reason}, which causal training does not allow",
+            remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
+            "chunk, and later tokens influence earlier ones within a chunk only.",
+        )
+    if reason is None and config.router_scope == "chunk" and not _balances_with_sinkhorn(args):
+        raise BadInput(
+            "--ampipe-router-scope",
+            "chunk",
+            rule=f"has no effect with {FLAG} {name}, whose choice for a token depends on that token alone",
+            remedy="Leave it out; a class says otherwise by an attribute needs_all_tokens.",
+        )
+    return gate
+
+
+def router_rows(
+    config: AMPipeConfig, gate: type | None, args: argparse.Namespace
+) -> list[tuple[str, str] | tuple[str, str, str]]:
+    """The rows of the start-up table about the router; none for Megatron's own."""
+    rows: list[tuple[str, str] | tuple[str, str, str]] = []
+    if gate is not None:
+        path = class_path(str(config.router))
+        rows.append(("router", gate.__name__, f"{path}, in place of Megatron's; 'ampipe gate' checks it"))
+    if config.router_scope == "chunk":
+        name = "Sinkhorn" if gate is None else gate.__name__
+        note = (
+            f"--ampipe-router-scope chunk: {name} compares the tokens of a chunk, which is another function "
+            "for each degree, and later tokens of a chunk influence earlier ones"
+        )
+        rows.append(("warning", note))
+    return rows
+
+
+def _balances_with_sinkhorn(args: argparse.Namespace) -> bool:
+    return "sinkhorn" in args.moe_router_load_balancing_type

@@ -1,0 +1,62 @@
+"""Router classes as a user could write them; none knows of chunks.
+
+Used by parity cases and by tests of the checker.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_ampipe.layers.gates.scored import ScoredRouter
+
+
+class ForwardRouter(TopKRouter):
+    """Overrides ``forward`` and ``routing``, and leaves the choice to Megatron."""
+
+    def forward(self, input: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Route twice the input, and halve the weights."""
+        probs, routing_map = super().forward(2 * input, *args, **kwargs)
+        return probs / 2, routing_map
+
+    def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Prefer the first expert."""
+        preferred = torch.zeros_like(logits)
+        preferred[..., 0] = 0.1
+        return super().routing(logits + preferred, *args, **kwargs)
+
+
+class ThresholdRouter(ScoredRouter):
+    """A token takes every expert whose probability is above the mean: their number varies."""
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``ScoredRouter``."""
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        chosen = scores > scores.mean(dim=-1, keepdim=True)
+        return (scores * chosen).type_as(logits), chosen, scores
+
+
+class LookingAheadRouter(TopKRouter):
+    """Wrong: the logits of a token depend on the tokens after it."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits of the mean over the sequence."""
+        return super().gating(input - input.mean(dim=0, keepdim=True))
+
+
+class OwnLossRouter(TopKRouter):
+    """Wrong: adds a loss that it computes from the tokens it is given."""
+
+    def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Add the mean square of the logits."""
+        probs, routing_map = super().routing(logits, *args, **kwargs)
+        loss = logits.float().square().mean()
+        probs = self.attach_and_log_load_balancing_loss(
+            probs, 0.1, loss, "load_balancing_loss", self.tp_cp_group
+        )
+        return probs, routing_map
+
+
+class NotARouter:
+    """No subclass of Megatron's router."""
