@@ -31,7 +31,15 @@ from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Chunk, Pipeline, SequenceLayout, stack_to_text
+from megatron_ampipe.schedule import (
+    IN_ONE_CHUNK,
+    KEEP,
+    STRATEGIES,
+    Chunk,
+    Pipeline,
+    SequenceLayout,
+    stack_to_text,
+)
 
 
 def make_context(
@@ -125,6 +133,7 @@ def _choose(
             planner=planner,
             say=print_on_first_rank,
             keep=keeper_of(args, config.save_plan, shape),
+            in_one_chunk=_in_one_chunk(args),
             iterations_left=functools.partial(iterations_left, args),
         )
         choice = auto.start(shape)
@@ -147,6 +156,12 @@ def _choose(
         *([("why", choice.reason), *_notes(choice)] if choice is not None else []),
         *_saved(config.save_plan),
     ]
+
+
+def _in_one_chunk(args: argparse.Namespace) -> str | None:
+    """What the trials try at degree 1: gradients of weights during transfers, where the user and the layers
+    leave that open."""
+    return IN_ONE_CHUNK if args.ampipe_schedule is None and args.transformer_impl == "local" else None
 
 
 def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:

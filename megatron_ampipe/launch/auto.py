@@ -37,6 +37,7 @@ class AutoDegree:
         planner: Chooses without measuring; if None, degrees are tried in the first iterations.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
+        in_one_chunk: Name of the schedule that is tried at degree 1; that of the flags if None.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
     """
@@ -48,10 +49,11 @@ class AutoDegree:
         planner: Planner | None,
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        in_one_chunk: str | None = None,
         iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
-        self._keep, self._iterations_left = keep, iterations_left
+        self._keep, self._in_one_chunk, self._iterations_left = keep, in_one_chunk, iterations_left
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
         self._trials: Trials | None = None
@@ -128,7 +130,13 @@ class AutoDegree:
         else:
             degrees = candidates(shape[0])
             given = self._context.config.pipeline
-            self._trials = Trials(degrees, schedule=given.schedule, stack=given.stack, memory=given.memory)
+            self._trials = Trials(
+                degrees,
+                schedule=given.schedule,
+                in_one_chunk=self._in_one_chunk,
+                stack=given.stack,
+                memory=given.memory,
+            )
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
             left, needed = self._iterations_left(), most_iterations(len(degrees))

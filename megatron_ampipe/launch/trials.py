@@ -65,12 +65,22 @@ class Trials:
     Args:
         degrees: The degrees to try.
         schedule: Name of the order of stages, for all degrees.
+        in_one_chunk: The same for degree 1, both ways; as ``schedule`` if None.
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
         memory: What the experts keep, as in ``Pipeline.memory``.
     """
 
-    def __init__(self, degrees: Sequence[int], *, schedule: str, stack: int = 1, memory: str = KEEP) -> None:
-        self._schedule, self._stack, self._memory = schedule, stack, memory
+    def __init__(
+        self,
+        degrees: Sequence[int],
+        *,
+        schedule: str,
+        in_one_chunk: str | None = None,
+        stack: int = 1,
+        memory: str = KEEP,
+    ) -> None:
+        self._schedule, self._in_one_chunk = schedule, in_one_chunk or schedule
+        self._stack, self._memory = stack, memory
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
@@ -150,12 +160,9 @@ class Trials:
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
+        schedule = self._in_one_chunk if max(degree, backward or 1) == 1 else self._schedule
         return Pipeline.of(
-            degree,
-            backward_degree=backward,
-            schedule=self._schedule,
-            stack=self._stack,
-            memory=self._memory,
+            degree, backward_degree=backward, schedule=schedule, stack=self._stack, memory=self._memory
         )
 
 

@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def forward_degree(self) -> int:
-        """Degree of the forward pass; 1 is Megatron's own layer."""
+        """Degree of the forward pass."""
         return self.schedule.degree
 
     @property
@@ -86,8 +86,8 @@ class Plan:
 
     @property
     def helps(self) -> bool:
-        """Whether the blocks are split into chunks."""
-        return max(self.forward_degree, self.backward_degree) > 1
+        """Whether the blocks are to be run by the schedule, in place of Megatron's own layers."""
+        return max(self.forward_degree, self.backward_degree) > 1 or bool(self.schedule.backward.weights)
 
     @property
     def stages_ms(self) -> tuple[float, float] | None:

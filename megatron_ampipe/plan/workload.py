@@ -45,6 +45,8 @@ class Workload:
         expert: Expert-parallel ranks.
         expert_tensor: Expert-tensor-parallel ranks, which share one expert.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
+        splits_weights: Gradients of weights can be separate stages: linear layers are Megatron's local
+            ones.
     """
 
     sequence_length: int
@@ -77,6 +79,7 @@ class Workload:
     expert: int = 1
     expert_tensor: int = 1
     recomputes: bool = False
+    splits_weights: bool = False
 
     @property
     def rows(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline, from_text
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Case:
     backward_degree: int | None = None
     shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
+    order: str = ""
+    """An order of the stages in place of the named one."""
     executor: str = "thread"
     kernel: str = "exact"
     sequence_length: int = 32
@@ -58,6 +60,7 @@ class Case:
             schedule=self.schedule,
             stack=self.stack,
             memory=self.memory,
+            order=from_text(self.order) if self.order else None,
         )
 
 
@@ -557,6 +560,36 @@ DOCUMENTS = [
     Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)}),
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS
+JOINED = """\
+schedule joined degree 2
+forward compute: qkv.0 attention.0 route.0 qkv.1 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
+forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
+backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 qkv.1 expert-weights route.0 \
+attention.0 attention-weights qkv.0 qkv-weights
+backward comm: combine.1 combine.0 dispatch.1 dispatch.0
+"""
+LANCET = [
+    Case(f"lancet-{name}", schedule="lancet", **{"degree": 1} | settings)
+    for name, settings in {
+        "sequential": {"executor": "sequential"},
+        "shared": {
+            "batch": 3,
+            "model": LARGE | {"moe_shared_expert_intermediate_size": 48, "qk_layernorm": True},
+        },
+        "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
+        "latent-recompute": {
+            "model": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        },
+        "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
+        "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
+        "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
+        "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
+        "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
+        "joined": {"degree": 2, "order": JOINED, "model": {"moe_router_topk": 2}},
+        "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
+    }.items()
+]
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + LANCET
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -45,7 +45,7 @@ def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
         result = results[case.name]
         assert "error" not in result, f"rank {rank}:\n{result['error']}"
         assert result["same state_dict"]
-        stock = case.degree == 1 and case.backward_degree is None
+        stock = case.pipeline.is_stock
         assert result["classes"] == ["TransformerLayer" if stock else "AMPipeTransformerLayer"]
         wrong = {name: value for name, value in result["differences"].items() if not value <= TOLERANCE}
         assert not wrong, f"rank {rank} differs from stock: {wrong}"

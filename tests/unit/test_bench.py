@@ -326,6 +326,13 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     ]
 
 
+def test_in_one_chunk_only_a_schedule_that_overlaps_there_is_a_pipeline() -> None:
+    assert not Variant("ampipe", Cut.of(1)).pipelined
+    assert Variant("lancet", Cut.of(1)).pipelined
+    assert Variant("lancet", Cut.of(1)).pipeline == Pipeline.of(1, schedule="lancet")
+    assert not Variant("planned", Cut.of(1)).pipelined
+
+
 def test_every_cut_is_measured_with_every_stack() -> None:
     assert stacks(None, layers=4) == stacks("1,all,4", layers=4) == (1, 4)
     assert stacks(None, layers=1) == stacks("all", layers=1) == (1,)
@@ -542,7 +549,7 @@ def test_percentiles_are_linear_between_values() -> None:
 
 
 def graph(variant: Variant) -> dict[str, dict[str, list[str]]] | None:
-    if not variant.chunked:
+    if not variant.pipelined:
         return None
     whole = build(variant.schedule, degree=variant.cut.degree, features=BlockFeatures()).whole_attention
     return {
@@ -710,7 +717,7 @@ def test_a_plan_is_made_for_every_stack() -> None:
     assert stack.pipeline.num_chunks == len(stack.pipeline.chunks(case.sequence_length))
     # On one rank nothing is sent.
     alone = prediction.planned(case, cluster, stacks=(1, 3), num_ranks=1, fused_gradients=False)
-    assert [variant.chunked for variant in alone] == [False]
+    assert [variant.pipelined for variant in alone] == [False]
 
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ class BenchJob:
     def variants(self) -> tuple[Variant, ...]:
         """What is compared: stock first, then every schedule with every cut, stack and memory."""
         rows = (
-            # In one chunk, layers are Megatron's: they share no schedule, and keep everything.
-            Variant(schedule, cut, stack=stack, memory=memory)
-            if cut.num_chunks > 1
+            # In one chunk, layers may be Megatron's: they share no schedule, and keep everything.
+            found
+            if (found := Variant(schedule, cut, stack=stack, memory=memory)).pipelined
             else Variant(schedule, cut)
             for schedule in self.schedules
             for cut in self.cuts

@@ -75,7 +75,7 @@ def measure(
     timed = {
         index: factory.build_timed(variant, num_passes=job.repeats, saved_bytes=saved_bytes)
         for index, variant in enumerate(variants)
-        if variant.chunked
+        if variant.pipelined
     }
     peaks = _peak_bytes(passes, factory, layers, variants, on_cuda=on_cuda)
     for _ in range(job.warmup):

@@ -144,7 +144,7 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) 
 
     def predicted_us(num_layers: int) -> float:
         of_layers = predictor.of_layers(num_layers, memory=memory)
-        if not variant.chunked:
+        if not variant.pipelined:
             time = of_layers.stock()
         else:
             chunks = variant.pipeline.chunks(predictor.workload.sequence_length)

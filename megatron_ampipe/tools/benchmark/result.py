@@ -206,10 +206,10 @@ def _row(
         "samples_ms": samples,
         "samples_ms_by_rank": by_rank,
         "processor_ms_by_rank": processor_by_rank,
-        "stages_us_by_rank": stages if variant.chunked else None,
+        "stages_us_by_rank": stages if variant.pipelined else None,
         "stage_needs": needs,
         # On a GPU: by kind of stage, in how many of the times above the host was too slow to keep it busy.
-        "starved_by_rank": starved if variant.chunked else None,
+        "starved_by_rank": starved if variant.pipelined else None,
     }
     if needs is not None:
         of_ranks = [bounds(found, needs, stack=variant.stack) for found in stages if found is not None]

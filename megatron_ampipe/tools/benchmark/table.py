@@ -34,7 +34,11 @@ def heading(document: Mapping[str, Any]) -> str:
 
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
-    again = any(row["degree"] == 1 for case in document["cases"] for row in case["rows"])
+    again = any(
+        row["degree"] == 1 and row.get("stages_us_by_rank") is None
+        for case in document["cases"]
+        for row in case["rows"]
+    )
     num_layers = document.get("layers", 1)
     stacked = num_layers > 1
     passed = f"{num_layers} layers" if stacked else "one block"

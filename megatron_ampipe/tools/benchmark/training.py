@@ -99,7 +99,7 @@ def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callabl
     """One training, on newly started ranks."""
     training = TrainingJob(
         flags=(*_flags(case, job), *variant_flags(variant)),
-        stock_attends_as=None if variant.chunked else case.dtype,
+        stock_attends_as=None if variant.pipelined else case.dtype,
         link=job.link,
         num_ranks=job.num_ranks,
         timeout_s=job.timeout_s,

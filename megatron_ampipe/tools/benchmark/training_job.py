@@ -70,7 +70,7 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """What makes a training stock or AMPipe's."""
-    if not variant.chunked:
+    if not variant.pipelined:
         return ("--ampipe-degree", "1")
     cut = variant.cut
     if cut.shares is not None:

@@ -61,7 +61,8 @@ class Variant:
 
     Attributes:
         schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
-        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again.
+        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again, unless
+            it overlaps gradients of weights.
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
@@ -74,15 +75,15 @@ class Variant:
     memory: str = KEEP
 
     @property
-    def chunked(self) -> bool:
+    def pipelined(self) -> bool:
         """Whether it is a pipeline rather than Megatron's own layer."""
-        return self.cut.num_chunks > 1
+        return not self.pipeline.is_stock
 
     @property
     def pipeline(self) -> Pipeline:
         """What its blocks run."""
         cut = self.cut
-        if not self.chunked:
+        if self.order is None and self.schedule in (STOCK, PLANNED):
             return Pipeline.of(1)
         fields: dict[str, Any] = {
             "degree": cut.degree,
