@@ -142,7 +142,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
 
 
 def _lancet(degree: int, features: BlockFeatures) -> Schedule:
-    """``ampipe`` with weight gradients under the all-to-alls of the backward pass (Lancet, section 4).
+    """``ampipe`` with weight gradients under the all-to-alls of the backward pass (Lancet, figure 3).
 
     Those of a chunk's experts while its tokens travel back, those of shared experts during the first combine.
     Those of attention have no transfer of the same block left to cover; where layers share a schedule, they
