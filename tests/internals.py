@@ -393,9 +393,12 @@ INTERNALS = [
     *(
         Internal(
             f"core.tensor_parallel.layers.{name}",
-            "layers/linear_weights.py",
-            "calls its method `_forward_impl` by keywords, which is replaced while weight gradients wait",
-            "`--ampipe-schedule lancet` fails at the first pass",
+            "layers/linear_weights.py launch/host/hybrid_layers.py",
+            (
+                "calls its method `_forward_impl` by keywords, which is replaced while weight gradients "
+                "wait; a module of the local layers of hybrid models"
+            ),
+            "`--ampipe-schedule lancet` fails at the first pass, and hybrid models on a CPU host",
             (says("self._forward_impl(", "input=input_parallel", method="forward"),),
         )
         for name in ("ColumnParallelLinear", "RowParallelLinear")
@@ -1345,8 +1348,6 @@ INTERNALS = [
             "core.ssm.mamba_layer.MambaLayer",
             "core.ssm.mamba_layer.MambaLayerSubmodules",
             "core.fusions.fused_bias_dropout.get_bias_dropout_add",
-            "core.tensor_parallel.layers.ColumnParallelLinear",
-            "core.tensor_parallel.layers.RowParallelLinear",
             "core.transformer.identity_op.IdentityOp",
             "core.transformer.identity_op.IdentityFuncOp",
             "core.transformer.multi_token_prediction.MultiTokenPredictionBlock",
