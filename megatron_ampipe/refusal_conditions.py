@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ampipe.config import AUTO
 from megatron_ampipe.hybrid_pattern import HybridPattern
-from megatron_ampipe.schedule import KEEP, Exchange
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
 
 
 def hybrid_without_pair(arguments: Any) -> object:
@@ -46,6 +46,14 @@ def not_equal(name: str, expected: object) -> Callable[[Any], object]:
     return lambda arguments: (
         value if (value := getattr(arguments, name, expected)) not in (expected, None) else None
     )
+
+
+def weights_apart_without_local_layers(arguments: Any) -> object:
+    """Refuses schedules whose weight gradients are separate stages for other layers than local ones."""
+    schedule = getattr(arguments, "ampipe_schedule", None)
+    if schedule is None or getattr(arguments, "transformer_impl", "local") == "local":
+        return None
+    return schedule if Pipeline.of(1, schedule=schedule).splits_weights else None
 
 
 def load_balancing(*kinds: str) -> Callable[[Any], object]:

@@ -118,6 +118,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --transformer-impl transformer_engine, or leave it out.",
     ),
     Refusal(
+        "--ampipe-schedule",
+        when.weights_apart_without_local_layers,
+        "only the linear layers of --transformer-impl local can compute gradients of weights apart",
+        "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
+    ),
+    Refusal(
         "--position-embedding-type",
         when.equal("position_embedding_type", "mrope"),
         "it needs the position ids of a multimodal model",

@@ -378,10 +378,10 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/chunk_attention.py layers/rank_dispatcher.py",
-        "gathers keys and values over context-parallel ranks, and rows over those that share an expert, "
-        "gradients summed back",
-        "context parallelism and `--ampipe-exchange ranks` lose gradients",
+        "layers/chunk_attention.py layers/linear_weights.py layers/rank_dispatcher.py",
+        "gathers keys and values over context-parallel ranks, and rows of experts and of linear layers over "
+        "tensor-parallel ones, gradients summed back",
+        "context parallelism, `--ampipe-exchange ranks` and `--ampipe-schedule lancet` lose gradients",
         (begins_with("input_", "tensor_parallel_output_grad"), takes("group", "output_split_sizes")),
     ),
     Internal(
@@ -391,10 +391,40 @@ INTERNALS = [
         "dropout masks shared between ranks, or another mask in recompute",
         (behaves(_forks_a_named_state),),
     ),
+    *(
+        Internal(
+            f"core.tensor_parallel.layers.{name}",
+            "layers/linear_weights.py launch/host/hybrid_layers.py",
+            (
+                "calls its method `_forward_impl` by keywords, which is replaced while weight gradients "
+                "wait; a module of the local layers of hybrid models"
+            ),
+            "`--ampipe-schedule lancet` fails at the first pass, and hybrid models on a CPU host",
+            (says("self._forward_impl(", "input=input_parallel", method="forward"),),
+        )
+        for name in ("ColumnParallelLinear", "RowParallelLinear")
+    ),
+    Internal(
+        "core.tensor_parallel.layers.linear_with_frozen_weight",
+        "layers/linear_weights.py",
+        "computes the gradient of the input alone",
+        "`--ampipe-schedule lancet` computes other gradients",
+        (
+            takes(
+                "input",
+                "weight",
+                "bias",
+                "gradient_accumulation_fusion",
+                "allreduce_dgrad",
+                "sequence_parallel",
+                "tp_group",
+            ),
+        ),
+    ),
     Internal(
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
-        "runtime/segment.py",
-        "marks a weight whose gradient it has added to `main_grad`",
+        "runtime/segment.py layers/linear_weights.py",
+        "marks a weight whose gradient it has added to `main_grad`; that product is mirrored",
         "weight gradients counted twice or not at all under gradient accumulation fusion",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
     ),
@@ -462,8 +492,8 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers",
-        "launch/host/megatron.py",
-        "given a CPU kernel for gradient accumulation fusion, and told that it exists",
+        "launch/host/megatron.py layers/linear_weights.py",
+        "given a CPU kernel for gradient accumulation fusion, and told that it exists; the kernel is called",
         "the benchmark cannot fuse on a CPU, and its chunks sum weight gradients",
         (
             has("_grad_accum_fusion_available", "fused_weight_gradient_mlp_cuda"),
@@ -1334,8 +1364,6 @@ INTERNALS = [
             "core.ssm.mamba_layer.MambaLayer",
             "core.ssm.mamba_layer.MambaLayerSubmodules",
             "core.fusions.fused_bias_dropout.get_bias_dropout_add",
-            "core.tensor_parallel.layers.ColumnParallelLinear",
-            "core.tensor_parallel.layers.RowParallelLinear",
             "core.transformer.identity_op.IdentityOp",
             "core.transformer.identity_op.IdentityFuncOp",
             "core.transformer.multi_token_prediction.MultiTokenPredictionBlock",

@@ -34,6 +34,7 @@ from megatron_ampipe.refusal_conditions import sends_copies
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import (
+    IN_ONE_CHUNK,
     KEEP,
     STRATEGIES,
     Chunk,
@@ -142,6 +143,7 @@ def _choose(
             exchanges=exchanges,
             say=print_on_first_rank,
             keep=keeper_of(args, config.save_plan, shape),
+            in_one_chunk=_in_one_chunk(args),
             iterations_left=functools.partial(iterations_left, args),
         )
         choice = auto.start(shape)
@@ -179,6 +181,12 @@ def _exchanges(args: argparse.Namespace, config: AMPipeConfig) -> tuple[Exchange
     if not config.chooses_exchange:
         return (config.pipeline.exchange,)
     return tuple(Exchange) if sends_copies(args) else (Exchange.ROWS,)
+
+
+def _in_one_chunk(args: argparse.Namespace) -> str | None:
+    """What the trials try at degree 1: gradients of weights during transfers, where the user and the layers
+    leave that open."""
+    return IN_ONE_CHUNK if args.ampipe_schedule is None and args.transformer_impl == "local" else None
 
 
 def _stack_row(args: argparse.Namespace, pipeline: Pipeline) -> tuple[str, str, str]:

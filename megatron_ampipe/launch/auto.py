@@ -38,6 +38,7 @@ class AutoDegree:
         exchanges: What trials choose from; the first is tried with every degree.
         say: Prints a line to the log; called on every rank.
         keep: Called with every new choice and its shape, on every rank.
+        in_one_chunk: Name of the schedule that is tried at degree 1; that of the flags if None.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
     """
@@ -50,10 +51,11 @@ class AutoDegree:
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
         say: Callable[[str], None],
         keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        in_one_chunk: str | None = None,
         iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
-        self._exchanges = exchanges
+        self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
         self._keep, self._iterations_left = keep, iterations_left
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
@@ -134,6 +136,7 @@ class AutoDegree:
             self._trials = Trials(
                 degrees,
                 schedule=given.schedule,
+                in_one_chunk=self._in_one_chunk,
                 stack=given.stack,
                 memory=given.memory,
                 exchanges=self._exchanges,

@@ -103,7 +103,9 @@ def add_arguments(
         choices=SCHEDULE_NAMES,
         default=None,
         help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
-        "experts alone, sequential not at all (default: ampipe)",
+        "experts alone, sequential not at all. lancet is ampipe with weight gradients computed while the "
+        "all-to-alls of the backward pass travel, and the only one that also overlaps at degree 1; needs "
+        "--transformer-impl local (default: ampipe)",
     )
     group.add_argument(
         "--ampipe-stack",
@@ -263,7 +265,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
         return _of_saved_plan(args, read_plan)
-    if config.pipeline.degree == 1 and not config.automatic:
+    if config.pipeline.degree == 1 and not config.automatic and not config.pipeline.splits_weights:
         _refuse_at_degree_1(args, exchange=config.pipeline.exchange)
     return config
 

@@ -67,6 +67,7 @@ class Trials:
     Args:
         degrees: The degrees to try.
         schedule: Name of the order of stages, for all degrees.
+        in_one_chunk: The same for degree 1, both ways; as ``schedule`` if None.
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
         memory: What the experts keep, as in ``Pipeline.memory``.
         exchanges: What is chosen from in the end; the first is that of the other trials.
@@ -77,11 +78,13 @@ class Trials:
         degrees: Sequence[int],
         *,
         schedule: str,
+        in_one_chunk: str | None = None,
         stack: int = 1,
         memory: str = KEEP,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
     ) -> None:
-        self._schedule, self._stack, self._memory, self._exchanges = schedule, stack, memory, exchanges
+        self._schedule, self._in_one_chunk = schedule, in_one_chunk or schedule
+        self._stack, self._memory, self._exchanges = stack, memory, exchanges
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
         self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
         self.choice: Choice | None = None
@@ -168,10 +171,11 @@ class Trials:
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
     def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
+        schedule = self._in_one_chunk if max(degree, backward or 1) == 1 else self._schedule
         return Pipeline.of(
             degree,
             backward_degree=backward,
-            schedule=self._schedule,
+            schedule=schedule,
             stack=self._stack,
             memory=self._memory,
             exchange=self._exchanges[0],

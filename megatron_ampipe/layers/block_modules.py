@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -14,8 +14,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
 from megatron_ampipe.layers.expert_products import ExpertProducts
+from megatron_ampipe.layers.linear_weights import Linear, linears_of
 from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
@@ -85,8 +87,8 @@ class BlockModules:
         return result
 
     @cached_property
-    def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
-        """The trainable parameters of each kind of stage that has any."""
+    def _stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
+        """The modules with parameters that each kind of stage calls."""
         attention, moe = self.attention_layer.self_attention, self.moe
         projection = [
             module
@@ -109,17 +111,43 @@ class BlockModules:
                 kinds.SHARED: [moe.shared_experts],
                 kinds.EXPERT: [moe.experts],
             }
+        return {kind: [module for module in modules if module is not None] for kind, modules in used.items()}
+
+    @cached_property
+    def linears(self) -> Mapping[StageKind, Sequence[Linear]]:
+        """The linear layers of each kind of stage whose weight gradients can be separate stages."""
+        return {kind: linears_of(modules) for kind, modules in self._stage_modules.items()}
+
+    @cached_property
+    def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
+        """The trainable parameters of each kind of stage that has any."""
         found = {
             kind: tuple(
                 parameter
                 for module in modules
-                if module is not None
                 for parameter in module.parameters()
                 if parameter.requires_grad
             )
-            for kind, modules in used.items()
+            for kind, modules in self._stage_modules.items()
         }
         return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
+
+    def require_linears(self, weights: Iterable[StageKind]) -> None:
+        """Check that gradients of weights can be separate stages.
+
+        Raises:
+            BadInput: a stage of these kinds would have nothing to compute.
+        """
+        for kind in weights:
+            of = kind.weights_of
+            if of in self._stage_modules and self._stage_modules[of] and not self.linears[of]:
+                raise BadInput(
+                    "--ampipe-schedule",
+                    f"with {kind}",
+                    rule=f"the linear layers of the stage {of} are not Megatron's local ones, which alone "
+                    "can compute gradients of weights apart",
+                    remedy="Use --transformer-impl local, or --ampipe-schedule ampipe.",
+                )
 
     @cached_property
     def expert_products(self) -> ExpertProducts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,13 @@ from megatron_ampipe.layers.chunk_attention import (
 )
 from megatron_ampipe.layers.dispatcher import copy_counts
 from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.layers.linear_weights import weights_apart
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFunction, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents
 
@@ -105,6 +108,10 @@ class MegatronStages:
         else:
             function = functools.partial(_COMPUTE[kind], self)
         return function if self._random is None else functools.partial(self._draw, kind, function)
+
+    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+        """See ``BlockStages``."""
+        return weights_apart(self._modules.linears[kind], products)
 
     def _draw(
         self, kind: StageKind, function: ComputeFunction, chunk: int | None, *tensors: Tensor, **extra: Any

@@ -232,5 +232,7 @@ class BlockStack:
         key = (pipeline, layers)
         if key not in self._schedules:
             schedule = pipeline.schedule_of(layers)
+            for block in self._blocks:
+                block.modules.require_linears(schedule.backward.weights)
             self._schedules[key] = CompiledSchedule.of(schedule, layers=layers, executor=executor)
         return self._schedules[key]

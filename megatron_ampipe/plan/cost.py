@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_ampipe.plan import linear_products
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
+from megatron_ampipe.plan.linear_products import Product
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
     MOE_BLOCK,
+    WEIGHTS,
     BlockFeatures,
     Direction,
     Exchange,
@@ -122,6 +125,8 @@ class CostModel:
         parts: int = 1,
         whole_attention: bool = False,
         features: BlockFeatures | None = None,
+        weights: Collection[StageKind] = (),
+        joined: Collection[StageKind] = (),
     ) -> dict[Stage, Pair]:
         """The time of every stage of the block with chunks of these lengths, including its overhead.
 
@@ -131,6 +136,8 @@ class CostModel:
                 they are computed one after the other and share a collective.
             whole_attention: Attention runs once for the whole sequence, as in the schedule ``moe-only``.
             features: What the block contains; experts if None.
+            weights: Kinds of weight gradients that are separate stages (``Program.weights``).
+            joined: Those of them that are of the whole sequence: one product for all chunks.
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
@@ -153,7 +160,50 @@ class CostModel:
                     total = known[key] if total is None else total + known[key]
                 assert total is not None
                 found[Stage(kind, index)] = total
+        for kind in weights:
+            assert kind.weights_of is not None
+            self._set_weights_apart(found, kind.weights_of, kind, chunks, parts=parts, joined=kind in joined)
         return found
+
+    def _set_weights_apart(
+        self,
+        found: dict[Stage, Pair],
+        kind: StageKind,
+        weights: StageKind,
+        chunks: Sequence[Rows],
+        *,
+        parts: int,
+        joined: bool,
+    ) -> None:
+        """Give the weight gradients of a kind separate stages in the times that were found."""
+        stages = [stage for stage in found if stage.kind is kind]
+        for stage in stages:
+            alone = 0.0
+            if stage.chunk is None:
+                alone = self._weights(kind, Work(self._sequence, chunked=False))
+            else:
+                for rows in chunks[stage.chunk * parts : (stage.chunk + 1) * parts]:
+                    alone += self._weights(kind, Work(rows, chunked=len(chunks) > 1))
+            found[stage] += Pair(0.0, -alone)
+            if not joined or stage.chunk is None:
+                found[Stage(weights, stage.chunk)] = Pair(0.0, alone)
+        if stages and Stage(weights) not in found and joined:
+            found[Stage(weights)] = Pair(0.0, self._joined_weights(kind, len(chunks)))
+
+    def _weights(self, kind: StageKind, work: Work) -> float:
+        """The part of a stage's backward that computes gradients of weights."""
+        factor = self.cluster.stage_overhead(kind.name).backward_factor
+        return factor * sum(
+            self._weight_product(*product, chunked=work.chunked)
+            for product in _PRODUCTS[kind](self, work.rows.hidden)
+        )
+
+    def _joined_weights(self, kind: StageKind, num_chunks: int) -> float:
+        """The same of all chunks in one product, for which their rows are put together."""
+        rows = self._sequence.hidden
+        copied = sum(rows * (k + n) for rows, k, n, _ in _PRODUCTS[kind](self, rows)) if num_chunks > 1 else 0
+        moved = self._memory.time_us(2 * copied * self.workload.element_bytes)
+        return self._weights(kind, Work(self._sequence, chunked=False)) + moved
 
     def _stage(self, kind: StageKind, work: Work) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
@@ -236,8 +286,7 @@ class CostModel:
         gathered = tokens * work.tensor
         width = sum(n for _, n in work.projections) // work.tensor
         total = self._pass_over(2 * tokens * work.hidden) + self._pass_over(2 * gathered * width)
-        for k, n in work.projections:
-            total += self._product(gathered, k, n / work.tensor, chunked=chunked)
+        total += self._all_products(linear_products.qkv(work, rows), chunked=chunked)
         if chunked:
             # Queries, keys and values are copied into the buffers of the whole sequence.
             total += self._pass_over(2 * gathered * width)
@@ -248,7 +297,6 @@ class CostModel:
     def attention(self, rows: Rows, *, chunked: bool) -> Pair:
         work = self.workload
         tokens = rows.hidden * work.batch
-        gathered = tokens * work.tensor
         pairs = rows.pairs * work.batch * work.heads / work.tensor
         merged = rows.merged * work.batch * work.heads * work.value_size / work.tensor if chunked else 0
         flops = 2e-9 * pairs * (work.head_size + work.value_size)
@@ -257,9 +305,7 @@ class CostModel:
             # Five matrix products instead of two.
             self._attend(self._attention.backward, 2.5 * flops, merged),
         )
-        total += self._product(
-            gathered, work.heads * work.value_size / work.tensor, work.hidden, chunked=chunked
-        )
+        total += self._all_products(linear_products.attention(work, rows.hidden), chunked=chunked)
         # Residual and norm.
         total += self._pass_over(5 * tokens * work.hidden)
         if chunked:
@@ -301,11 +347,9 @@ class CostModel:
     def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
         """The local experts: what :meth:`rebuild` repeats, and the last product and the rows' way back."""
         work = self.workload
-        inner = work.ffn / work.expert_tensor
         total = self._until_activation(rows, load=load, chunked=chunked)
-        total += self._products(
-            self._received(rows, load), inner, work.hidden, self._expert_calls, chunked=chunked
-        )
+        _, down = linear_products.expert(work, self._received(rows, load))
+        total += self._products(*down, chunked=chunked)
         return total + self._arranged(rows, load=load)
 
     def rebuild(self, rows: int, *, load: float) -> Pair:
@@ -322,11 +366,11 @@ class CostModel:
 
     def _until_activation(self, rows: int, *, load: float, chunked: bool) -> Pair:
         work = self.workload
-        inner = work.ffn / work.expert_tensor
-        up = (2 if work.gated else 1) * inner
         received = self._received(rows, load)
-        total = self._products(received, work.hidden, up, self._expert_calls, chunked=chunked)
-        return total + self._pass_over(received * (up + inner)) + self._arranged(rows, load=load)
+        up, _ = linear_products.expert(work, received)
+        total = self._products(*up, chunked=chunked)
+        passed = received * (up.n + work.ffn / work.expert_tensor)
+        return total + self._pass_over(passed) + self._arranged(rows, load=load)
 
     def _arranged(self, rows: int, *, load: float) -> Pair:
         """Rows sorted by expert, or copied for the experts, and gathered over the ranks that share one.
@@ -346,9 +390,9 @@ class CostModel:
         """Rows that the local experts compute."""
         return self._copies(rows * self.workload.batch) * load * self.workload.expert_tensor
 
-    @property
-    def _expert_calls(self) -> int:
-        return 1 if self.workload.grouped else self.workload.local_experts
+    def expert_products(self, rows: int) -> list[Product]:
+        """The products of the local experts."""
+        return linear_products.expert(self.workload, self._received(rows, self.load()))
 
     def merge(self, rows: int, *, load: float) -> Pair:
         tokens = rows * self.workload.batch
@@ -365,8 +409,7 @@ class CostModel:
         gathered = rows * work.batch * work.tensor
         inner = ffn / work.tensor
         up = (2 if work.gated else 1) * inner
-        total = self._product(gathered, work.hidden, up, chunked=chunked)
-        total += self._product(gathered, inner, work.hidden, chunked=chunked)
+        total = self._all_products(linear_products.gated(work, rows, ffn), chunked=chunked)
         both = self._gather(rows * work.batch * work.hidden, work.tensor)
         return total + self._pass_over(gathered * (up + inner)) + both + both
 
@@ -382,6 +425,15 @@ class CostModel:
         return self._pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
 
     # Operations
+
+    def _all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
+        found = [self._products(*product, chunked=chunked) for product in products]
+        return functools.reduce(Pair.__add__, found, ZERO)
+
+    def _weight_product(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> float:
+        """The part of :meth:`_products` that is of the gradient of the weights."""
+        both = self._products(rows, k, n, calls, chunked=chunked)
+        return both.backward - both.forward
 
     def _product(self, rows: float, k: float, n: float, *, chunked: bool) -> Pair:
         return self._products(rows, k, n, 1, chunked=chunked)
@@ -491,6 +543,14 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.REBUILD: lambda model, work: model.rebuild(work.rows.hidden, load=model.load()),
 }
 """The cost function of every kind of stage of the MoE block."""
+_PRODUCTS: Mapping[StageKind, Callable[[CostModel, int], Sequence[Product]]] = {
+    kinds.QKV: lambda model, rows: linear_products.qkv(model.workload, rows),
+    kinds.ATTENTION: lambda model, rows: linear_products.attention(model.workload, rows),
+    kinds.SHARED: lambda model, rows: linear_products.gated(model.workload, rows, model.workload.shared_ffn),
+    kinds.EXPERT: lambda model, rows: model.expert_products(rows),
+    kinds.MLP: lambda model, rows: linear_products.gated(model.workload, rows, model.workload.dense_ffn),
+}
+"""The products with weights of each kind whose weight gradients can be separate stages."""
 _DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})
 """Kinds whose time depends on the position of the chunk, not only on its length."""
-assert set(COSTS) == set(MOE_BLOCK)
+assert set(COSTS) == set(MOE_BLOCK) and set(_PRODUCTS) == set(WEIGHTS)

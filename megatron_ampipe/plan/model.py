@@ -35,7 +35,7 @@ SIZE_FLAGS = (
     "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
     "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
     "fp8-format", "no-gradient-accumulation-fusion", "num-layers", "moe-layer-freq",
-    "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
+    "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "transformer-impl",
 )  # fmt: skip
 """The flags that determine the sizes of a block and how many there are, and so their plan."""
 _LARGEST = 10**7
@@ -192,6 +192,8 @@ class _Builder:
             fused_gradients=not self._on("no-gradient-accumulation-fusion"),
             recomputes=self._model.values.get("recompute-granularity") == "full",
             exchange=Exchange.ROWS,
+            splits_weights=self._model.values.get("transformer-impl") == "local"
+            and not self._on("moe-grouped-gemm"),
             **sizes,
         )
         self._check(workload)

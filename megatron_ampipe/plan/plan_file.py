@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def forward_degree(self) -> int:
-        """Degree of the forward pass; 1 is Megatron's own layer."""
+        """Degree of the forward pass."""
         return self.schedule.degree
 
     @property

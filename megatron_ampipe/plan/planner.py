@@ -23,6 +23,7 @@ from megatron_ampipe.plan.search import (
     candidates,
     choose_degree,
     full_plan,
+    in_one_chunk,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
 from megatron_ampipe.schedule import ALL_LAYERS, Exchange, build
@@ -205,17 +206,21 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     if workload.rows > 1 and workload.expert > 1:
         best = (full_plan if full else choose_degree)(predictor, degrees)
         if workload.exchange is not Exchange.ROWS:
-            best = min(_in_one_chunk(predictor), best, key=lambda one: one.total_us)
+            best = min(_uncut(predictor), best, key=lambda one: one.total_us)
+    whole = in_one_chunk(predictor)
+    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
+        # The simpler one, and the one that costs nothing where its prediction is wrong.
+        best = whole
     if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
         schedule = build("sequential", degree=1, features=predictor.features)
-        whole = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
+        megatron = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
         return replace(
-            whole, exchange=Exchange.ROWS, hidden_share=0.0, reason=_reason_against(predictor, best)
+            megatron, exchange=Exchange.ROWS, hidden_share=0.0, reason=_reason_against(predictor, best)
         )
     return plan_of(predictor, best, degrees=degrees)
 
 
-def _in_one_chunk(predictor: Predictor) -> Candidate:
+def _uncut(predictor: Predictor) -> Candidate:
     """AMPipe's layer without chunks, which hides nothing; of use where its exchange saves copies."""
     schedule = build("ampipe", degree=1, features=predictor.features)
     lengths = (predictor.workload.rows,)
@@ -258,7 +263,8 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
 def _degrees(plan: Plan) -> str:
     """How many chunks a plan has, as words."""
     if plan.schedule.num_chunks == 1:
-        return "one chunk"
+        weights = ", and gradients of weights computed during transfers"
+        return "one chunk" + (weights if plan.schedule.backward.weights else "")
     if plan.backward_degree == plan.forward_degree:
         return f"{plan.forward_degree} chunks"
     return f"{plan.forward_degree} chunks forward and {plan.backward_degree} backward"
@@ -285,12 +291,15 @@ def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
         return "AMPipe will not help: each rank holds all experts, so nothing is sent that could be hidden."
     if best is None:
         return "AMPipe will not help: a sequence of one row cannot be split."
+    found = f"degree that was found, {best.schedule.num_chunks}"
+    if best.schedule.num_chunks == 1:
+        found = "schedule that was found, which overlaps gradients of weights alone"
     stock = predictor.stock()
     share = predictor.communication_us() / (stock.forward + stock.backward)
     return (
         f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
-        f"about as large as the time that they hide, or larger (the best degree that was found, "
-        f"{best.schedule.num_chunks}, is predicted to be {_speedup(stock, best):.2f} times as fast)."
+        f"about as large as the time that they hide, or larger (the best {found}, "
+        f"is predicted to be {_speedup(stock, best):.2f} times as fast)."
     )
 
 

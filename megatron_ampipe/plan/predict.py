@@ -19,6 +19,7 @@ from megatron_ampipe.plan.simulate import Compiled, compile_named, run
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
+    WEIGHTS,
     BlockFeatures,
     Direction,
     Exchange,
@@ -69,6 +70,7 @@ class Predictor:
         """Of each block that shares the schedule."""
         self._times: dict[object, float] = {}
         kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
+        kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._issue_factors = {
             direction: {kind: issue_factor(kind, direction, workload) for kind in kinds_of_block}
@@ -82,10 +84,23 @@ class Predictor:
         }
 
     def _costs(
-        self, lengths: tuple[int, ...], parts: int, whole_attention: bool, dense: bool = False
+        self,
+        lengths: tuple[int, ...],
+        parts: int,
+        whole_attention: bool,
+        dense: bool = False,
+        weights: frozenset[StageKind] = frozenset(),
+        joined: frozenset[StageKind] = frozenset(),
     ) -> dict[Stage, Pair]:
         features = self._model.dense_features if dense else self.features
-        return self._model.stages(lengths, parts=parts, whole_attention=whole_attention, features=features)
+        return self._model.stages(
+            lengths,
+            parts=parts,
+            whole_attention=whole_attention,
+            features=features,
+            weights=weights,
+            joined=joined,
+        )
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
@@ -204,8 +219,14 @@ class Predictor:
         """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
         compiled = compile_named(schedule, self.layers, direction)
         parts = len(lengths) // schedule.degree_of(direction)
+        weights, whole = schedule.backward.weights, schedule.backward.whole
+        if direction is Direction.FORWARD:
+            # A forward stage takes the same time; a search then knows it already.
+            weights = frozenset()
         costs = {
-            features: self.costs(tuple(lengths), parts, schedule.whole_attention, features.dense)
+            features: self.costs(
+                tuple(lengths), parts, schedule.whole_attention, features.dense, weights, weights & whole
+            )
             for features in {*self.layers}
         }
         return (

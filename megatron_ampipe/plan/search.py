@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.order import improve_order
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import Direction, Schedule, build, check, even_chunks, row_unit
+from megatron_ampipe.schedule import IN_ONE_CHUNK, Direction, Schedule, build, check, even_chunks, row_unit
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
 """Degrees that are tried: numbers with many divisors, as one degree has to divide the other."""
@@ -59,6 +59,14 @@ def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterat
         if degree <= rows:
             for name in NAMED:
                 yield _named(predictor, name, degree, degree)
+
+
+def in_one_chunk(predictor: Predictor) -> Candidate | None:
+    """The schedule that overlaps without cutting the sequence; None where the layers cannot run it."""
+    workload = predictor.workload
+    if not workload.splits_weights or workload.expert == 1:
+        return None
+    return _named(predictor, IN_ONE_CHUNK, 1, 1)
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:

@@ -20,7 +20,16 @@ from megatron_ampipe.plan.search import (
     Candidate,
     improve_chunks,
 )
-from megatron_ampipe.schedule import Direction, Program, Schedule, build, check, even_chunks, period
+from megatron_ampipe.schedule import (
+    IN_ONE_CHUNK,
+    Direction,
+    Program,
+    Schedule,
+    build,
+    check,
+    even_chunks,
+    period,
+)
 
 COUNTS = 2
 """For how many numbers of chunks an order is searched: those with which the named one is fastest."""
@@ -94,6 +103,10 @@ def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]
         found.append(one)
         if slower == MAX_SLOWER_DEGREES:
             break
+    if predictor.workload.splits_weights:
+        lengths = (predictor.workload.rows,)
+        schedule = build(IN_ONE_CHUNK, degree=1, features=predictor.features)
+        found.append(_with_time(predictor, period(schedule), lengths))
     assert found, "a sequence of one row cannot be split"
     return found
 

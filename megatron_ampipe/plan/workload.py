@@ -47,6 +47,8 @@ class Workload:
         expert_tensor: Expert-tensor-parallel ranks, which share one expert.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
         exchange: How often a token is sent (``--ampipe-exchange``); Megatron's own layer has ``rows``.
+        splits_weights: Gradients of weights can be separate stages: linear layers are Megatron's local
+            ones.
     """
 
     sequence_length: int
@@ -80,6 +82,7 @@ class Workload:
     expert_tensor: int = 1
     recomputes: bool = False
     exchange: Exchange = Exchange.ROWS
+    splits_weights: bool = False
 
     @property
     def rows(self) -> int:

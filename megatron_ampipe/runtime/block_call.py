@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_ampipe.runtime.block_stages import BlockStages, CompiledBlock
+from megatron_ampipe.runtime.block_stages import BlockStages, CompiledBlock, ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.gradients import Gradients
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.segment import GradientSums, Segment, with_history
 from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
+from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
 
 # S sequence rows, B batch, D hidden size.
@@ -60,6 +61,8 @@ class BlockCall:
         self._note: Note = _nothing if crossing is None else crossing.note_use
         self._inner: dict[tuple[StageKind, int | None], InnerTensors] = {}
         self._restores = self._keep_graph and block.restores
+        self._apart = block.apart
+        self._products: dict[tuple[StageKind, int | None], WeightProducts] = {}
         self._crossed_inputs: dict[tuple[StageKind, int | None], tuple[StorageWeakRef, ...]] = {}
         self.sums = GradientSums()
 
@@ -108,6 +111,9 @@ class BlockCall:
         kind = parts[0].kind
         if not kind.lane.computes:
             return self._communicate(kind, [part.chunk for part in parts], direction)
+        if kind.weights_of is not None:
+            self._add_weight_gradients(kind.weights_of, [part.chunk for part in parts])
+            return None
         compute = self._compute if direction is Direction.FORWARD else self._differentiate
         if kind.restores is not None:
             compute = self._restore
@@ -124,13 +130,18 @@ class BlockCall:
         extra: dict[str, Any] = {}
         if any(value.layout is Layout.KEYS for value in kind.takes):
             extra["sums"] = self._keys.sums
+        function = self._stages.compute(kind)
+        if self._keep_graph and kind in self._apart:
+            products = self._products[kind, chunk] = WeightProducts()
+            apart = functools.partial(self._stages.weights_apart, kind, products)
+            function = functools.partial(_within, apart, function)
         hooks: AbstractContextManager[None] = contextlib.nullcontext()
         if self._restores and self._flow.is_restored(kind):
             inner = self._inner[kind, chunk] = InnerTensors(self._stages.parameters.get(kind, ()))
             extra["inner"], hooks = inner, inner.dropped()
         with hooks:
             segment = Segment(
-                functools.partial(self._stages.compute(kind), chunk, **extra),
+                functools.partial(function, chunk, **extra),
                 *inputs,
                 keep_graph=self._keep_graph,
                 recompute=kind in self._stages.recomputed,
@@ -168,6 +179,17 @@ class BlockCall:
         found = segment.backward(gradients, parameters=parameters, sums=self.sums)
         self.gradients.add(kind, chunk, found)
 
+    def _add_weight_gradients(self, kind: StageKind, chunks: Sequence[int | None]) -> None:
+        """The gradients of the weights of some stages that were differentiated; None is all of a kind."""
+        if chunks == [None]:
+            keys = [key for key in self._products if key[0] is kind]
+            parts = [WeightProducts.joined([self._products.pop(key) for key in keys])]
+        else:
+            parts = [self._products.pop((kind, chunk)) for chunk in chunks]
+        for part in parts:
+            self._note(part.tensors)
+            part.add_to(self.sums)
+
     def _communicate(self, kind: StageKind, chunks: Sequence[int | None], direction: Direction) -> Transfer:
         """Start the transfer of some chunks: of values forward, of their gradients backward."""
         forward = direction is Direction.FORWARD
@@ -191,6 +213,14 @@ class BlockCall:
             shapes = self._shapes.pop((giver, chunk))
             parts = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
             self.values.give(giver, chunk, parts)
+
+
+def _within(
+    enter: Callable[[], AbstractContextManager[None]], function: ComputeFunction, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Run a function within a context; can run again."""
+    with enter():
+        return function(*args, **kwargs)
 
 
 _Shape = tuple[torch.Size, torch.dtype, torch.device]

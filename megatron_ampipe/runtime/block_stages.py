@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch.nn import Parameter
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -76,6 +78,9 @@ class BlockStages(Protocol):
     def communicate(self, kind: StageKind) -> CommunicationFunction:
         """The function of a kind that is started and waited for."""
 
+    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+        """Within it, the function of a kind leaves the gradients of its weights to ``products``."""
+
     def again(self) -> BlockStages:
         """The same stages for a second run of the forward pass, which computes the same as the first.
 
@@ -109,12 +114,14 @@ class CompiledBlock:
         whole: Kinds of stages that are of the whole sequence.
         recomputed: Its forward stages run again in the backward pass.
         restores: Some of its stages restore in the backward pass what others have not kept.
+        apart: Kinds of stages whose weight gradients are separate stages.
     """
 
     flow: DataFlow
     whole: frozenset[StageKind]
     recomputed: bool
     restores: bool
+    apart: frozenset[StageKind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +159,9 @@ class CompiledSchedule:
             direction: {stage: schedule.chunks_of(stage, direction) for stage in needs[direction]}
             for direction in Direction
         }
+        apart = frozenset(
+            kind.weights_of for kind in schedule.backward.weights if kind.weights_of is not None
+        )
         blocks = []
         for features in layers:
             flow = data_flow(features)
@@ -162,7 +172,7 @@ class CompiledSchedule:
                 if is_whole(kind, features, whole_attention=schedule.whole_attention)
             )
             restores = any(kind.restores is not None for kind in flow.kinds)
-            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed, restores))
+            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed, restores, apart))
         ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
         return cls(tuple(blocks), needs, order, parts, ends)
 

@@ -1,6 +1,6 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.build import SCHEDULE_NAMES, build
+from megatron_ampipe.schedule.build import IN_ONE_CHUNK, SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import (
     Chunk,
@@ -21,7 +21,17 @@ from megatron_ampipe.schedule.graph import (
     needs_of,
 )
 from megatron_ampipe.schedule.issue import issue_order, stream_of
-from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Lane, Layout, Scope, StageKind, Value
+from megatron_ampipe.schedule.kinds import (
+    ALL_KINDS,
+    MOE_BLOCK,
+    WEIGHTS,
+    Direction,
+    Lane,
+    Layout,
+    Scope,
+    StageKind,
+    Value,
+)
 from megatron_ampipe.schedule.memory_strategy import KEEP, STRATEGIES, with_memory
 from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
@@ -29,11 +39,14 @@ from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
+    "ALL_KINDS",
     "ALL_LAYERS",
+    "IN_ONE_CHUNK",
     "KEEP",
     "MOE_BLOCK",
     "SCHEDULE_NAMES",
     "STRATEGIES",
+    "WEIGHTS",
     "BlockFeatures",
     "Chunk",
     "DataFlow",

@@ -1,7 +1,8 @@
 """The named schedules.
 
 ``sequential`` is the oracle and hides nothing; ``moe-only`` is what Tutel and PipeMoE do (attention
-whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section 3.2 and figure 6.
+whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section 3.2 and figure 6; ``lancet``
+adds to it what Lancet does in the backward pass, and is the one that also overlaps in one chunk.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_ampipe.schedule.kinds import (
     REDISPATCH,
     ROUTE,
     SHARED,
+    WEIGHTS,
     Direction,
     StageKind,
 )
@@ -139,6 +141,30 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     )
 
 
+def _lancet(degree: int, features: BlockFeatures) -> Schedule:
+    """``ampipe`` with weight gradients under the all-to-alls of the backward pass (Lancet, figure 3).
+
+    Those of a chunk's experts while its tokens travel back, those of shared experts during the first combine.
+    Those of attention have no transfer of the same block left to cover; where layers share a schedule, they
+    run during the first combine of the next one.
+    """
+    schedule = _ampipe(degree, features)
+    (compute, *others) = schedule.backward.lanes
+    stages: list[Stage] = []
+    last: dict[StageKind, list[Stage]] = {kind: [] for kind in (SHARED, ATTENTION, QKV)}
+    for stage in compute.stages:
+        if stage.kind is EXPERT:
+            stages += last.pop(SHARED, ())
+        if stage.kind is ROUTE:
+            stages.append(Stage(WEIGHTS[EXPERT], stage.chunk))
+        stages.append(stage)
+        if stage.kind in last:
+            last[stage.kind].append(Stage(WEIGHTS[stage.kind], stage.chunk))
+    stages += [*last[ATTENTION], *last[QKV]]
+    backward = Program((LaneOrder(COMPUTE, tuple(stages)), *others))
+    return replace(schedule, name="lancet", backward=backward)
+
+
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
@@ -232,7 +258,10 @@ def _program(*, compute: list[Stage], comm: list[Stage] | None = None) -> Progra
 _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
     "ampipe": _ampipe,
     "moe-only": _moe_only,
+    "lancet": _lancet,
     "sequential": _sequential,
 }
 SCHEDULE_NAMES = tuple(_BUILDERS)
 """The named orders of stages."""
+IN_ONE_CHUNK = "lancet"
+"""The one that overlaps without cutting the sequence."""

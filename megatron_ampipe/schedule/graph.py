@@ -6,7 +6,7 @@ The checker, the issue order, the planner and the runtime all read it from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -167,6 +167,8 @@ def dependencies(
     degree: int,
     whole_attention: bool,
     direction: Direction,
+    weights: Collection[StageKind] = (),
+    joined: Collection[StageKind] = (),
 ) -> dict[Stage, tuple[Stage, ...]]:
     """Every stage of one direction with the stages that must have run before it.
 
@@ -174,6 +176,8 @@ def dependencies(
     A recomputed block also runs its forward graph in it, without :attr:`DataFlow.once`. It begins when the
     second block above has ended, so that the tensors of two blocks at most are kept. Kinds that restore what
     another has not kept wait for one another as in a forward pass, and that kind's backward for them.
+    Gradients of weights that are separate stages wait for the gradients of the inputs of the same stage, and
+    nothing waits for them.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -181,6 +185,8 @@ def dependencies(
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
+        weights: Kinds of weight gradients that are separate stages (``kinds.WEIGHTS``).
+        joined: Those of them, and other kinds, that are of the whole sequence.
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
@@ -206,11 +212,27 @@ def dependencies(
             # An order among stages of one kind (route after route) carries no data, so it has no reverse.
             if stage in backward and earlier in backward and earlier.kind != stage.kind:
                 backward[earlier].append(stage)
+    backward |= _weights(backward, {kind.weights_of: kind for kind in weights}, joined)
     found = backward | _again(forward, backward, layers)
     for stage in restoring:
         assert stage.kind.restores is not None
         found[replace(stage, kind=stage.kind.restores)].append(stage)
     return {stage: tuple(needed) for stage, needed in (found | restoring).items()}
+
+
+def _weights(
+    backward: Iterable[Stage],
+    kind_of: Mapping[StageKind | None, StageKind],
+    joined: Collection[StageKind],
+) -> dict[Stage, list[Stage]]:
+    """The stages of weight gradients: each needs what differentiates the inputs of the same linear layers."""
+    found: dict[Stage, list[Stage]] = {}
+    for stage in backward:
+        if stage.kind in kind_of:
+            kind = kind_of[stage.kind]
+            chunk = None if kind in joined else stage.chunk
+            found.setdefault(Stage(kind, chunk, stage.layer), []).append(stage)
+    return found
 
 
 def _again(
@@ -222,7 +244,9 @@ def _again(
     again = {
         stage: Stage(stage.kind, stage.chunk, stage.layer, again=True)
         for stage in backward
-        if layers[stage.layer].recomputed and stage.kind not in data_flow(layers[stage.layer]).once
+        if stage in forward
+        and layers[stage.layer].recomputed
+        and stage.kind not in data_flow(layers[stage.layer]).once
     }
     last = _last_of_layers(backward) if again else {}
     found = {}
@@ -257,6 +281,8 @@ def needs_of(
         degree=schedule.degree_of(direction),
         whole_attention=schedule.whole_attention,
         direction=direction,
+        weights=schedule.backward.weights,
+        joined=schedule.backward.whole,
     )
 
 

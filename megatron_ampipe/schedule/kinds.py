@@ -112,6 +112,8 @@ class StageKind:
         after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
         restores: For a kind that runs in the backward pass only, and computes values there, as a forward
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
+        weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
+            program of its schedule does; without it, the stage of the kind itself computes them.
     """
 
     name: str
@@ -128,6 +130,7 @@ class StageKind:
     covers_wait: bool = field(default=False, repr=False)
     after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
+    weights_of: StageKind | None = field(default=None, repr=False)
 
     @property
     def is_differentiated(self) -> bool:
@@ -138,14 +141,14 @@ class StageKind:
         return self.name
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self in MOE_BLOCK:
+        if self in ALL_KINDS:
             # A copy in another process must be the row there.
             return _row, (self.name,)
         return StageKind, tuple(getattr(self, one.name) for one in fields(self))
 
 
 def _row(name: str) -> StageKind:
-    return next(kind for kind in MOE_BLOCK if kind.name == name)
+    return next(kind for kind in ALL_KINDS if kind.name == name)
 
 
 HIDDEN_STATES = Value("hidden", Layout.HIDDEN)
@@ -253,3 +256,16 @@ MOE_BLOCK = (
     REPERMUTE, REDISPATCH, REBUILD,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""
+
+
+def _weights(kind: StageKind) -> StageKind:
+    return StageKind(
+        f"{kind.name}-weights", scope=Scope.EITHER, directions=(Direction.BACKWARD,), weights_of=kind
+    )
+
+
+WEIGHTS = {kind: _weights(kind) for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)}
+"""For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
+sequence in one product of all chunks. Nothing waits for them."""
+ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
+"""All kinds that a schedule can name."""

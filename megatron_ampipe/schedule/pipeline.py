@@ -124,8 +124,18 @@ class Pipeline:
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is Megatron's own layer: one chunk, and its exchange."""
-        return self.num_chunks == 1 and self.exchange is Exchange.ROWS
+        """Whether it is Megatron's own layer: one chunk, its exchange, and nothing that overlaps."""
+        return not self.overlaps and self.exchange is Exchange.ROWS
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything can be computed during a transfer: in several chunks, or gradients of weights."""
+        return self.num_chunks > 1 or self.splits_weights
+
+    @property
+    def splits_weights(self) -> bool:
+        """Whether gradients of weights are separate stages, which overlap in one chunk as well."""
+        return bool(self._any_order.backward.weights)
 
     @property
     def num_chunks(self) -> int:
@@ -164,11 +174,14 @@ class Pipeline:
     @property
     def whole_attention(self) -> bool:
         """Whether attention is computed of the whole sequence at once."""
-        found = self.order
-        if found is None:
-            features = BlockFeatures(chunked_qkv=True)
-            found = build(self.schedule, degree=self.degree, features=features)
-        return found.whole_attention
+        return self._any_order.whole_attention
+
+    @property
+    def _any_order(self) -> Schedule:
+        """The order, or that of some block."""
+        if self.order is not None:
+            return self.order
+        return build(self.schedule, degree=self.degree, features=BlockFeatures(chunked_qkv=True))
 
     def stack_of(self, num_layers: int) -> int:
         """How many of this number of consecutive layers share a schedule at most."""

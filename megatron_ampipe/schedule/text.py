@@ -13,7 +13,8 @@ Where several layers share the schedule, stages of all but the first end in its 
 first line that ends in ``repeats`` makes it one period, run layer after layer; ``@-1`` then is the layer that
 the pass has gone through before this one, ``@1`` the one that follows.
 
-A stage of the forward pass that the backward pass runs again is ``again:expert.0``.
+A stage of the forward pass that the backward pass runs again is ``again:expert.0``. Weight gradients that are
+separate stages are ``expert-weights.0``, or ``expert-weights`` of all chunks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.kinds import MOE_BLOCK, Direction, Scope, StageKind
+from megatron_ampipe.schedule.kinds import ALL_KINDS, Direction, Scope, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.timeline import AGAIN
 
@@ -41,7 +42,7 @@ def to_text(schedule: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Schedule:
+def from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Schedule:
     """Read the text form. The result is well-formed, not yet checked against a block.
 
     Args:
@@ -92,7 +93,7 @@ def from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Schedule:
     )
 
 
-def stage_from_text(text: str, *, kinds: Sequence[StageKind] = MOE_BLOCK) -> Stage:
+def stage_from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Stage:
     """Read the name of a stage, as ``str`` writes it.
 
     Raises:

@@ -67,11 +67,13 @@ class Program:
     Attributes:
         stages: All stages, lane by lane.
         whole: Kinds of stages that run once for the whole sequence.
+        weights: Kinds of its stages that compute gradients of weights alone (``StageKind.weights_of``).
     """
 
     lanes: tuple[LaneOrder, ...]
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
     whole: frozenset[StageKind] = field(init=False, repr=False, compare=False)
+    weights: frozenset[StageKind] = field(init=False, repr=False, compare=False)
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ class Program:
         object.__setattr__(self, "stages", stages)
         whole = frozenset(stage.kind for stage in stages if stage.chunk is None)
         object.__setattr__(self, "whole", whole)
+        weights = frozenset(stage.kind for stage in stages if stage.kind.weights_of is not None)
+        object.__setattr__(self, "weights", weights)
         # A planner uses programs as keys many thousand times, and they have hundreds of stages.
         object.__setattr__(self, "_hash", hash(self.lanes))
 
@@ -95,7 +99,7 @@ class Schedule:
     """The order of all stages of one block, or of several consecutive ones.
 
     Attributes:
-        name: ``sequential``, ``moe-only``, ``ampipe``, or what a planner calls its own.
+        name: ``sequential``, ``moe-only``, ``ampipe``, ``lancet``, or what a planner calls its own.
         degree: Number of parts in which the forward pass goes over the sequence.
         forward: Order of the forward pass.
         backward: Order of the backward pass.

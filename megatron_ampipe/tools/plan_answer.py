@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.search import candidates
+from megatron_ampipe.plan.search import candidates, in_one_chunk
 from megatron_ampipe.schedule import KEEP, STRATEGIES, stack_to_text
 
 
@@ -48,9 +48,10 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
     """The named schedules at each degree, chunks equal."""
     stock = predictor.stock()
     total = stock.forward + stock.backward
-    whole = {KEEP: predictor.peak_bytes(forward_degree=1, backward_degree=1, memory=KEEP)}
-    rows = [_row(1, "stock", stock.forward, stock.backward, total, 0.0, whole)]
-    for one in candidates(predictor, degrees):
+    peak = {KEEP: predictor.peak_bytes(forward_degree=1, backward_degree=1, memory=KEEP)}
+    rows = [_row(1, "stock", stock.forward, stock.backward, total, 0.0, peak)]
+    whole = in_one_chunk(predictor)
+    for one in (*([] if whole is None else [whole]), *candidates(predictor, degrees)):
         degree, name = one.schedule.degree, one.schedule.name
         hidden = predictor.timeline(one.schedule, one.lengths).hidden_share
         memory = {
@@ -125,7 +126,7 @@ def show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
             f"{row['backward_ms']:.3f}",
             f"{row['predicted_ms']:.3f}",
             f"{row['speedup']:.2f}",
-            f"{row['hidden_share']:.0%}" if row["degree"] > 1 else "",
+            f"{row['hidden_share']:.0%}" if row["schedule"] != "stock" else "",
             f"{row['memory_gib']:.2f}",
             *(
                 f"{row['memory_gib_by_strategy'][strategy]:.2f}" if row["degree"] > 1 else ""

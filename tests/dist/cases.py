@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, from_text
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Case:
     backward_degree: int | None = None
     shares: tuple[float, ...] | None = None
     schedule: str = "ampipe"
+    order: str = ""
+    """An order of the stages in place of the named one."""
     executor: str = "thread"
     kernel: str = "exact"
     sequence_length: int = 32
@@ -62,6 +64,7 @@ class Case:
             stack=self.stack,
             memory=self.memory,
             exchange=self.exchange,
+            order=from_text(self.order) if self.order else None,
         )
 
 
@@ -601,6 +604,36 @@ GATES = [
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
 ]
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES
+JOINED = """\
+schedule joined degree 2
+forward compute: qkv.0 attention.0 route.0 qkv.1 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
+forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
+backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 qkv.1 expert-weights route.0 \
+attention.0 attention-weights qkv.0 qkv-weights
+backward comm: combine.1 combine.0 dispatch.1 dispatch.0
+"""
+LANCET = [
+    Case(f"lancet-{name}", schedule="lancet", **{"degree": 1} | settings)
+    for name, settings in {
+        "sequential": {"executor": "sequential"},
+        "shared": {
+            "batch": 3,
+            "model": LARGE | {"moe_shared_expert_intermediate_size": 48, "qk_layernorm": True},
+        },
+        "degree2-4": {"degree": 2, "backward_degree": 4, "model": {"add_bias_linear": True}},
+        "latent-recompute": {
+            "model": LATENT | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+        },
+        "stack": {"layers": "mdmm", "stack": 0, "model": LARGE},
+        "stack-recompute": {"layers": "mmm", "stack": 0, "recompute": UNIFORM, "model": LARGE},
+        "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
+        "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
+        "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
+        "joined": {"degree": 2, "order": JOINED, "model": {"moe_router_topk": 2}},
+        "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
+    }.items()
+]
+
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

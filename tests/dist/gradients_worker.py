@@ -84,8 +84,10 @@ STACK = "mdm"
 """Layers that share a schedule: with experts, dense, with experts."""
 
 
-def layers(kinds: str = "m", *, executor: str = "thread", **model: Any) -> tuple[Any, Any]:
-    """A stock layer, or several, and AMPipe's of degree 4 with the same weights, which share a schedule."""
+def layers(
+    kinds: str = "m", *, executor: str = "thread", schedule: str = "ampipe", degree: int = 4, **model: Any
+) -> tuple[Any, Any]:
+    """A stock layer, or several, and AMPipe's with the same weights, which share a schedule."""
     from tests.dist import logged_losses
     from tests.dist.blocks import build_layers
 
@@ -98,6 +100,8 @@ def layers(kinds: str = "m", *, executor: str = "thread", **model: Any) -> tuple
         layers=kinds,
         stack=0,
         executor=executor,
+        schedule=schedule,
+        degree=degree,
         model=BASE | model,
     )
     return build_layers(case)
@@ -207,6 +211,16 @@ def ddp(
         "stock fired": stock["fired"],
         "written by fused layers": written,
     }
+
+
+def same_products(*, fusion: bool) -> dict[str, Any]:
+    """The gradients of the same products, computed with those of the inputs and apart."""
+    found = []
+    for schedule in ("ampipe", "lancet"):
+        with fused_weight_gradients() if fusion else contextlib.nullcontext():
+            _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
+            found.append(run_ddp(layer, distributed_optimizer=False, inputs=[[make_hidden(1)]])["main_grad"])
+    return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}
 
 
 # Autograd
@@ -530,6 +544,14 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         for which in FROZEN_OF_STACK
         for needs in (True, False)
     },
+    "ddp-lancet": lambda: ddp(
+        fusion=False, distributed_optimizer=False, routing="one-expert-for-all", schedule="lancet", degree=1
+    ),
+    "ddp-stack-fused-sharded-lancet": lambda: ddp(
+        fusion=True, distributed_optimizer=True, kinds=STACK, schedule="lancet", degree=1
+    ),
+    "same-products": lambda: same_products(fusion=False),
+    "same-products-fused": lambda: same_products(fusion=True),
     "layer-hooks": layer_hooks,
     **{
         f"parameter-hooks-{executor}": lambda executor=executor: parameter_hooks(executor)

@@ -45,6 +45,12 @@ def test_ddp_sees_every_parameter_once_per_micro_batch(name: str, reports: list[
         assert result["written by fused layers"] == (in_layers if "fused" in name else 0)
 
 
+@pytest.mark.parametrize("name", ["same-products", "same-products-fused"])
+def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[dict[str, Any]]) -> None:
+    for results in reports:
+        assert results[name]["unequal"] == []
+
+
 def test_a_second_backward_is_refused(reports: list[dict[str, Any]]) -> None:
     for results in reports:
         assert "differentiated twice" in results["twice"]["message"]

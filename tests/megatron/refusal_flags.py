@@ -33,6 +33,7 @@ VALUES = {
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-exchange": [["ranks"]],
     "--ampipe-router-scope": [["chunk"]],
+    "--ampipe-schedule": [["lancet"]],
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
     "--te-precision-config-file": [[str(REPOSITORY / "tests" / "megatron" / "precision.yaml")]],
@@ -51,6 +52,7 @@ COMPANIONS = {
     "--micro-batch-size": shlex.split("--sft --tensor-model-parallel-size 2 --sequence-parallel"),
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
     "--skip-train": ["--ampipe-degree", "auto"],
+    "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--moe-pad-expert-input-to-capacity": shlex.split(
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "

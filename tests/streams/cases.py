@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_ampipe.schedule import (
     KEEP,
     STRATEGIES,
+    WEIGHTS,
     BlockFeatures,
     Direction,
     LaneOrder,
@@ -126,8 +127,18 @@ def random_runs() -> Iterator[Run]:
 def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random) -> Schedule:
     """A random order of every lane that passes the check."""
     programs = []
+    present = [kinds.QKV, kinds.ATTENTION, kinds.EXPERT, *([kinds.SHARED] if features.shared else [])]
+    weights = [WEIGHTS[kind] for kind in present if chooser.random() < 0.5]
+    joined = [kind for kind in weights if chooser.random() < 0.5]
     for direction in Direction:
-        needs = dependencies([features], degree=degree, whole_attention=False, direction=direction)
+        needs = dependencies(
+            [features],
+            degree=degree,
+            whole_attention=False,
+            direction=direction,
+            weights=weights,
+            joined=joined,
+        )
         combines = chooser.choice((COMM, "comm.second"))
         lanes: dict[str, list[Stage]] = {}
         left = dict(needs)

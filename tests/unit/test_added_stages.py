@@ -12,6 +12,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import full_plan
 from megatron_ampipe.plan.simulate import compile_named, compile_program, run
 from megatron_ampipe.schedule import (
+    ALL_KINDS,
     MOE_BLOCK,
     SCHEDULE_NAMES,
     BlockFeatures,
@@ -37,7 +38,7 @@ from tests.added_stages import AUDIT, COPY, COSTS, DELAY
 from tests.plan_cases import cluster, without_device, workload
 
 FEATURES = BlockFeatures(losses=True, shared=True, chunked_qkv=True, added=(DELAY, COPY))
-ALL_KINDS = (*MOE_BLOCK, DELAY, COPY, AUDIT)
+ALL_ROWS = (*ALL_KINDS, DELAY, COPY, AUDIT)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -47,7 +48,7 @@ def test_every_named_schedule_places_them(name: str, degrees: tuple[int, int], a
     features = BlockFeatures(losses=True, shared=True, chunked_qkv=True, added=added)
     schedule = build(name, degree=degrees[0], backward_degree=degrees[1], features=features)
     check(schedule, [features])
-    assert from_text(to_text(schedule), kinds=ALL_KINDS) == schedule
+    assert from_text(to_text(schedule), kinds=ALL_ROWS) == schedule
     with pytest.raises(BadInput, match="is not a stage"):
         from_text(to_text(schedule))
     plain = build(name, degree=degrees[0], backward_degree=degrees[1], features=BlockFeatures())

@@ -328,6 +328,13 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     ]
 
 
+def test_in_one_chunk_only_a_schedule_that_overlaps_there_is_a_pipeline() -> None:
+    assert not Variant("ampipe", Cut.of(1)).pipelined
+    assert Variant("lancet", Cut.of(1)).pipelined
+    assert Variant("lancet", Cut.of(1)).pipeline == Pipeline.of(1, schedule="lancet")
+    assert not Variant("planned", Cut.of(1)).pipelined
+
+
 def test_every_cut_is_measured_with_every_stack() -> None:
     assert stacks(None, layers=4) == stacks("1,all,4", layers=4) == (1, 4)
     assert stacks(None, layers=1) == stacks("all", layers=1) == (1,)

@@ -51,6 +51,11 @@ def of(degree: int, **fields: Any) -> Pipeline:
         (["--ampipe-degree", "4", "--ampipe-backward-degree", "2"], of(4, backward_degree=2)),
         (["--ampipe-chunks", "0.75,0.25"], of(2, shares=(0.75, 0.25))),
         (["--ampipe-degree", "auto", "--ampipe-schedule", "moe-only"], of(1, schedule="moe-only")),
+        (["--ampipe-schedule", "lancet"], of(1, schedule="lancet")),
+        (
+            ["--ampipe-degree", "1", "--ampipe-schedule", "lancet", "--ampipe-stack", "1"],
+            of(1, schedule="lancet", stack=1),
+        ),
         (["--ampipe-degree", "2", "--ampipe-stack", "all"], of(2)),
         (["--ampipe-degree", "2", "--ampipe-stack", "4"], of(2, stack=4)),
         (["--ampipe-degree", "2", "--ampipe-stack", "1"], of(2, stack=1)),

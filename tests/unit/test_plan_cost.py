@@ -12,7 +12,18 @@ from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import Exchange, SequenceLayout, Stage, chunk_sequence, even_chunks, kinds
+from megatron_ampipe.schedule import (
+    WEIGHTS,
+    Direction,
+    Exchange,
+    SequenceLayout,
+    Stage,
+    build,
+    chunk_sequence,
+    even_chunks,
+    kinds,
+    needs_of,
+)
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.plan_cases import NONE, cluster, workload
@@ -172,6 +183,38 @@ def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]
         )
         assert costs.keys() == needs.keys()
         assert all(cost.forward > 0 for cost in costs.values())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"shared_ffn": 512, "dense_ffn": 512}, {"fused_gradients": False}], ids=str
+)
+def test_weight_gradients_apart_take_as_long_as_together(changes: dict[str, object]) -> None:
+    block = workload(**changes)
+    model = CostModel(block, cluster())
+    for degree, parts in ((1, 1), (4, 1), (4, 2)):
+        lengths = even_chunks(block.rows, degree)
+        together = model.stages(lengths, parts=parts)
+        apart = model.stages(lengths, parts=parts, weights=WEIGHTS.values())
+        schedule = build("lancet", degree=degree // parts, features=block.features)
+        assert set(needs_of(schedule, [block.features], Direction.BACKWARD)) <= set(apart)
+        assert sum(pair.backward for pair in apart.values()) == pytest.approx(
+            sum(pair.backward for pair in together.values())
+        )
+        assert min(pair.backward for pair in apart.values()) >= 0
+        of_experts = apart[Stage(WEIGHTS[kinds.EXPERT], 0)]
+        assert of_experts.forward == 0
+        assert 0.3 < of_experts.backward / together[Stage(kinds.EXPERT, 0)].backward < 0.7
+
+
+def test_joined_weight_gradients_are_one_product() -> None:
+    model = CostModel(workload(fused_gradients=False), cluster())
+    kind = WEIGHTS[kinds.EXPERT]
+    lengths = even_chunks(8192, 8)
+    apart = model.stages(lengths, weights=[kind])
+    joined = model.stages(lengths, weights=[kind], joined=[kind])
+    assert joined.keys() == (apart.keys() | {Stage(kind)}) - {Stage(kind, chunk) for chunk in range(8)}
+    # Sums of chunks cost more here than rows that are put together.
+    assert joined[Stage(kind)].backward < sum(apart[Stage(kind, chunk)].backward for chunk in range(8))
 
 
 def test_tensor_parallelism_divides_attention() -> None:

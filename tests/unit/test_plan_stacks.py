@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.period import PeriodProblem, improve_period
+from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import choose_degree
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
@@ -22,6 +27,8 @@ from megatron_ampipe.schedule import (
     period,
     unrolled,
 )
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case
 from tests.plan_cases import cluster, without_device, workload
 
 BLOCKS = {
@@ -30,6 +37,30 @@ BLOCKS = {
     "losses, shared": workload(shared_ffn=2048, losses=True),
 }
 DENSE = workload(dense_ffn=8192)
+
+
+def test_in_one_chunk_gradients_of_weights_overlap_where_cutting_costs_too_much() -> None:
+    """Measured without a link: chunks cost more than they hide."""
+    measured = read_cluster(Path("docs/measured/profile-none.yaml"))
+    block = Case(
+        name="short",
+        sequence_length=512,
+        batch=1,
+        hidden=256,
+        heads=4,
+        experts=4,
+        topk=1,
+        ffn=1024,
+        activation="gelu",
+        dtype="fp32",
+    )
+    short = workload_of_case(block, num_ranks=2, fused_gradients=True)
+    plan = make_plan(Predictor(short, measured), full=False)
+    assert (plan.schedule.name, plan.schedule.num_chunks, plan.helps) == ("lancet", 1, True)
+    assert "With one chunk, and gradients of weights" in plan.reason
+    assert plan.pipeline(rows=512).splits_weights
+    other = make_plan(Predictor(replace(short, splits_weights=False), measured), full=False)
+    assert other.schedule.name != "lancet"
 
 
 @pytest.mark.parametrize("dense", [(), (0,), (1, 3)])

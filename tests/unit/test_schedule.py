@@ -19,6 +19,7 @@ from megatron_ampipe.schedule import (
     check,
     dependencies,
     from_text,
+    graph,
     issue_order,
     kinds,
     stream_of,
@@ -48,9 +49,7 @@ backward comm: combine.1 combine.0 dispatch.1 dispatch.0
 def needs_of(
     schedule: Schedule, block: BlockFeatures, direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
-    return dependencies(
-        [block], degree=schedule.degree, whole_attention=schedule.whole_attention, direction=direction
-    )
+    return graph.needs_of(schedule, [block], direction)
 
 
 def test_text_form_of_the_order_of_the_paper() -> None:
@@ -194,7 +193,7 @@ def test_invalid_text_is_refused(text: str, message: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(BadInput, match="ampipe, moe-only, sequential"):
+    with pytest.raises(BadInput, match="ampipe, moe-only, lancet, sequential"):
         build("fast", degree=2, features=BlockFeatures())
 
 

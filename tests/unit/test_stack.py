@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
-    MOE_BLOCK,
+    ALL_KINDS,
     SCHEDULE_NAMES,
     BlockFeatures,
     Direction,
@@ -33,7 +33,7 @@ from megatron_ampipe.schedule import (
 )
 from tests.added_stages import AUDIT, COPY, DELAY
 
-ALL_KINDS = (*MOE_BLOCK, DELAY, COPY, AUDIT)
+ALL_ROWS = (*ALL_KINDS, DELAY, COPY, AUDIT)
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
 
@@ -106,10 +106,10 @@ def test_text_keeps_that_a_schedule_repeats(
     found = repeated(name, degrees, [block])
     text = to_text(found)
     assert text.splitlines()[0].endswith(" repeats")
-    assert from_text(text, kinds=ALL_KINDS) == found
+    assert from_text(text, kinds=ALL_ROWS) == found
     assert period(found) is found
     schedule = unrolled(found, [block] * 3)
-    assert from_text(to_text(schedule), kinds=ALL_KINDS) == schedule
+    assert from_text(to_text(schedule), kinds=ALL_ROWS) == schedule
 
 
 def test_the_text_of_a_period() -> None:

@@ -49,6 +49,18 @@ def test_the_fastest_degree_stays() -> None:
     assert chosen(trials) == (2, 2)
 
 
+def test_one_chunk_has_its_own_schedule() -> None:
+    trials = Trials([1, 2], schedule="ampipe", in_one_chunk="lancet")
+    ran = []
+    while trials.choice is None:
+        ran.append(trials.pipeline)
+        one = trials.pipeline
+        trials.add_times(1.0 if one.degree == 1 else 2.0, 3.0 if one.backward_degree == 1 else 2.0)
+    assert {str(one) for one in ran} >= {"degree 1, schedule lancet", "degree 2, schedule ampipe"}
+    # The pair of one chunk forward and two backward is cut, so it has the other one.
+    assert trials.choice.pipeline == Pipeline.of(1, backward_degree=2)
+
+
 def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
     costs = ({1: 9.0, 2: 6.0, 4: 8.0}, {1: 19.0, 2: 14.0, 4: 11.0})
     trials, ran = settle([1, 2, 4], of_table(*costs))

@@ -68,9 +68,11 @@ class BenchJob:
         """
         saves = saves_copies(self.cases[case_index], num_ranks=self.num_ranks)
         rows = (
-            # In one chunk, layers share no schedule, and keep everything.
-            Variant(schedule, cut, stack=stack, memory=memory, exchange=exchange)
-            if cut.num_chunks > 1
+            # Layers that overlap nothing share no schedule, and keep everything.
+            found
+            if (
+                found := Variant(schedule, cut, stack=stack, memory=memory, exchange=exchange)
+            ).pipeline.overlaps
             else Variant(schedule, cut, exchange=exchange)
             for schedule in self.schedules
             for cut in self.cuts

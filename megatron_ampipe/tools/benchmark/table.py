@@ -39,7 +39,7 @@ def heading(document: Mapping[str, Any]) -> str:
 def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each layer of each case."""
     again = any(
-        row["degree"] == 1 and row.get("exchange", "rows") == "rows"
+        row["degree"] == 1 and row.get("exchange", "rows") == "rows" and row.get("stages_us_by_rank") is None
         for case in document["cases"]
         for row in case["rows"]
     )

@@ -71,11 +71,13 @@ def training_flags(case: Case, *, layers: int, num_ranks: int, iterations: int, 
 
 def variant_flags(variant: Variant) -> tuple[str, ...]:
     """What makes a training stock or AMPipe's."""
+    if not variant.pipelined:
+        return ("--ampipe-degree", "1")
     exchange: tuple[str, ...] = ()
     if variant.exchange is not Exchange.ROWS:
         exchange = ("--ampipe-exchange", variant.exchange)
     cut = variant.cut
-    if cut.num_chunks == 1:
+    if not variant.pipeline.overlaps:
         return ("--ampipe-degree", "1", *exchange)
     if cut.shares is not None:
         flags = ("--ampipe-chunks", ",".join(map(repr, cut.shares)))

@@ -35,4 +35,5 @@ def workload_of_case(case: Case, *, num_ranks: int, fused_gradients: bool) -> Wo
         fused_gradients=fused_gradients,
         grouped=case.expert_kind != "sequential",
         expert=num_ranks,
+        splits_weights=case.expert_kind == "sequential",
     )

@@ -61,7 +61,8 @@ class Variant:
 
     Attributes:
         schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
-        cut: Into which chunks. In one chunk, both ways, with its exchange, it is Megatron's own layer again.
+        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again, unless it has
+            an exchange of its own or overlaps gradients of weights.
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
@@ -78,13 +79,13 @@ class Variant:
     @property
     def pipelined(self) -> bool:
         """Whether it is AMPipe's layer rather than Megatron's own."""
-        return self.cut.num_chunks > 1 or self.exchange is not Exchange.ROWS
+        return not self.pipeline.is_stock
 
     @property
     def pipeline(self) -> Pipeline:
         """What its blocks run."""
         cut = self.cut
-        if not self.pipelined:
+        if self.order is None and self.schedule in (STOCK, PLANNED):
             return Pipeline.of(1)
         found = Pipeline.of(
             cut.degree,

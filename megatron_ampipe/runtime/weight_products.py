@@ -1,0 +1,101 @@
+"""Gradients of weights as separate stages: what is kept for them when inputs are differentiated.
+
+A linear layer's backward is two products, and only that for its input is on the critical path. A layer that
+runs within ``BlockStages.weights_apart`` computes that one alone, and :func:`keep_for_weight` notes what the
+other takes. torch's own graph cannot be split for this: Megatron's linear function computes both products
+whichever is asked for. Called by :mod:`.block_call`; layers call :func:`keep_for_weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ampipe.runtime.segment import GradientSums
+
+# R rows, K inputs, N outputs of a linear layer.
+
+WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
+"""``inputs [R, K]`` and ``gradient [R, N]`` to the weight's gradient ``[N, K]``, or to what Megatron returns
+in its place where it was added to ``main_grad``."""
+
+
+class WeightProducts:
+    """The products of the weight gradients of one stage of one chunk that are still to be computed."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Parameter, tuple[WeightProduct, list[Tensor], list[Tensor]]] = {}
+
+    def keep(self, weight: Parameter, product: WeightProduct, inputs: Tensor, gradient: Tensor) -> None:
+        """Keep what a product takes; rows may be spread over several leading dimensions."""
+        _, rows, gradients = self._waiting.setdefault(weight, (product, [], []))
+        rows.append(inputs.reshape(-1, inputs.shape[-1]))
+        gradients.append(gradient.reshape(-1, gradient.shape[-1]))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that is kept."""
+        return [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
+
+    @classmethod
+    def joined(cls, parts: Iterable[WeightProducts]) -> WeightProducts:
+        """The products of several chunks, as one product for each weight."""
+        found = cls()
+        for part in parts:
+            for weight, (product, rows, gradients) in part._waiting.items():
+                _, of_all, gradients_of_all = found._waiting.setdefault(weight, (product, [], []))
+                of_all += rows
+                gradients_of_all += gradients
+        return found
+
+    def add_to(self, sums: GradientSums) -> None:
+        """Compute the products, each weight's as one, and release what they took."""
+        waiting, self._waiting = self._waiting, {}
+        for weight in list(waiting):
+            product, rows, gradients = waiting.pop(weight)
+            with torch.no_grad():
+                sums.add(weight, product(_one(rows), _one(gradients)))
+
+
+def keep_for_weight(
+    output: Tensor, *, inputs: Tensor, weight: Parameter, product: WeightProduct, products: WeightProducts
+) -> Tensor:
+    """The output of a linear layer unchanged; its backward keeps what the weight's gradient takes.
+
+    Args:
+        output: ``[..., N]``, of the product with a weight that is not differentiated.
+        inputs: ``[..., K]``, what the layer was given.
+        weight: ``[N, K]``.
+        product: Computes the gradient.
+        products: Where it waits.
+    """
+    result: Tensor = _KeepForWeight.apply(
+        output, inputs.detach(), lambda *tensors: products.keep(weight, product, *tensors)
+    )
+    return result
+
+
+class _KeepForWeight(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        ctx.save_for_backward(inputs)
+        # Not as a view: Megatron adds a bias in place.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inputs,) = ctx.saved_tensors
+        ctx.keep(inputs, gradient)
+        return gradient, None, None
+
+
+def _one(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
