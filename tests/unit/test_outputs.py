@@ -164,10 +164,10 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
     folder = tmp_path / "out"
     folder.mkdir()
 
-    def measured(arguments: object) -> dict[str, Any]:
+    def measured(arguments: object, _link: object) -> dict[str, Any]:
         folder.rmdir()
         folder.touch()
-        return {"measured": True, "emulated": False}
+        return {"measured": True, "emulated": False, "cases": []}
 
     monkeypatch.setattr(bench_command, "_measure", measured)
     monkeypatch.setattr(
