@@ -61,8 +61,8 @@ class Variant:
 
     Attributes:
         schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
-        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again, unless it has
-            an exchange of its own or overlaps gradients of weights.
+        cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again, unless it
+            overlaps gradients of weights or has another exchange.
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
