@@ -47,6 +47,7 @@ def features_of_settings(
         tensor_ranks=settings.tensor_model_parallel_size,
         context_ranks=settings.context_parallel_size,
         shares_schedule=shares_schedule,
+        flex=settings.moe_token_dispatcher_type == "flex",
     )
 
 
@@ -60,6 +61,7 @@ def block_features(
     tensor_ranks: int,
     context_ranks: int,
     shares_schedule: bool = False,
+    flex: bool = False,
 ) -> BlockFeatures:
     """The features of a block.
 
@@ -72,6 +74,7 @@ def block_features(
         tensor_ranks: Over how many ranks tensor parallelism spreads a sequence.
         context_ranks: Over how many ranks context parallelism does.
         shares_schedule: Several layers share a schedule.
+        flex: The flex dispatcher.
     """
     has_capacity = capacity_factor is not None and capacity_factor >= 0
     chunked_qkv = context_ranks == 1 and (
@@ -85,6 +88,7 @@ def block_features(
         # A chunk leaves the next one what is left of the capacity.
         ordered_routing=has_capacity and not capacity_per_chunk,
         chunked_qkv=chunked_qkv,
+        flex=flex,
     )
 
 

@@ -263,3 +263,12 @@ def sends_copies(arguments: Any) -> bool:
     tensor = getattr(arguments, "expert_tensor_parallel_size", None) or 1
     several = expert * tensor > 1 and experts > expert and arguments.moe_router_topk > 1
     return bool(several and arguments.moe_token_dispatcher_type == "alltoall")
+
+
+def flex_other_than_deep_ep(arguments: Any) -> object:
+    """Refuses the flex dispatcher with other backends than DeepEP, or with a memory strategy for experts."""
+    backend = getattr(arguments, "moe_flex_dispatcher_backend", "deepep")
+    memory = getattr(arguments, "ampipe_memory", None)
+    if backend == "deepep" and memory in (None, KEEP):
+        return None
+    return equal("moe_token_dispatcher_type", "flex")(arguments)

@@ -219,9 +219,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-token-dispatcher-type",
-        when.equal("moe_token_dispatcher_type", "flex"),
-        "DeepEP and HybridEP fuse the all-to-all with other work, so it cannot be a separate stage",
-        "Use --moe-token-dispatcher-type alltoall or allgather.",
+        when.flex_other_than_deep_ep,
+        "of its backends only deepep is supported, without --ampipe-memory: with others, chunks would share "
+        "buffers",
+        "Use --moe-flex-dispatcher-backend deepep, or --moe-token-dispatcher-type alltoall.",
     ),
     Refusal(
         "--moe-expert-capacity-factor",

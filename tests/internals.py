@@ -587,6 +587,40 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.token_dispatcher.MoEFlexTokenDispatcher",
+        "layers/deep_ep.py",
+        "subclassed likewise, for DeepEP",
+        "mixed-up tokens",
+        (
+            begins_with("num_local_experts", "local_expert_indices", method="__init__"),
+            has(*STEPS),
+            says("self._comm_manager.setup_metadata", method="dispatch_preprocess"),
+            says("get_permuted_hidden_states_by_experts", method="dispatch_postprocess"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.token_dispatcher._DeepepManager",
+        "layers/deep_ep.py",
+        "its permutations; a chunk sets what its dispatch would",
+        "mixed-up tokens",
+        (
+            sets("token_indices", "token_probs", "handle", "group", "num_experts"),
+            says(
+                "self.dispatched_indices",
+                "self.dispatched_probs",
+                "self.tokens_per_expert",
+                method="dispatch",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.fused_a2a",
+        "layers/deep_ep.py",
+        "DeepEP's buffer",
+        "a training step with DeepEP fails",
+        (has("get_buffer", "get_hidden_bytes"),),
+    ),
+    Internal(
         "core.transformer.moe.router.TopKRouter",
         "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",

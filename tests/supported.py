@@ -128,6 +128,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("per-token loss", _model("calculate_per_token_loss", True)),
     ("capacity, dropping by position", _model("moe_token_drop_policy", "position")),
     ("capacity with padding", _model("moe_pad_expert_input_to_capacity", True)),
+    ("flex dispatcher, over a stand-in of DeepEP", _model("moe_token_dispatcher_type", "flex")),
     ("all-gather dispatcher", _model("moe_token_dispatcher_type", "allgather")),
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
     ("selective recompute", _model("recompute_granularity", "selective")),

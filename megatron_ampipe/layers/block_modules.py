@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers.deep_ep import DeepEPChunk
 from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
 from megatron_ampipe.layers.expert_products import ExpertProducts
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
@@ -37,6 +38,7 @@ _DISPATCHERS: Mapping[tuple[str, Exchange], type[ChunkDispatcher]] = {
     ("alltoall", Exchange.ROWS): AllToAllChunk,
     ("alltoall", Exchange.RANKS): RankChunk,
     ("allgather", Exchange.ROWS): AllGatherChunk,
+    ("flex", Exchange.ROWS): DeepEPChunk,
 }
 """By ``--moe-token-dispatcher-type`` and ``--ampipe-exchange``."""
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
+from megatron_ampipe.layers.deep_ep import DeepEPChunk
 from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, Transport
 
 # T tokens of a chunk, D hidden size, E experts.
@@ -187,7 +188,7 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return output
 
 
-ChunkDispatcher = AllToAllChunk | AllGatherChunk
+ChunkDispatcher = AllToAllChunk | AllGatherChunk | DeepEPChunk
 
 
 def copy_counts(first: ChunkDispatcher, second: ChunkDispatcher) -> None:

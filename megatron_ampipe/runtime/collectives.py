@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ class Transfer:
 class Transport(Protocol):
     """The token exchange of one chunk; ``combine`` is the adjoint of ``dispatch``."""
 
+    merges: ClassVar[bool]
+    """Whether the exchanges of several chunks can be one (:class:`MergedTransport`)."""
+
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the ranks that own the tokens to the ranks that own the experts."""
         ...
@@ -58,6 +61,10 @@ class Transport(Protocol):
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """From the experts' ranks to the tokens' ranks."""
         ...
+
+
+class MergedTransport(Transport, Protocol):
+    """A transport whose class can exchange the tokens of several chunks in one collective."""
 
     @property
     def input_splits(self) -> Sequence[int]:
@@ -85,6 +92,7 @@ class AllToAll:
         group: The participating ranks.
     """
 
+    merges: ClassVar = True
     input_splits: Sequence[int]
     output_splits: Sequence[int]
     group: dist.ProcessGroup
@@ -114,6 +122,7 @@ class AllGather:
         group: The participating ranks.
     """
 
+    merges: ClassVar = True
     num_rows: int
     group: dist.ProcessGroup
 
@@ -155,12 +164,12 @@ class AllGather:
 
 
 def exchange_chunks(
-    transports: Sequence[Transport], tensors: Sequence[Sequence[Tensor]], *, combine: bool
+    transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], *, combine: bool
 ) -> Transfer:
-    """Issue the dispatch or the combine of several chunks as one collective.
+    """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
     Args:
-        transports: The transport of each chunk, all of the same class.
+        transports: The :class:`Transport` of each chunk, all of the same class.
         tensors: The tensors of each chunk.
         combine: Combine instead of dispatch.
 
@@ -170,6 +179,16 @@ def exchange_chunks(
     if len(transports) == 1:
         move = transports[0].combine if combine else transports[0].dispatch
         return move(tensors[0])
+    if not transports[0].merges:
+        each = [
+            exchange_chunks([one], [of_chunk], combine=combine)
+            for one, of_chunk in zip(transports, tensors, strict=True)
+        ]
+        return Transfer(
+            tuple(output for one in each for output in one.outputs),
+            tuple(work for one in each for work in one.works),
+            uses=tuple(tensor for one in each for tensor in one.uses),
+        )
     send = [one.output_splits if combine else one.input_splits for one in transports]
     receive = [one.input_splits if combine else one.output_splits for one in transports]
     merged = type(transports[0]).merged(transports)

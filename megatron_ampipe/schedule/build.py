@@ -209,6 +209,7 @@ def _overlapped(
     chunks = range(degree)
     shared = _each(SHARED, chunks) if features.shared else []
     losses = [Stage(LOSSES)] if features.losses else []
+    counts = [COUNTS] if features.counts else []
     forward = _program(
         compute=[
             *first_half,
@@ -218,7 +219,7 @@ def _overlapped(
             *_each(MERGE, chunks),
         ],
         comm=[
-            *(stage for chunk in chunks for stage in _of_chunk(chunk, COUNTS, DISPATCH)),
+            *(stage for chunk in chunks for stage in _of_chunk(chunk, *counts, DISPATCH)),
             *_each(COMBINE, chunks),
         ],
     )

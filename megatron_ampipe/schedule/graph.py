@@ -39,6 +39,7 @@ class BlockFeatures:
         rebuild: The experts keep what they are given, and compute their inner tensors once more in the
             backward pass.
         redispatch: With ``rebuild``: what the experts are given is not kept either, and is sent once more.
+        flex: The dispatcher counts the tokens itself, in the same call that sends them.
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -50,12 +51,18 @@ class BlockFeatures:
     recomputed: bool = False
     rebuild: bool = False
     redispatch: bool = False
+    flex: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
     def experts(self) -> bool:
         """Whether tokens are routed to experts."""
         return not self.dense
+
+    @property
+    def counts(self) -> bool:
+        """Whether ranks tell one another how many tokens they will send."""
+        return self.experts and not self.flex
 
     def has(self, field: str | None) -> bool:
         """Whether the field that a row names is set; True for a row that names none."""

@@ -192,7 +192,7 @@ COUNTS = StageKind(
     takes=(_ROUTING,),
     gives=(_SPLITS,),
     directions=(Direction.FORWARD,),
-    feature="experts",
+    feature="counts",
     host_reads=True,
 )
 """Exchange of the number of tokens each rank sends to each expert."""

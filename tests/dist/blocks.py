@@ -96,12 +96,13 @@ def build_layers(
         gate=gate,
         recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
+    of_stock = dataclasses.replace(config, **case.stock)
     torch.manual_seed(11)
     if len(specs) == 1:
-        stock = build_module(specs[0], config=config, layer_number=1)
+        stock = build_module(specs[0], config=of_stock, layer_number=1)
         ours = build_module(pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1)
     else:
-        stock = Layers(TransformerBlockSubmodules(layer_specs=specs), config)
+        stock = Layers(TransformerBlockSubmodules(layer_specs=specs), of_stock)
         ours = Layers(
             pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
         )

@@ -50,6 +50,8 @@ class Case:
     exchange: Exchange = Exchange.ROWS
     router: str | None = None
     """As ``--ampipe-router``, for both layers."""
+    stock: dict[str, Any] = field(default_factory=dict)
+    """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
 
@@ -634,6 +636,39 @@ LANCET = [
     }.items()
 ]
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET
+FLEX = {"moe_token_dispatcher_type": "flex"}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+FLEXES = [
+    *(
+        Case(
+            f"flex-degree{degree}-{backward}-{schedule}",
+            degree=degree,
+            backward_degree=backward,
+            schedule=schedule,
+            batch=3,
+            model=LARGE | FLEX | {"moe_shared_expert_intermediate_size": 48},
+            stock=ALL_TO_ALL,
+        )
+        for degree, backward, schedule in (
+            (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
+        )
+    ),
+    Case("flex-of-stock-flex", model=LARGE | FLEX),
+    Case("flex-ep4", world_size=4, model=LARGE | FLEX, stock=ALL_TO_ALL),
+    Case("flex-capacity", model=TIGHT | AUX | FLEX | {"moe_router_topk": 2}, stock=ALL_TO_ALL),
+    Case("flex-tp-experts", parallel=TP_EXPERTS, model=LARGE | FLEX, stock=ALL_TO_ALL),
+    Case(
+        "flex-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM, model=LARGE | FLEX,
+        stock=ALL_TO_ALL,
+    ),
+    Case(
+        "flex-cuda-executor-recompute", executor="cuda", stock=ALL_TO_ALL,
+        model=LARGE | FLEX | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
+]  # fmt: skip
+
+PARITY += (
+    PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
+)
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -6,12 +6,14 @@ import dataclasses
 import sys
 import traceback
 
+from tests import deep_ep_standin
 from tests.dist.cases import BY_NAME
 from tests.dist.worker import report, start, use_groups
 
 
 def main() -> None:
     rank, _ = start()
+    deep_ep_standin.install()
     import torch
 
     from megatron_ampipe.runtime.recorder import Recorder

@@ -143,7 +143,7 @@ REFUSED = {
     "--context-parallel-size": "--context-parallel-size 2 --sft",
     "--micro-batch-size": "--micro-batch-size 2 --sft --tensor-model-parallel-size 2 --sequence-parallel",
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
-    "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex",
+    "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
     "--moe-token-drop-policy": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs "
     "--ampipe-capacity-scope sequence",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor -1",

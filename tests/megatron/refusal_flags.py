@@ -49,6 +49,7 @@ COMPANIONS = {
     "--cp-comm-type": ["--context-parallel-size", "2"],
     "--reset-attention-mask": ["--transformer-impl", "local", "--window-size", "16,0"],
     "--context-parallel-size": ["--sft"],
+    "--moe-token-dispatcher-type": ["--moe-flex-dispatcher-backend", "hybridep"],
     "--micro-batch-size": shlex.split("--sft --tensor-model-parallel-size 2 --sequence-parallel"),
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
     "--skip-train": ["--ampipe-degree", "auto"],

@@ -71,6 +71,7 @@ def arguments(**settings: Any) -> argparse.Namespace:
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
         "multi_latent_attention": False,
+        "moe_token_dispatcher_type": "alltoall",
     }
     return argparse.Namespace(**defaults | settings)
 

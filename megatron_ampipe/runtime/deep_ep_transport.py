@@ -1,0 +1,85 @@
+"""The token exchange of one chunk through DeepEP: a token goes once to every rank that has experts for it.
+
+DeepEP's buffer counts tokens, permutes them by rank and exchanges them in one call, so a chunk has no
+``counts`` stage. Not run on the hardware that DeepEP needs; tests use a stand-in of its interface
+(``tests/deep_ep_standin.py``). Called by ``layers``.
+
+Shapes: ``T`` tokens of this rank, ``R`` received tokens, ``D`` hidden size, ``K`` experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron_ampipe.runtime.collectives import Transfer
+
+
+class DeepEPTransport:
+    """A :class:`~.collectives.Transport` that keeps DeepEP's handle of its chunk.
+
+    Every call is asynchronous on the device, and ordered by the stream that issues it. The first dispatch
+    blocks the host until the number of received tokens is known.
+
+    Args:
+        buffer: ``deep_ep.Buffer`` of the ranks that exchange tokens. It copies what it receives to new
+            tensors, so chunks in flight share nothing.
+        experts: ``[T, K]`` int64, the experts of each token; -1 for none.
+        num_experts: Of all ranks.
+
+    Attributes:
+        received_experts: ``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks.
+        tokens_per_expert: Received tokens for each local expert, known on the host.
+    """
+
+    merges: ClassVar = False
+
+    def __init__(self, buffer: Any, experts: Tensor, *, num_experts: int) -> None:
+        self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
+        self._handle: Any = None
+        self.received_experts: Tensor
+        self.tokens_per_expert: list[int]
+
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Tokens ``[T, D]`` and fp32 probabilities ``[T, K]`` to ``[R, D]`` and ``[R, K]``.
+
+        In the backward pass of the combine the gradients ``[T, D]`` alone, along the same ways.
+        """
+        if len(tensors) == 1:
+            received, *_ = self._buffer.dispatch(tensors[0].contiguous(), handle=self._handle)
+            return Transfer((received,), uses=_tensors(self._handle))
+        tokens, probs = tensors
+        per_rank, per_node, per_expert, goes_to, _ = self._buffer.get_dispatch_layout(
+            self._experts, self._num_experts
+        )
+        received, self.received_experts, weights, self.tokens_per_expert, self._handle, _ = (
+            self._buffer.dispatch(
+                tokens.contiguous(),
+                topk_idx=self._experts,
+                topk_weights=probs.contiguous(),
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                is_token_in_rank=goes_to,
+                num_tokens_per_expert=per_expert,
+            )
+        )
+        counted = (per_rank, per_node, per_expert, goes_to)
+        uses = (self._experts, self.received_experts, *_tensors(counted), *_tensors(self._handle))
+        return Transfer((received, weights), uses=uses)
+
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Expert outputs ``[R, D]``, summed over the ranks of a token, to ``[T, D]``.
+
+        In the backward pass of the dispatch also gradients of the probabilities, ``[R, K]`` to ``[T, K]``.
+        """
+        tokens, *weights = tensors
+        given = {"topk_weights": weights[0].float().contiguous()} if weights else {}
+        combined, of_weights, _ = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)
+        outputs = (combined, of_weights) if weights else (combined,)
+        return Transfer(outputs, uses=_tensors(self._handle))
+
+
+def _tensors(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(value for value in values if isinstance(value, Tensor))

@@ -1,0 +1,136 @@
+"""A stand-in for the package ``deep_ep``: the documented interface of its ``Buffer``, over gloo, for tests.
+
+A token goes once to every rank that has at least one of its experts. What DeepEP documents and callers rely
+on is checked: dtypes, contiguous tensors, fp32 weights, and that a handle is used by the buffer that made it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Config:
+    """Sizes of the buffers that DeepEP would register."""
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return hidden_bytes * num_ranks
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return 0
+
+
+class EventHandle:
+    """Of no use on a CPU."""
+
+
+class EventOverlap:
+    """The end of a call: on a CPU it has ended already."""
+
+    def __init__(self, event: Any = None) -> None:
+        self.event = event
+
+    def current_stream_wait(self) -> None:
+        return None
+
+
+class Buffer:
+    """``deep_ep.Buffer``."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms % 2 == 0
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return Config()
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int, **_: Any
+    ) -> tuple[Tensor, None, Tensor, Tensor, EventOverlap]:
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous()
+        local = num_experts // self.group.size()
+        chosen = topk_idx.unsqueeze(-1) == torch.arange(num_experts)
+        per_expert = chosen.any(1)
+        in_rank = per_expert.unflatten(1, (-1, local)).any(2)
+        return in_rank.sum(0).int(), None, per_expert.sum(0).int(), in_rank, EventOverlap()
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Any, ...]:
+        assert x.is_contiguous() and x.dim() == 2
+        if handle is not None:
+            assert topk_idx is None and topk_weights is None, "a handle knows where tokens go"
+            buffer, rows, send, receive, _ = handle
+            assert buffer is self
+            return self._exchange(x[rows], send, receive), None, None, None, None, EventOverlap()
+        assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
+        num_ranks, rank = self.group.size(), self.group.rank()
+        local = len(num_tokens_per_expert) // num_ranks
+        rows = torch.cat([is_token_in_rank[:, peer].nonzero().flatten() for peer in range(num_ranks)])
+        counts = [torch.empty_like(num_tokens_per_rank) for _ in range(num_ranks)]
+        dist.all_gather(counts, num_tokens_per_rank, group=self.group)
+        send, receive = num_tokens_per_rank.tolist(), [int(one[rank]) for one in counts]
+        handle = (self, rows, send, receive, is_token_in_rank)
+        tokens, experts, weights = (
+            self._exchange(y[rows], send, receive) for y in (x, topk_idx, topk_weights)
+        )
+        own = (experts >= rank * local) & (experts < (rank + 1) * local)
+        experts = (experts - rank * local).masked_fill(~own, -1)
+        weights = weights.masked_fill(~own, 0.0)
+        per_expert = [int((experts == expert).sum()) for expert in range(local)]
+        return tokens, experts, weights, per_expert, handle, EventOverlap()
+
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        buffer, rows, send, receive, in_rank = handle
+        assert buffer is self and x.is_contiguous() and len(x) == sum(receive)
+        found = []
+        for given in (x, topk_weights):
+            if given is None:
+                found.append(None)
+                continue
+            parts = self._exchange(given, receive, send)
+            found.append(parts.new_zeros((len(in_rank), *parts.shape[1:])).index_add_(0, rows, parts))
+        return found[0], found[1], EventOverlap()
+
+    def _exchange(self, tensor: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        dist.all_to_all_single(output, tensor.contiguous(), receive, send, group=self.group)
+        return output
+
+
+def install() -> None:
+    """Make the stand-in what Megatron has found as ``deep_ep``; Megatron may have been imported before."""
+    package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
+    package.__spec__ = ModuleSpec("deep_ep", None, is_package=True)
+    package.Buffer, package.utils = Buffer, utils
+    utils.EventHandle, utils.EventOverlap = EventHandle, EventOverlap
+    sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    importlib.reload(fused_a2a)
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
