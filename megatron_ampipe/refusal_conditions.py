@@ -67,11 +67,12 @@ def load_balancing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
-def sinkhorn_over_sequence(arguments: Any) -> object:
-    """Refuses Sinkhorn balancing, except chunk by chunk."""
-    if getattr(arguments, "ampipe_router_scope", None) == "chunk":
-        return None
-    return load_balancing("sinkhorn")(arguments)
+def balances_over_sequence(arguments: Any) -> object:
+    """Refuses balancing that needs all tokens, except Sinkhorn chunk by chunk."""
+    kinds = ["quantile_balancing"]
+    if getattr(arguments, "ampipe_router_scope", None) != "chunk":
+        kinds.append("sinkhorn")
+    return load_balancing(*kinds)(arguments)
 
 
 def router_scope_without_router(arguments: Any) -> object:

@@ -200,16 +200,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-router-load-balancing-type",
-        when.sinkhorn_over_sequence,
+        when.balances_over_sequence,
         "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
-        "Use aux_loss, seq_aux_loss, global_aux_loss or none, or --ampipe-router-scope chunk, by which "
-        "Sinkhorn balances each chunk.",
-    ),
-    Refusal(
-        "--moe-router-load-balancing-type",
-        when.load_balancing("quantile_balancing"),
-        "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
-        "Use aux_loss, seq_aux_loss, global_aux_loss or none.",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none; or sinkhorn with --ampipe-router-scope chunk, "
+        "which balances each chunk.",
     ),
     Refusal(
         "--ampipe-router-scope",
