@@ -70,13 +70,14 @@ class BlockModules:
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
 
     def _make_dispatcher(self, exchange: Exchange) -> ChunkDispatcher:
-        return _DISPATCHERS[self.config.moe_token_dispatcher_type, exchange](
+        dispatcher = _DISPATCHERS[self.config.moe_token_dispatcher_type, exchange](
             self.moe.num_local_experts,
             self.moe.local_expert_indices,
             config=self.config,
             pg_collection=self.moe_layer.pg_collection,
         )
-        self.chunk_dispatcher.has_fixed_choices = self.moe.router.has_stock_routing
+        dispatcher.has_fixed_choices = self.moe.router.has_stock_routing
+        return dispatcher
 
     def add_residual(
         self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor

@@ -603,6 +603,7 @@ GATES = [
     Case("gate-sigmoid-recompute", router="sigmoid", layers="mm", stack=0, recompute=UNIFORM, model=LARGE),
     Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
     Case("gate-varying-choice", router="tests.gates:ThresholdRouter", batch=3, model=ALL_KEPT | SEVERAL_AUX),
+    Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
 ]
 
@@ -667,8 +668,6 @@ FLEXES = [
     ),
 ]  # fmt: skip
 
-PARITY += (
-    PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
-)
+PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"
