@@ -85,7 +85,7 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
     block = _MarkedPasses(case, on_cuda=on_cuda, seed=job.seed)
     peaks = {}
-    for variant in job.variants:
+    for variant in job.variants_of(0):
         layer = factory.stock if variant.schedule == STOCK else factory.build(variant)
         for _ in range(job.warmup):
             block.run(layer)

@@ -98,7 +98,7 @@ def layers(
         batch=BATCH,
         sequence_length=SEQUENCE,
         layers=kinds,
-        stack=0,
+        stack=0 if len(kinds) > 1 else 1,
         executor=executor,
         schedule=schedule,
         degree=degree,
