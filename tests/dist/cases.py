@@ -65,7 +65,8 @@ class Case:
             schedule=self.schedule,
             stack=self.stack,
             memory=self.memory,
-            exchange=self.exchange,
+            # A case that was sent to another process has it as text.
+            exchange=Exchange(self.exchange),
             order=from_text(self.order) if self.order else None,
         )
 
