@@ -192,7 +192,9 @@ def mask_of(case: Case) -> torch.Tensor:
     return visible < 0.5
 
 
-def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def run(
+    layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu", seed: int | None = 17
+) -> dict[str, torch.Tensor]:
     """Run forward and backward; returns everything that the layer computes, by name.
 
     Args:
@@ -200,11 +202,13 @@ def run(layer: torch.nn.Module, case: Case, *, rank: int, device: str = "cpu") -
         case: The case from which it was built.
         rank: Selects the inputs.
         device: Device of the layer.
+        seed: Of torch's own random numbers; None leaves their state.
     """
     inputs = inputs_of(case, rank=rank, device=device, dtype=next(layer.parameters()).dtype)
     logged_losses.clear()
-    # Noise that is drawn chunk by chunk on a CPU continues a series.
-    torch.manual_seed(17)
+    if seed is not None:
+        # Noise that is drawn chunk by chunk on a CPU continues a series.
+        torch.manual_seed(seed)
     output, hidden = run_pass(layer, inputs)
     found = {"output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():

@@ -26,9 +26,11 @@ def passes(layer: Any, case: Case, rank: int, *, recompute: bool = False, seed: 
     torch.manual_seed(seed + rank)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     if not recompute:
-        return run(layer, case, rank=rank)
+        return run(layer, case, rank=rank, seed=None)
 
-    def checkpointed(hidden_states: Any, attention_mask: Any, rotary_pos_emb: Any) -> tuple[Any, None]:
+    def checkpointed(hidden_states: Any, **nothing: None) -> tuple[Any, None]:
+        assert set(nothing.values()) == {None}
+
         def whole(hidden: Any) -> Any:
             return layer(hidden_states=hidden, attention_mask=None)[0]
 
@@ -37,7 +39,7 @@ def passes(layer: Any, case: Case, rank: int, *, recompute: bool = False, seed: 
     checkpointed.parameters = layer.parameters
     checkpointed.named_parameters = layer.named_parameters
     checkpointed.named_buffers = layer.named_buffers
-    return run(checkpointed, case, rank=rank)
+    return run(checkpointed, case, rank=rank, seed=None)
 
 
 def dropout(rank: int) -> dict[str, Any]:

@@ -189,7 +189,9 @@ def test_equals_stock(layout: str, service: Service) -> None:
         # All ranks run the same example, so the smallest margin of all ranks decides.
         assume(min(answer["margin"] for answer in answers) > NEAR_TIE)
         for rank, answer in enumerate(answers):
-            assert answer["class"] == ("TransformerLayer" if case.pipeline.is_stock else "AMPipeTransformerLayer")
+            assert answer["class"] == (
+                "TransformerLayer" if case.pipeline.is_stock else "AMPipeTransformerLayer"
+            )
             wrong = {name: value for name, value in answer["differences"].items() if not value <= TOLERANCE}
             assert not wrong, f"rank {rank} differs from stock: {wrong}"
 
