@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.mamba import GroupedRMSNorm, mamba_split_conv1d_scan, state_space
 
 ROWS, BATCH, HEADS, WIDTH, STATE, GROUPS = 150, 2, 4, 3, 5, 2
@@ -68,6 +70,15 @@ def test_the_whole_mixer_equals_its_definition() -> None:
     y = _row_by_row(x, functional.softplus(dt + dt_bias), decay, b, c) + skip[:, None] * x
     expected = y.reshape(BATCH, ROWS, inner) * functional.silu(gate)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_documents_that_share_a_sequence_are_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(BadInput, match="do not separate packed documents"):
+        mamba_split_conv1d_scan(
+            one, one, one, one, one, D=one, headdim=WIDTH, ngroups=GROUPS, activation="silu",
+            norm_before_gate=False, chunk_size=128, seq_idx=torch.zeros(1, 1, dtype=torch.int32),
+        )  # fmt: skip
 
 
 def test_the_norm_is_of_each_group() -> None:

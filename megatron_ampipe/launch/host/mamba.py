@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_ampipe.errors import BadInput
+
 _PIECE = 64
 """Rows of a piece; the result does not depend on it, except for rounding."""
 
@@ -49,12 +51,22 @@ def mamba_split_conv1d_scan(
         activation: After the convolution; always ``silu``.
         norm_before_gate: Has no effect here: the caller's norm follows.
         chunk_size: Of the GPU kernel; has no effect on the result.
-        seq_idx: Document of every row; not supported.
+        seq_idx: Document of every row; refused.
 
     Returns:
         ``[B, S, H * P]`` in the dtype of ``zxbcdt``, computed in fp32.
+
+    Raises:
+        BadInput: documents share a sequence.
     """
-    assert activation == "silu" and seq_idx is None, "start-up refuses packed documents with Mamba layers"
+    assert activation == "silu", "Megatron's Mamba layers use no other"
+    if seq_idx is not None:
+        raise BadInput(
+            "--hybrid-layer-pattern",
+            "M",
+            rule="Mamba layers do not separate packed documents on a CPU",
+            remedy="Leave out --sft and --dataloader-inter-document-masking.",
+        )
     num_heads = A.shape[0]
     width = headdim or D.shape[-1]
     inner = num_heads * width
