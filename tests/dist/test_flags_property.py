@@ -151,6 +151,10 @@ REFUSED = {
     "--moe-z-loss-coeff": "--moe-z-loss-coeff -0.1",
     "--ampipe-capacity-scope": "--ampipe-capacity-scope chunk",
     "--skip-train": "--skip-train --ampipe-degree auto",
+    "--ampipe-schedule": "--ampipe-schedule lancet --transformer-impl transformer_engine",
+    "--ampipe-router-scope": "--ampipe-router-scope chunk",
+    "--ampipe-exchange": "--ampipe-exchange ranks --moe-router-topk 1 --moe-router-pre-softmax",
+    "--ampipe-memory": "--ampipe-memory rebuild --recompute-granularity selective --recompute-modules moe",
     "--ampipe-trace-dir": "--skip-train --ampipe-trace-dir traces",
     "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "
     "--moe-expert-capacity-factor 1 --moe-token-drop-policy position "

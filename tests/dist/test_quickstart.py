@@ -86,10 +86,10 @@ def test_it_is_faster_over_a_slow_link_with_the_same_losses(folder: Path) -> Non
 
 
 def test_it_is_faster_over_an_emulated_link(folder: Path) -> None:
-    summary, output = run(folder, "--iterations", "5", "--link", "emulated:100mbit")
+    summary, output = run(folder, "--iterations", "8", "--link", "emulated:200mbit")
     assert summary["link"]["kind"] == "emulated"
     assert summary["speedup"] >= 1.15
-    assert output.startswith("link: an emulated link of 100 Mbit/s\n")
+    assert output.startswith("link: an emulated link of 200 Mbit/s\n")
 
 
 def test_an_interrupted_quick_start_leaves_nothing(folder: Path) -> None:
