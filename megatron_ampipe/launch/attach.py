@@ -14,13 +14,14 @@ from megatron_ampipe import compat
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.hybrid_pattern import HybridPattern
-from megatron_ampipe.launch import flags, host
+from megatron_ampipe.launch import host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.gate import router_rows
 from megatron_ampipe.launch.memory_budget import MemoryChoice, choose_memory
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
+from megatron_ampipe.launch.resolve_flags import PlanReader
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
@@ -51,7 +52,7 @@ def make_context(
     *,
     gate: type | None,
     adjustments: Sequence[host.Adjustment],
-    read_plan: flags.PlanReader,
+    read_plan: PlanReader,
 ) -> AMPipeContext | None:
     """Check the arguments against all rules, and print the start-up table on rank 0.
 

@@ -14,6 +14,7 @@ from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import flags, host, own_launcher, settings
 from megatron_ampipe.launch.refuse import report_parser_errors
+from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 
 
@@ -46,14 +47,14 @@ def import_megatron() -> bool:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, read_plan: flags.PlanReader = Plan.read
+    parser: argparse.ArgumentParser, *, read_plan: PlanReader = Plan.read
 ) -> argparse.ArgumentParser:
     """Add AMPipe's flags to Megatron's parser, and report what it refuses as :class:`BadInput`."""
     report_parser_errors(parser)
     return flags.add_arguments(parser, read_plan=read_plan)
 
 
-def full_parser(*, read_plan: flags.PlanReader = Plan.read) -> argparse.ArgumentParser:
+def full_parser(*, read_plan: PlanReader = Plan.read) -> argparse.ArgumentParser:
     """Megatron's parser with AMPipe's flags, as Megatron itself makes it; after :func:`import_megatron`."""
     from megatron.training.arguments import add_megatron_arguments
 
@@ -65,7 +66,7 @@ def check_settings(
     resolved: settings.Resolved,
     parser: argparse.ArgumentParser,
     *,
-    read_plan: flags.PlanReader = Plan.read,
+    read_plan: PlanReader = Plan.read,
 ) -> None:
     """Types and choices of everything that ``parser`` knows, and AMPipe's own settings together.
 
@@ -74,7 +75,7 @@ def check_settings(
     """
     try:
         args, _ = parser.parse_known_args(resolved.words)
-        flags.config_from_args(args, read_plan=read_plan)
+        config_from_args(args, read_plan=read_plan)
     except BadInput as error:
         raise resolved.located(error) from error
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, settings
 from megatron_ampipe.launch.refuse import report_parser_errors
+from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 
 _PREFIX = "--ampipe"
 _RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -37,7 +38,7 @@ def check_rank_variables() -> None:
             raise BadInput(rank, os.environ[rank], rule=rule, remedy=remedy)
 
 
-def check_own_flags(words: Sequence[str], *, read_plan: flags.PlanReader) -> None:
+def check_own_flags(words: Sequence[str], *, read_plan: PlanReader) -> None:
     """Refuse a wrong flag of AMPipe's in a command line.
 
     Args:
@@ -58,4 +59,4 @@ def check_own_flags(words: Sequence[str], *, read_plan: flags.PlanReader) -> Non
             parser.error(f"unrecognized arguments: {' '.join([word, *values])}")
     # A --yaml-cfg replaces all flags; that is refused once Megatron has read it.
     if not settings.names_files(words) and "--yaml-cfg" not in words:
-        flags.config_from_args(args, read_plan=read_plan)
+        config_from_args(args, read_plan=read_plan)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.ending import run_to_end
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.required_flags import check_required
+from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.launch.session import TrainingSession
 from megatron_ampipe.refusals import refuse_unsupported
 
@@ -142,4 +142,4 @@ def check_launch(words: Sequence[str]) -> None:
         args = parse_args(session.add_arguments)
         validate_args(args, TOKENIZER_DEFAULT)
         check_required(args)
-        refuse_unsupported(flags.config_from_args(args), args)
+        refuse_unsupported(config_from_args(args), args)

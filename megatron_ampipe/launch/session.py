@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
-from megatron_ampipe.launch import command_line, flags, host, settings
+from megatron_ampipe.launch import command_line, host, settings
 from megatron_ampipe.launch.early import check_own_flags
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
+from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 
 ForwardStep = Callable[..., Any]
@@ -99,7 +100,7 @@ class TrainingSession:
             BadInput: They were replaced.
         """
         if any(word.startswith("--ampipe") for word in sys.argv):
-            flags.config_from_args(args, read_plan=self._read_plan)
+            config_from_args(args, read_plan=self._read_plan)
 
     def accept(self, args: Any) -> None:
         """Check a run, settle how its blocks are pipelined, print the table, write ``resolved.yaml``.
@@ -118,7 +119,7 @@ class TrainingSession:
         from megatron_ampipe.launch.gate import find_gate
 
         with refuse_as_bad_input():
-            config = flags.config_from_args(args, read_plan=self._read_plan)
+            config = config_from_args(args, read_plan=self._read_plan)
             is_active = config.pipelined or config.router is not None or not self._is_patch
             if is_active:
                 self._check_run(args)

@@ -12,6 +12,7 @@ import pytest
 from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
+from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -27,7 +28,7 @@ from megatron_ampipe.schedule import (
 
 def parse(*words: str) -> AMPipeConfig:
     parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return flags.config_from_args(parser.parse_args(list(words)))
+    return config_from_args(parser.parse_args(list(words)))
 
 
 def test_settings_are_named_as_their_flags() -> None:

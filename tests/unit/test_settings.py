@@ -15,6 +15,7 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, settings
+from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.launch.settings import resolve
 from megatron_ampipe.shipped import config_names, configs_folder, find_config, shown
 from megatron_ampipe.yaml_lines import load
@@ -186,7 +187,7 @@ def test_the_record_stands_beside_the_logs(
 
 def test_a_launch_that_reads_no_files_refuses_the_flag(parser: argparse.ArgumentParser) -> None:
     with pytest.raises(BadInput, match="--ampipe-config a b: this launch parses flags without reading files"):
-        flags.config_from_args(parser.parse_args(["--ampipe-config", "a", "b"]))
+        config_from_args(parser.parse_args(["--ampipe-config", "a", "b"]))
 
 
 def test_config_needs_megatron_and_says_so(tmp_path: Path) -> None:
