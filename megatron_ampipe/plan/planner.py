@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.cost import Pair
 from megatron_ampipe.plan.made_for import MadeFor
+from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (

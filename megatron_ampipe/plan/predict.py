@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.cost import ZERO, CostFunction, CostModel, Pair
+from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.operation_times import ZERO, Pair
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
+from megatron_ampipe.plan.stage_costs import CostFunction
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,

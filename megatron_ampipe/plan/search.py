@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.plan.cost import Pair
+from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.order import improve_order
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import IN_ONE_CHUNK, Direction, Schedule, build, check, even_chunks, row_unit

@@ -1,0 +1,133 @@
+"""How long single operations take on one rank of a cluster: products, copies, attention, collectives.
+
+What a stage is made of; :mod:`.stage_costs` adds it up. Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
+from megatron_ampipe.plan.linear_products import Product
+from megatron_ampipe.plan.workload import Workload
+from megatron_ampipe.schedule import Direction
+
+
+class Pair(NamedTuple):
+    """Microseconds of one stage in each direction. A tuple, because a search creates thousands."""
+
+    forward: float
+    backward: float
+
+    def __add__(self, other: Pair) -> Pair:  # type: ignore[override]
+        return Pair(self.forward + other.forward, self.backward + other.backward)
+
+    def of(self, direction: Direction) -> float:
+        """The time in one direction."""
+        return self.forward if direction is Direction.FORWARD else self.backward
+
+
+ZERO = Pair(0.0, 0.0)
+
+
+class OperationTimes:
+    """Times of the operations of one block on one cluster.
+
+    Args:
+        workload: The block: sizes of its tensors, and its groups of ranks.
+        cluster: The figures.
+
+    Raises:
+        BadInput: the cluster has no figure for something that the block does.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self._gemm = cluster.gemm(workload.dtype)
+        # Models in fp8 compute attention in bf16.
+        self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
+        self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
+
+    def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
+        """Several products one after the other."""
+        found = [self.products(*product, chunked=chunked) for product in products]
+        return functools.reduce(Pair.__add__, found, ZERO)
+
+    def weight_product(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> float:
+        """The part of :meth:`products` that is of the gradient of the weights."""
+        both = self.products(rows, k, n, calls, chunked=chunked)
+        return both.backward - both.forward
+
+    def products(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> Pair:
+        """``calls`` products with ``rows`` rows in total; two each in the backward pass (input, weight)."""
+        time = self._gemm.time_us(rows, k, n, calls=calls)
+        sums = 0.0
+        if chunked and not self.workload.fused_gradients:
+            # The weight gradients of the chunks are summed in fp32.
+            sums = self._memory.time_us(calls * k * n * (8 + self.workload.element_bytes))
+        return Pair(time, 2 * time + sums)
+
+    def attend(self, gflops: float, merged: float) -> Pair:
+        """Core attention: 1e9 operations of the forward pass, and elements of output that are added up."""
+        merge_mb = 1e-6 * merged * self.workload.element_bytes
+        # Five matrix products backward, two forward.
+        return Pair(
+            _attention_us(self._attention.forward, gflops, merge_mb),
+            _attention_us(self._attention.backward, 2.5 * gflops, merge_mb),
+        )
+
+    def pass_over(self, elements: float) -> Pair:
+        """Elements are read and written; the backward pass reads the gradient in addition to the input."""
+        time = self._memory.time_us(elements * self.workload.element_bytes)
+        return Pair(time, 1.5 * time)
+
+    def move(self, rows: float) -> Pair:
+        """Rows are permuted."""
+        time = self._permute.time_us(2 * rows * self.workload.hidden * self.workload.element_bytes)
+        return Pair(time, time)
+
+    def gather(self, elements: float, ranks: int, *, wide: bool = False) -> Pair:
+        """An all-gather forward and a reduce-scatter backward, or the reverse, of one rank's part."""
+        if ranks == 1:
+            return ZERO
+        size = elements * self.workload.element_bytes * (ranks - 1)
+        across = self.crosses(ranks * (self.workload.tensor if wide else 1))
+        gather_us = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+        scatter_us = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
+        return Pair(gather_us, scatter_us)
+
+    def counts_figure(self) -> TransferCost:
+        """The all-gather of the numbers of rows."""
+        ranks = self.workload.expert * self.workload.expert_tensor
+        return self.cluster.collective("all_gather", across_nodes=self.crosses(ranks))
+
+    def links(self, *, stock: bool) -> list[tuple[TransferCost, float]]:
+        """The links that an all-to-all uses, each with its share of the rows."""
+        work = self.workload
+        near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
+        return [
+            (
+                self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across),
+                peers / work.expert,
+            )
+            for peers, across in ((near - 1, False), (work.expert - near, True))
+            if peers
+        ]
+
+    def crosses(self, ranks: int) -> bool:
+        """Whether a group of so many ranks is on several nodes."""
+        return ranks > self.cluster.ranks_per_node
+
+    def _exchange(self, across: bool, *, stock: bool) -> Operation:
+        figures = (self.cluster.inter if across else self.cluster.intra) or {}
+        return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
+
+    def memory_us(self, size_bytes: float) -> float:
+        """So many bytes are read or written."""
+        return self._memory.time_us(size_bytes)
+
+
+def _attention_us(line: AttentionLine, gflops: float, merge_mb: float) -> float:
+    return line.alpha_us + gflops * line.beta_us_per_gflop + merge_mb * line.merge_us_per_mb

@@ -1,0 +1,233 @@
+"""How long each kind of stage takes alone: one function for each, and tables of them for :mod:`.cost`.
+
+Each adds up what ``layers/megatron_stages.py`` computes and copies in the stage, forward and backward, from
+:mod:`.operation_times`. Pure arithmetic; times are in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ampipe.plan import linear_products
+from megatron_ampipe.plan.chunk_rows import Rows
+from megatron_ampipe.plan.linear_products import Product
+from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
+from megatron_ampipe.schedule import MOE_BLOCK, WEIGHTS, StageKind, kinds
+
+COUNT_BYTES = 8
+PROBABILITY_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The input of one stage.
+
+    Attributes:
+        rows: Rows of the chunk, or of the whole sequence.
+        chunked: Whether the sequence is split into several chunks.
+    """
+
+    rows: Rows
+    chunked: bool = True
+
+
+class StageCosts:
+    """The stages of one block on one cluster, each as a function of its rows.
+
+    Args:
+        times: Of the operations, with the workload.
+    """
+
+    def __init__(self, times: OperationTimes) -> None:
+        self.workload, self._times = times.workload, times
+
+    def qkv(self, rows: int, *, chunked: bool) -> Pair:
+        work = self.workload
+        tokens = rows * work.batch
+        gathered = tokens * work.tensor
+        width = sum(n for _, n in work.projections) // work.tensor
+        total = self._times.pass_over(2 * tokens * work.hidden) + self._times.pass_over(2 * gathered * width)
+        total += self._times.all_products(linear_products.qkv(work, rows), chunked=chunked)
+        if chunked:
+            # Queries, keys and values are copied into the buffers of the whole sequence.
+            total += self._times.pass_over(2 * gathered * width)
+        if work.context > 1:
+            total += self._times.gather(tokens * work.key_value_width / work.tensor, work.context, wide=True)
+        return total + self._times.gather(tokens * work.hidden, work.tensor)
+
+    def attention(self, rows: Rows, *, chunked: bool) -> Pair:
+        work = self.workload
+        tokens = rows.hidden * work.batch
+        pairs = rows.pairs * work.batch * work.heads / work.tensor
+        merged = rows.merged * work.batch * work.heads * work.value_size / work.tensor if chunked else 0
+        gflops = 2e-9 * pairs * (work.head_size + work.value_size)
+        total = self._times.attend(gflops, merged)
+        total += self._times.all_products(linear_products.attention(work, rows.hidden), chunked=chunked)
+        # Residual and norm.
+        total += self._times.pass_over(5 * tokens * work.hidden)
+        if chunked:
+            # The gradients of the keys and values that the chunk attended to are added to sums in fp32.
+            seen = rows.keys * work.batch * work.key_value_width / work.tensor
+            total += Pair(0.0, self._times.memory_us(seen * (8 + work.element_bytes)))
+        return total + self._times.gather(tokens * work.hidden, work.tensor)
+
+    def route(self, rows: int, *, load: float) -> Pair:
+        work = self.workload
+        tokens = rows * work.batch
+        # Router scores are fp32 in any dtype.
+        scores = self._times.pass_over(4 * tokens * work.experts * 4 / work.element_bytes)
+        product = self._times.products(tokens, work.hidden, work.experts, 1, chunked=False)
+        return scores + product + self._times.move(self._sent(tokens) * load)
+
+    def counts(self) -> Pair:
+        work = self.workload
+        ranks = work.expert * work.expert_tensor
+        if ranks == 1:
+            return ZERO
+        return Pair(self._times.counts_figure().time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
+
+    def exchange(self, rows: int, *, stock: bool = False) -> Pair:
+        """A dispatch or a combine; the forward and the backward pass send the same number of bytes."""
+        work = self.workload
+        if work.expert == 1:
+            return ZERO
+        tokens = rows * work.batch
+        row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES * work.row_probabilities
+        if work.dispatcher == "allgather":
+            time = self._times.gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
+            return Pair(time, time)
+        sent = self._sent(tokens) * self.load(padded=stock and work.padded) * row_bytes
+        # Links within a node and between nodes transfer at the same time.
+        time = max(figure.time_us(sent * share) for figure, share in self._times.links(stock=stock))
+        return Pair(time, time)
+
+    def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
+        """The local experts: what :meth:`rebuild` repeats, and the last product and the rows' way back."""
+        work = self.workload
+        total = self._until_activation(rows, load=load, chunked=chunked)
+        _, down = linear_products.expert(work, self._received(rows, load))
+        total += self._times.products(*down, chunked=chunked)
+        return total + self._arranged(rows, load=load)
+
+    def rebuild(self, rows: int, *, load: float) -> Pair:
+        """First product and activation of the experts once more, in the backward pass."""
+        return Pair(0.0, self._until_activation(rows, load=load, chunked=False).forward)
+
+    def repermute(self, rows: int, *, load: float) -> Pair:
+        """Permutation of the tokens once more, in the backward pass."""
+        return Pair(0.0, self._times.move(self._sent(rows * self.workload.batch) * load).forward)
+
+    def redispatch(self, rows: int) -> Pair:
+        """A dispatch once more, in the backward pass."""
+        return Pair(0.0, self.exchange(rows).forward)
+
+    def _until_activation(self, rows: int, *, load: float, chunked: bool) -> Pair:
+        work = self.workload
+        received = self._received(rows, load)
+        up, _ = linear_products.expert(work, received)
+        total = self._times.products(*up, chunked=chunked)
+        passed = received * (up.n + work.ffn / work.expert_tensor)
+        return total + self._times.pass_over(passed) + self._arranged(rows, load=load)
+
+    def _arranged(self, rows: int, *, load: float) -> Pair:
+        """Rows sorted by expert, or copied for the experts, and gathered over the ranks that share one.
+
+        Or the way back, where copies are added.
+        """
+        work, received, total = self.workload, self._received(rows, load), ZERO
+        if work.dispatcher != "alltoall":
+            return total
+        if work.local_experts > 1:
+            total += self._times.move(received)
+        if work.expert_tensor > 1:
+            total += self._times.gather(
+                self._sent(rows * work.batch) * load * work.hidden, work.expert_tensor
+            )
+        return total
+
+    def _received(self, rows: int, load: float) -> float:
+        """Rows that the local experts compute."""
+        return self._copies(rows * self.workload.batch) * load * self.workload.expert_tensor
+
+    def expert_products(self, rows: int) -> list[Product]:
+        """The products of the local experts."""
+        return linear_products.expert(self.workload, self._received(rows, self.load()))
+
+    def merge(self, rows: int, *, load: float) -> Pair:
+        tokens = rows * self.workload.batch
+        return self._times.move(self._sent(tokens) * load) + self._times.pass_over(
+            3 * tokens * self.workload.hidden
+        )
+
+    def shared(self, rows: int, *, chunked: bool) -> Pair:
+        work = self.workload
+        assert work.shared_ffn is not None
+        return self._gated(rows, work.shared_ffn, chunked=chunked)
+
+    def _gated(self, rows: int, ffn: int, *, chunked: bool) -> Pair:
+        """Two products with an activation between them, over tensor-parallel ranks."""
+        work = self.workload
+        gathered = rows * work.batch * work.tensor
+        inner = ffn / work.tensor
+        up = (2 if work.gated else 1) * inner
+        total = self._times.all_products(linear_products.gated(work, rows, ffn), chunked=chunked)
+        both = self._times.gather(rows * work.batch * work.hidden, work.tensor)
+        return total + self._times.pass_over(gathered * (up + inner)) + both + both
+
+    def mlp(self, rows: int, *, chunked: bool) -> Pair:
+        work = self.workload
+        assert work.dense_ffn is not None
+        return self._gated(rows, work.dense_ffn, chunked=chunked) + self._times.pass_over(
+            2 * rows * work.batch * work.hidden
+        )
+
+    def losses(self) -> Pair:
+        tokens = self.workload.rows * self.workload.batch
+        return self._times.pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
+
+    def _copies(self, tokens: float) -> float:
+        """Rows that experts compute for this number of tokens, if experts are balanced."""
+        return tokens * self.workload.topk
+
+    def _sent(self, tokens: float) -> float:
+        """Rows that are sent for this number of tokens, likewise."""
+        return tokens * self.workload.rows_per_token
+
+    def load(self, *, padded: bool = False) -> float:
+        """Rows of the rank with the most, divided by the mean; padding fills every expert's capacity."""
+        capacity = self.workload.capacity
+        if capacity is None:
+            return self.workload.imbalance
+        return capacity if padded else min(capacity, self.workload.imbalance)
+
+
+CostFunction = Callable[[StageCosts, Work], Pair]
+"""How long a stage takes alone, forward and backward, without its overhead."""
+
+COSTS: Mapping[StageKind, CostFunction] = {
+    kinds.QKV: lambda costs, work: costs.qkv(work.rows.hidden, chunked=work.chunked),
+    kinds.ATTENTION: lambda costs, work: costs.attention(work.rows, chunked=work.chunked),
+    kinds.ROUTE: lambda costs, work: costs.route(work.rows.hidden, load=costs.load()),
+    kinds.LOSSES: lambda costs, work: costs.losses(),
+    kinds.SHARED: lambda costs, work: costs.shared(work.rows.hidden, chunked=work.chunked),
+    kinds.COUNTS: lambda costs, work: costs.counts(),
+    kinds.DISPATCH: lambda costs, work: costs.exchange(work.rows.hidden),
+    kinds.EXPERT: lambda costs, work: costs.expert(work.rows.hidden, load=costs.load(), chunked=work.chunked),
+    kinds.COMBINE: lambda costs, work: costs.exchange(work.rows.hidden),
+    kinds.MERGE: lambda costs, work: costs.merge(work.rows.hidden, load=costs.load()),
+    kinds.MLP: lambda costs, work: costs.mlp(work.rows.hidden, chunked=work.chunked),
+    kinds.REPERMUTE: lambda costs, work: costs.repermute(work.rows.hidden, load=costs.load()),
+    kinds.REDISPATCH: lambda costs, work: costs.redispatch(work.rows.hidden),
+    kinds.REBUILD: lambda costs, work: costs.rebuild(work.rows.hidden, load=costs.load()),
+}
+"""The cost function of every kind of stage of the MoE block."""
+PRODUCTS: Mapping[StageKind, Callable[[StageCosts, int], Sequence[Product]]] = {
+    kinds.QKV: lambda costs, rows: linear_products.qkv(costs.workload, rows),
+    kinds.ATTENTION: lambda costs, rows: linear_products.attention(costs.workload, rows),
+    kinds.SHARED: lambda costs, rows: linear_products.gated(costs.workload, rows, costs.workload.shared_ffn),
+    kinds.EXPERT: lambda costs, rows: costs.expert_products(rows),
+    kinds.MLP: lambda costs, rows: linear_products.gated(costs.workload, rows, costs.workload.dense_ffn),
+}
+"""The products with weights of each kind whose weight gradients can be separate stages."""
+assert set(COSTS) == set(MOE_BLOCK) and set(PRODUCTS) == set(WEIGHTS)
