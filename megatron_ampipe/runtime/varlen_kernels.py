@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,36 +47,50 @@ class Bounds:
         return cls(both[0], both[1], max(lengths[0]), max(lengths[1]))
 
 
-class VarlenFunction(Protocol):
-    """A flash kernel of several documents; differentiable."""
+@dataclass(frozen=True, slots=True)
+class VarlenCall:
+    """What a kernel is to compute, apart from its tensors.
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Bounds,
-        *,
-        scale: float,
-        dropout: float,
-        window: int | None,
-    ) -> Tensor:
-        """``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` to ``[rows, H, V]``."""
-        ...
+    Attributes:
+        bounds: Of the documents.
+        scale: Factor on the scores.
+        dropout: Probability of dropping an attention weight.
+        window: How many keys before its own position a query sees; None for all of its document.
+    """
+
+    bounds: Bounds
+    scale: float
+    dropout: float = 0.0
+    window: int | None = None
+
+    def check_plain(self) -> None:
+        """Assert that there is neither dropout nor a window."""
+        assert self.dropout == 0.0 and self.window is None, "chosen for neither dropout nor window"
+
+    def of_flash_attn(self) -> dict[str, Any]:
+        """The arguments that the public functions of flash-attn 2 and 3 share."""
+        return {
+            "cu_seqlens_q": self.bounds.queries,
+            "cu_seqlens_k": self.bounds.keys,
+            "max_seqlen_q": self.bounds.longest_queries,
+            "max_seqlen_k": self.bounds.longest_keys,
+            "softmax_scale": self.scale,
+            "causal": True,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
 
 
-def torch_flash_2(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, VarlenCall], Tensor]
+"""A flash kernel of several documents; differentiable.
+
+Takes ``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]``, returns ``[rows, H, V]``.
+"""
+
+
+def torch_flash_2(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall) -> Tensor:
     """torch's built-in FlashAttention 2."""
-    assert dropout == 0.0 and window is None, "chosen for neither dropout nor window"
+    call.check_plain()
+    bounds = call.bounds
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -88,73 +102,37 @@ def torch_flash_2(
         0.0,
         True,
         False,
-        scale=scale,
+        scale=call.scale,
     )
     found: Tensor = output
     return found
 
 
-def flash_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+def flash_attn(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall) -> Tensor:
     """The public function of flash-attn 2.1 or later."""
     from flash_attn import flash_attn_varlen_func
 
+    window = (-1, -1) if call.window is None else (call.window, 0)
     output: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=bounds.queries,
-        cu_seqlens_k=bounds.keys,
-        max_seqlen_q=bounds.longest_queries,
-        max_seqlen_k=bounds.longest_keys,
-        dropout_p=dropout,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        query, key, value, dropout_p=call.dropout, window_size=window, **call.of_flash_attn()
     )
     return output
 
 
-def flash_attn_3(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> Tensor:
+def flash_attn_3(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall) -> Tensor:
     """The public function of flash-attn-3, for Hopper."""
-    assert dropout == 0.0 and window is None, "chosen for neither dropout nor window"
+    call.check_plain()
     from flash_attn_interface import flash_attn_varlen_func
 
-    output: Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=bounds.queries,
-        cu_seqlens_k=bounds.keys,
-        max_seqlen_q=bounds.longest_queries,
-        max_seqlen_k=bounds.longest_keys,
-        softmax_scale=scale,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    output: Tensor = flash_attn_varlen_func(query, key, value, **call.of_flash_attn())
     return output
 
 
 class _Varlen:
-    """A :class:`VarlenFunction` with the arguments of :func:`.document_attention.by_document`."""
+    """A :class:`VarlenFunction` with the arguments of :func:`.document_attention.by_document`.
+
+    ``scale``, ``dropout`` and ``window`` are those of :class:`VarlenCall`.
+    """
 
     def __init__(self, function: VarlenFunction) -> None:
         self._function = function
@@ -166,19 +144,14 @@ class _Varlen:
         value: Tensor,
         *,
         rows: Sequence[DocumentRows],
-        scale: float,
-        dropout: float = 0.0,
-        window: int | None = None,
+        **options: Any,
     ) -> Tensor:
         num_rows, batch = query.shape[:2]
         output = self._function(
             query.transpose(0, 1).flatten(0, 1),
             _visible(key, rows),
             _visible(value, rows),
-            Bounds.of(rows, device=query.device),
-            scale=scale,
-            dropout=dropout,
-            window=window,
+            VarlenCall(Bounds.of(rows, device=query.device), **options),
         )
         return output.reshape(batch, num_rows, -1).transpose(0, 1)
 

@@ -20,10 +20,9 @@ from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import Exchange, chunk_sequence
-from megatron_ampipe.tools.benchmark import prediction, result, training
-from megatron_ampipe.tools.benchmark.arguments import (
+from megatron_ampipe.tools.benchmark import prediction, result, result_file, training
+from megatron_ampipe.tools.benchmark.argument_values import (
     ROUNDS,
-    add_arguments,
     check_training,
     cuts,
     exchanges,
@@ -34,6 +33,7 @@ from megatron_ampipe.tools.benchmark.arguments import (
     schedules,
     stacks,
 )
+from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid, saves_copies
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
     if arguments.source is not None:
-        document = result.read(arguments.source)
+        document = result_file.read(arguments.source)
     else:
         document = _measure(arguments, link)
     if not arguments.end_to_end:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.json is not None:
-            result.write(document, arguments.json)
+            result_file.write(document, arguments.json)
     finally:
         # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
         # terminal.
@@ -106,7 +106,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
     begin = datetime.now(UTC)
     found = _trainings(arguments, job) if arguments.end_to_end else _blocks(job, link)
     return {
-        "format": result.FORMAT,
+        "format": result_file.FORMAT,
         "command": shlex.join(["ampipe", *sys.argv[1:]]),
         "begin": begin.isoformat(timespec="seconds"),
         "end": datetime.now(UTC).isoformat(timespec="seconds"),

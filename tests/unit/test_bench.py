@@ -30,8 +30,9 @@ from megatron_ampipe.schedule import (
     kinds,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import plot, prediction, result
-from megatron_ampipe.tools.benchmark.arguments import add_arguments, exchanges, link_of, ranks, stacks
+from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file
+from megatron_ampipe.tools.benchmark.argument_values import exchanges, link_of, ranks, stacks
+from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
@@ -606,7 +607,7 @@ def document() -> dict[str, Any]:
     ]
     case = result.case_result(CASE, VARIANTS, reports, link=parse_link("emulated:1gbit"), layers=1)
     return {
-        "format": result.FORMAT,
+        "format": result_file.FORMAT,
         "command": "ampipe bench",
         "grid": "tiny",
         "link": "emulated:1gbit",
@@ -657,9 +658,9 @@ def test_busy_cores_are_those_of_the_slowest_rank() -> None:
 
 def shown(found: dict[str, Any], path: Path) -> list[str]:
     """The printed words for a document that was read back."""
-    result.write(found, path)
+    result_file.write(found, path)
     console = Console(width=200, record=True)
-    show(result.read(path), console)
+    show(result_file.read(path), console)
     return console.export_text().split()
 
 
@@ -833,8 +834,8 @@ def test_a_plan_is_made_for_every_stack() -> None:
 
 def test_a_document_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    result.write(document(), path)
-    assert result.read(path) == json.loads(path.read_text()) == json.loads(json.dumps(document()))
+    result_file.write(document(), path)
+    assert result_file.read(path) == json.loads(path.read_text()) == json.loads(json.dumps(document()))
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -842,7 +843,7 @@ def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path
     path = tmp_path / "x.json"
     path.write_text("earlier")
     with pytest.raises(TypeError):
-        result.write({"cases": object()}, path)
+        result_file.write({"cases": object()}, path)
     assert path.read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -852,7 +853,7 @@ def test_foreign_results_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(BadInput, match="not a result of ampipe bench"):
-        result.read(path)
+        result_file.read(path)
 
 
 @pytest.mark.parametrize("value", ["fast", None, 0, -1, True])
@@ -862,13 +863,13 @@ def test_results_with_wrong_figures_are_refused(tmp_path: Path, value: object) -
     path = tmp_path / "x.json"
     path.write_text(json.dumps(wrong))
     with pytest.raises(BadInput, match="not a result of ampipe bench"):
-        result.read(path)
+        result_file.read(path)
 
 
 def test_an_earlier_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.json"
-    result.write(document(), path)
+    result_file.write(document(), path)
     assert main(["bench", "--from", str(path), "--plot", str(tmp_path / "picture")]) == 0
     shown = capsys.readouterr().out
     assert "(emulated)" in shown

@@ -13,7 +13,7 @@ import pytest
 from megatron_ampipe import errors, outputs
 from megatron_ampipe.cli import TOOLS, build_parser, main
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
-from megatron_ampipe.tools.benchmark import result
+from megatron_ampipe.tools.benchmark import result_file
 
 PLAN = ["plan", "--model", "mixtral-8x7b", "--cluster", "dgx-h100"]
 SBATCH = ["sbatch", "--no-check", "--nodes", "1", "--gpus-per-node", "8"]
@@ -181,5 +181,5 @@ def test_bench_keeps_its_result_when_the_file_is_lost_meanwhile(
 
 def test_results_are_written_with_this_module(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    result.write({"a": 1}, path)
+    result_file.write({"a": 1}, path)
     assert path.read_text() == '{"a": 1}\n'
