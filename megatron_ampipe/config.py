@@ -19,6 +19,9 @@ AUTO: Final = "auto"
 CAPACITY_SCOPES = ("sequence", "chunk")
 """Over which tokens an expert's capacity counts."""
 
+GRAD_REDUCES = ("stock", "placed")
+"""When the reductions of ``--overlap-grad-reduce`` start."""
+
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
@@ -34,6 +37,7 @@ SETTING_NAMES = (
     "memory",
     "memory-budget",
     "exchange",
+    "grad-reduce",
     "capacity-scope",
     "router",
     "router-scope",
@@ -61,6 +65,9 @@ class AMPipeConfig:
     """File that receives what ``automatic`` chose, as a plan; None to keep it in the log alone."""
     memory_budget: str | None = None
     """Size, such as ``60GiB``, into which the activations must fit; it chooses what the experts keep."""
+    grad_reduce: str = "stock"
+    """When the reductions of ``--overlap-grad-reduce`` start; one of :data:`GRAD_REDUCES`. ``stock``: when
+    the last gradient of a bucket is complete; ``placed``: where the schedule has room after that."""
     capacity_scope: str = "sequence"
     """Over which tokens an expert's capacity counts; one of :data:`CAPACITY_SCOPES`. ``chunk`` drops other
     tokens than a stock run."""

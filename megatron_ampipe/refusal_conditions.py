@@ -273,3 +273,19 @@ def flex_other_than_deep_ep(arguments: Any) -> object:
     if backend == "deepep" and memory in (None, KEEP):
         return None
     return equal("moe_token_dispatcher_type", "flex")(arguments)
+
+
+def places_no_reductions(arguments: Any) -> object:
+    """Refuses to place reductions that all come after the last backward pass."""
+    return None if getattr(arguments, "overlap_grad_reduce", False) else _placed_reductions(arguments)
+
+
+def places_reductions_of_instances(arguments: Any) -> object:
+    """Refuses to place the reductions of several instances of the distributed optimizer."""
+    several = above_one("num_distributed_optimizer_instances")(arguments)
+    return several if _placed_reductions(arguments) else None
+
+
+def _placed_reductions(arguments: Any) -> str | None:
+    chosen: str | None = getattr(arguments, "ampipe_grad_reduce", None)
+    return chosen if chosen == "placed" else None

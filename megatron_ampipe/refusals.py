@@ -335,6 +335,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --ampipe-exchange rows.",
     ),
     Refusal(
+        "--ampipe-grad-reduce",
+        when.places_no_reductions,
+        "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward passes",
+        "Add --overlap-grad-reduce, or leave it out.",
+    ),
+    Refusal(
+        "--num-distributed-optimizer-instances",
+        when.places_reductions_of_instances,
+        "several instances reduce gradients on a separate stream, which --ampipe-grad-reduce placed does not "
+        "hold back",
+        "Use --ampipe-grad-reduce stock.",
+    ),
+    Refusal(
         "--recompute-modules",
         when.recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",

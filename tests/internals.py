@@ -430,10 +430,11 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/megatron_stages.py layers/router.py layers/block_modules.py layers/layer_hooks.py",
+        "layers/megatron_stages.py layers/router.py layers/block_modules.py layers/layer_hooks.py "
+        "launch/grad_reduce.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
-            "`main_grad` before every iteration"
+            "`main_grad` before every iteration; has the bucket groups that reduce gradients"
         ),
         "stale weights under `--overlap-param-gather`; first gradients added to old ones",
         (
@@ -448,14 +449,25 @@ INTERNALS = [
             ),
             says("for module in self.module.modules():", method="enable_forward_pre_hook"),
             says("buffer.reset()", method="zero_grad_buffer"),
+            sets("bucket_groups", "expert_parallel_bucket_groups"),
         ),
     ),
     Internal(
         "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
-        "layers/megatron_stages.py",
-        "gathers a bucket of parameters once per iteration, however often it is asked to",
-        "every chunk gathers the parameters again",
+        "layers/megatron_stages.py launch/grad_reduce.py",
         (
+            "gathers a bucket of parameters once per iteration, however often it is asked to; its "
+            "`start_grad_sync` and `finish_grad_sync` are wrapped for `--ampipe-grad-reduce placed`"
+        ),
+        "every chunk gathers the parameters again; reductions are not placed, or waited for twice",
+        (
+            sets("grad_reduce_handle"),
+            says("self.start_grad_sync(", method="register_grad_ready"),
+            says(
+                "self.start_grad_sync(force_all_reduce=force_all_reduce)",
+                "self.grad_reduce_handle.wait()",
+                method="finish_grad_sync",
+            ),
             says(
                 "if not self.param_gather_dispatched: self.start_param_sync()",
                 "if self.param_gather_handle is not None: self.param_gather_handle.wait()",

@@ -18,6 +18,7 @@ from megatron_ampipe.launch import host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.gate import router_rows
+from megatron_ampipe.launch.grad_reduce import placing
 from megatron_ampipe.launch.memory_budget import MemoryChoice, choose_memory
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
@@ -34,6 +35,7 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusal_conditions import sends_copies
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
     KEEP,
@@ -100,6 +102,9 @@ def make_context(
         gate=gate,
     )
     layout = layout_of_args(args)
+    if config.grad_reduce == "placed":
+        context.reductions = Reductions(on_cuda=on_gpu)
+        training.train_step = placing(context.reductions, training.train_step)
     rows = [
         megatron,
         *_choose(args, context, layout, plan),
@@ -107,6 +112,7 @@ def make_context(
         _stack_row(args, context.pipeline),
         *_recompute_row(args, context.recompute),
         *_memory_row(context.pipeline.memory, memory),
+        *_reduce_row(config),
         *router_rows(config, gate, args),
         _attention_row(args, on_gpu=on_gpu),
         *_documents_row(args),
@@ -251,6 +257,13 @@ def _memory_row(strategy: str, chosen: MemoryChoice | None) -> list[tuple[str, s
     if "redispatch" in STRATEGIES[strategy]:
         reason = "tokens are sent once more in the backward pass, and " + reason
     return [("memory", strategy, reason)]
+
+
+def _reduce_row(config: AMPipeConfig) -> list[tuple[str, str, str]]:
+    """When gradients are reduced; no row where Megatron decides it."""
+    if config.grad_reduce == "stock":
+        return []
+    return [("gradient reduction", "placed", "after the last all-to-all of the next layer's backward pass")]
 
 
 def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import argparse
 import functools
 from typing import Any
 
-from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, TRACED_ITERATIONS
+from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, TRACED_ITERATIONS
 from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.launch.settings import CONFIG_FLAG
@@ -123,6 +123,15 @@ def add_arguments(
         "once to each rank that has some of them, which copies it and sends back the sum of their outputs: "
         "fewer bytes, the same result to rounding, also at --ampipe-degree 1. auto: what --ampipe-degree "
         "auto finds to be faster (default: rows)",
+    )
+    group.add_argument(
+        "--ampipe-grad-reduce",
+        choices=GRAD_REDUCES,
+        default=None,
+        help="when the reductions of --overlap-grad-reduce start: stock, as soon as a bucket's last gradient "
+        "is complete, while the next layer waits for its all-to-all; placed, after the last all-to-all of "
+        "that layer's backward pass, while its attention computes, so that the two never share the network. "
+        "Changes no bit of any gradient (default: stock)",
     )
     group.add_argument(
         "--ampipe-capacity-scope",

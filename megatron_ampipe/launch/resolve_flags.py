@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ampipe.config import AUTO, AMPipeConfig
+from megatron_ampipe.config import AUTO, GRAD_REDUCES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_size import parse_size
 from megatron_ampipe.launch.settings import CONFIG_FLAG
@@ -83,6 +83,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
+        grad_reduce=args.ampipe_grad_reduce or GRAD_REDUCES[0],
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         router=args.ampipe_router,
         router_scope=args.ampipe_router_scope or "sequence",
@@ -101,6 +102,7 @@ def _refuse_at_degree_1(args: argparse.Namespace, *, exchange: Exchange) -> None
     given = {
         "--ampipe-memory": args.ampipe_memory,
         "--ampipe-memory-budget": args.ampipe_memory_budget,
+        "--ampipe-grad-reduce": args.ampipe_grad_reduce,
         "--ampipe-capacity-scope": args.ampipe_capacity_scope,
         "--ampipe-router-scope": args.ampipe_router_scope,
         "--ampipe-trace-dir": args.ampipe_trace_dir,
@@ -218,6 +220,7 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
     return AMPipeConfig(
         pipeline=read_plan(Path(file)).pipeline(),
         plan=file,
+        grad_reduce=args.ampipe_grad_reduce or GRAD_REDUCES[0],
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         router=args.ampipe_router,
         router_scope=args.ampipe_router_scope or "sequence",

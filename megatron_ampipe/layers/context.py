@@ -11,6 +11,7 @@ from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Pipeline
 
 
@@ -27,6 +28,8 @@ class AMPipeContext:
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
         documents: Reads where the documents of a micro-batch begin.
+        reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
+            starts them itself.
         gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
             Megatron's own.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
@@ -41,6 +44,7 @@ class AMPipeContext:
     added: tuple[AddedStage, ...] = ()
     recompute: FullRecompute | None = None
     documents: DocumentReader = field(default_factory=DocumentReader)
+    reductions: Reductions | None = None
     gate: type | None = None
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)

@@ -83,6 +83,7 @@ class PipelinedBlock:
         )
         if not torch.is_grad_enabled():
             return found
+        found = replace(found, reduces=self._context.reductions is not None)
         return with_memory(found, self._context.pipeline.memory)
 
     @property
@@ -212,6 +213,7 @@ class BlockStack:
             recorder=self._context.recorder,
             numbers=self._numbers,
             parameters=[block.modules.parameters for block in self._blocks],
+            reductions=self._context.reductions,
         )
 
     def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import GradientSums
 from megatron_ampipe.runtime.stack_call import StackCall
 
@@ -31,6 +32,7 @@ def run_blocks(
     recorder: Recorder,
     numbers: Sequence[int],
     parameters: Sequence[Sequence[Parameter]],
+    reductions: Reductions | None = None,
 ) -> Tensor:
     """Run blocks that share a schedule; differentiable in ``hidden`` and ``parameters``.
 
@@ -42,13 +44,22 @@ def run_blocks(
         recorder: Told of every stage.
         numbers: Of the layers in Megatron, for the recorder.
         parameters: For each layer all parameters that its stages use.
+        reductions: Of their gradients, if the schedule has stages that start them.
 
     Returns:
         ``[S, B, D]``. Under ``torch.no_grad`` nothing is kept.
     """
     trained = [tuple(parameter for parameter in one if parameter.requires_grad) for one in parameters]
     keep_graph = torch.is_grad_enabled() and (hidden.requires_grad or any(trained))
-    call = StackCall(stages, schedule, executor, recorder, numbers=numbers, keep_graph=keep_graph)
+    call = StackCall(
+        stages,
+        schedule,
+        executor,
+        recorder,
+        numbers=numbers,
+        keep_graph=keep_graph,
+        reductions=reductions,
+    )
     if not keep_graph:
         return call.forward(hidden)
     anchor = hidden.new_empty(0).requires_grad_()

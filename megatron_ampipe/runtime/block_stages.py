@@ -179,7 +179,7 @@ class CompiledSchedule:
 
 def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> frozenset[Stage]:
     """For each block its last computed stage, if all of its transfers have ended by then."""
-    left = Counter(stage.layer for _, stage in order)
+    left = Counter(stage.layer for _, stage in order if not stage.kind.of_parameters)
     ended: set[Stage] = set()
     found = []
     for _, stage in order:
@@ -188,7 +188,7 @@ def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Sta
         pending = [stage]
         while pending:
             one = pending.pop()
-            if one not in ended:
+            if one not in ended and not one.kind.of_parameters:
                 ended.add(one)
                 left[one.layer] -= 1
                 pending += needs[one]

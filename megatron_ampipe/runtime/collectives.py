@@ -15,6 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Waitable(Protocol):
+    """An unfinished operation: ``dist.Work``, or what Megatron returns in its place."""
+
+    def wait(self) -> object:
+        """Return when it has ended; on CUDA, make the current stream wait for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Collectives that have been issued.
@@ -24,16 +31,19 @@ class Transfer:
         works: The unfinished operations; empty on CUDA, where the stream orders them.
         unpack: Copies from a joint receive buffer into the outputs, if there is such a buffer.
         uses: Tensors that are sent or received besides those that the stage takes and gives by the table.
+        begin: Issues further operations, which :meth:`wait` waits for as well. Not called before nothing
+            else of the lane is in flight.
     """
 
     outputs: tuple[Tensor, ...]
     works: tuple[dist.Work, ...] = ()
     unpack: Callable[[], None] | None = None
     uses: tuple[Tensor, ...] = ()
+    begin: Callable[[], Sequence[Waitable]] | None = None
 
     def wait(self) -> None:
         """Return when everything has been received and the send buffers may be reused."""
-        for work in self.works:
+        for work in (*self.works, *(() if self.begin is None else self.begin())):
             work.wait()
         if self.unpack is not None:
             self.unpack()

@@ -95,7 +95,8 @@ class ThreadExecutor:
     """Runs computation on the calling thread, and each communication lane on two separate threads.
 
     A lane starts its collectives in order, and starts the next one before the previous one has ended. The
-    network is then not idle while the host handles the end of a collective.
+    network is then not idle while the host handles the end of a collective. One that is to be alone
+    (``Transfer.begin``) begins when the previous one has ended, and the next one when it has.
     """
 
     host_waits = False
@@ -192,6 +193,8 @@ class _Call:
     future: Future[None]
     transfer: Transfer | None = None
     begin: float = 0.0
+    places: int = 1
+    """How many of those that may be in flight it counts for."""
 
 
 _MAX_IN_FLIGHT = 2
@@ -240,6 +243,11 @@ class _Lane:
                 self._free.release()
                 call.future.set_exception(error)
             else:
+                if call.transfer is not None and call.transfer.begin is not None:
+                    while call.places < _MAX_IN_FLIGHT:
+                        self._free.acquire()
+                        call.places += 1
+                    call.begin = time.perf_counter()
                 self._started.put(call)
             # Do not keep a finished call alive while the lane waits for the next one.
             del call
@@ -261,5 +269,5 @@ class _Lane:
                 del call.transfer, call.start
                 call.future.set_result(None)
             finally:
-                self._free.release()
+                self._free.release(call.places)
             del call

@@ -18,6 +18,7 @@ from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.gradients import Gradients
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import GradientSums
 from megatron_ampipe.runtime.values import Values
 from megatron_ampipe.schedule import Direction, Stage
@@ -35,6 +36,8 @@ class StackCall:
         recorder: Told of every stage.
         numbers: Of the layers in Megatron, for the recorder.
         keep_graph: Whether :meth:`backward` will be called.
+        reductions: Of gradients, which stages of the backward pass start; None where no schedule has such
+            stages.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class StackCall:
         *,
         numbers: Sequence[int],
         keep_graph: bool,
+        reductions: Reductions | None = None,
     ) -> None:
+        self._reductions = reductions if keep_graph else None
         self._schedule, self._executor, self._recorder, self._numbers = schedule, executor, recorder, numbers
         self._crossing = Crossing() if executor.crosses_streams else None
         self._blocks = [
@@ -65,6 +70,8 @@ class StackCall:
             self._blocks[layer].end_forward()
 
         self._execute(Direction.FORWARD, end)
+        if self._reductions is not None:
+            self._reductions.expect(self)
         assert last.output is not None
         return last.output
 
@@ -83,23 +90,39 @@ class StackCall:
         for block in reversed(self._blocks):
             above = block.begin_backward(above, device=gradient.device)
         first = self._blocks[0].gradients
+        # For each layer, the reductions that were asked for when the one above it had ended.
+        self._asked: dict[int, int] = {}
+        self._note_asked(len(self._blocks) - 1)
 
         def end(layer: int) -> None:
             block = self._blocks[layer]
             if layer:
                 block.end_backward()
             finished(layer, block.sums)
+            self._note_asked(layer - 1)
 
         self._execute(Direction.BACKWARD, end)
+        if self._reductions is not None:
+            self._reductions.passed(self)
         hidden = first.hidden
         self._blocks[0].end_backward()
         return hidden
+
+    def _note_asked(self, layer: int) -> None:
+        if self._reductions is not None:
+            self._asked[layer] = self._reductions.mark
+
+    def _reduce(self, layer: int) -> Transfer:
+        assert self._reductions is not None, "this pass was not given what its schedule reduces"
+        return self._reductions.start_until(self._asked[layer])
 
     def _execute(self, direction: Direction, end: Callable[[int], None]) -> None:
         schedule = self._schedule
         parts, ends = schedule.parts[direction], schedule.ends[direction]
 
         def run(stage: Stage) -> Transfer | None:
+            if stage.kind.of_parameters:
+                return self._reduce(stage.layer)
             as_in = Direction.FORWARD if stage.computes_values else direction
             transfer = self._blocks[stage.layer].run(parts[stage], as_in)
             if stage in ends:

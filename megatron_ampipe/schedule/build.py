@@ -8,7 +8,7 @@ adds to it what Lancet does in the backward pass, and is the one that also overl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
@@ -68,7 +68,7 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the stages of its blocks that it lacks.
 
     Each is put right before the first stage that needs it; all stages that run again, where :mod:`.run_again`
-    says.
+    says; a reduction of gradients right after the last transfer of its block.
     """
 
     def program(direction: Direction) -> Program:
@@ -83,12 +83,30 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         order = [stage for _, stage in issue_order(known, before, host_waits=False)]
         if not any(stage.again for stage in order):
             order = with_stages_again(order, needs)
-        for stage in completed(order, needs):
+        for stage in _with_reductions(completed(order, needs), needs, lane_of):
             own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
             lanes.setdefault(lane_of.get(stage, own), []).append(stage)
         return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
 
     return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
+
+
+def _with_reductions(
+    order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]], known: Collection[Stage]
+) -> list[Stage]:
+    """The order with what is of parameters after the last transfer of its block, unless its place is known.
+
+    From there on, all that the block computes waits for none of its transfers.
+    """
+    missing = [stage for stage in needs if stage.kind.of_parameters and stage not in known]
+    found = [stage for stage in order if stage not in missing]
+    for stage in missing:
+        place = 0
+        for index, one in enumerate(found, 1):
+            if one in needs[stage] or (one.layer == stage.layer and one.is_communication):
+                place = index
+        found.insert(place, stage)
+    return found
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:

@@ -40,6 +40,7 @@ class BlockFeatures:
             backward pass.
         redispatch: With ``rebuild``: what the experts are given is not kept either, and is sent once more.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
+        reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -52,6 +53,7 @@ class BlockFeatures:
     rebuild: bool = False
     redispatch: bool = False
     flex: bool = False
+    reduces: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
@@ -184,7 +186,7 @@ def dependencies(
     second block above has ended, so that the tensors of two blocks at most are kept. Kinds that restore what
     another has not kept wait for one another as in a forward pass, and that kind's backward for them.
     Gradients of weights that are separate stages wait for the gradients of the inputs of the same stage, and
-    nothing waits for them.
+    nothing waits for them. A reduction of gradients waits for all of the block above.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -221,6 +223,7 @@ def dependencies(
                 backward[earlier].append(stage)
     backward |= _weights(backward, {kind.weights_of: kind for kind in weights}, joined)
     found = backward | _again(forward, backward, layers)
+    _add_needs_of_reductions(found)
     for stage in restoring:
         assert stage.kind.restores is not None
         found[replace(stage, kind=stage.kind.restores)].append(stage)
@@ -264,17 +267,25 @@ def _again(
     return found
 
 
+def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
+    """What is of parameters waits for the end of the block above; blocks end in the order of the pass."""
+    waiting = [stage for stage in backward if stage.kind.of_parameters]
+    last = _last_of_layers(backward) if waiting else {}
+    for stage in waiting:
+        backward[stage] += last.get(stage.layer + 1, [])
+
+
 def _only_adds_gradients(kind: StageKind) -> bool:
     """Whether the stage has no use in a pass that keeps nothing for the backward pass."""
     return bool(kind.gives) and all(value.layout is Layout.SCALAR for value in kind.gives)
 
 
 def _last_of_layers(needs: Mapping[Stage, Sequence[Stage]]) -> dict[int, list[Stage]]:
-    """For each block the stages that no other stage of the block waits for."""
+    """For each block the stages that no other stage of the block waits for, without those of parameters."""
     awaited = {one for stage, needed in needs.items() for one in needed if one.layer == stage.layer}
     found: dict[int, list[Stage]] = {}
     for stage in needs:
-        if stage not in awaited:
+        if stage not in awaited and not stage.kind.of_parameters:
             found.setdefault(stage.layer, []).append(stage)
     return found
 

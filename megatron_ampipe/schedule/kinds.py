@@ -115,6 +115,8 @@ class StageKind:
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
             program of its schedule does; without it, the stage of the kind itself computes them.
+        of_parameters: It transfers no value of a block but gradients of parameters that are complete: those
+            of all blocks that the pass has run before. It needs nothing of the block it is in.
     """
 
     name: str
@@ -132,6 +134,7 @@ class StageKind:
     after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
+    of_parameters: bool = field(default=False, repr=False)
 
     @property
     def is_differentiated(self) -> bool:
@@ -251,10 +254,19 @@ REBUILD = StageKind(
     restores=EXPERT,
 )
 """Sorting, first product and activation of the local experts once more, without the second product."""
+REDUCE = StageKind(
+    "reduce",
+    lane=COMM_LANE,
+    scope=Scope.WHOLE,
+    directions=(Direction.BACKWARD,),
+    feature="reduces",
+    of_parameters=True,
+)
+"""Reduction of the gradients that were complete when the pass had ended the block above."""
 
 MOE_BLOCK = (
     QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP,
-    REPERMUTE, REDISPATCH, REBUILD,
+    REPERMUTE, REDISPATCH, REBUILD, REDUCE,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_ampipe.schedule.build import placed
 from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
-from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, Direction, StageKind
+from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, REDUCE, Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -73,7 +73,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
         layers: The features of the blocks. What the period lacks of a dense block is put right before the
             first stage that needs it, and so are kinds of stages that were added or restore what was not
-            kept. If it runs no stage again, all that are to run again are placed.
+            kept. If it runs no stage again, all that are to run again are placed, and so are reductions.
     """
 
     def program(direction: Direction) -> Program:
@@ -96,7 +96,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD), repeats=False
     )
     known = {direction: set(found.program(direction).stages) for direction in Direction}
-    added = {MLP, *(kind for features in layers for kind in features.added)}
+    added = {MLP, REDUCE, *(kind for features in layers for kind in features.added)}
     places_again = not any(stage.again for stage in known[Direction.BACKWARD])
     lacks_others = any(
         stage.kind not in added and stage.kind.restores is None and not (stage.again and places_again)

@@ -27,6 +27,7 @@ from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import logged_losses
 from tests.dist.cases import Case
@@ -79,6 +80,7 @@ def build_layers(
     recorder: Recorder | None = None,
     executor: Executor | None = None,
     added: tuple[AddedStage, ...] = (),
+    reductions: Reductions | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
@@ -92,6 +94,7 @@ def build_layers(
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
         added=added,
+        reductions=reductions,
         documents=DocumentReader(masked=case.masked),
         gate=gate,
         recompute=None if case.recompute is None else FullRecompute(*case.recompute),

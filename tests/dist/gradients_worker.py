@@ -85,7 +85,13 @@ STACK = "mdm"
 
 
 def layers(
-    kinds: str = "m", *, executor: str = "thread", schedule: str = "ampipe", degree: int = 4, **model: Any
+    kinds: str = "m",
+    *,
+    executor: str = "thread",
+    schedule: str = "ampipe",
+    degree: int = 4,
+    reductions: Any = None,
+    **model: Any,
 ) -> tuple[Any, Any]:
     """A stock layer, or several, and AMPipe's with the same weights, which share a schedule."""
     from tests.dist import logged_losses
@@ -104,7 +110,7 @@ def layers(
         degree=degree,
         model=BASE | model,
     )
-    return build_layers(case)
+    return build_layers(case, reductions=reductions)
 
 
 # DDP
@@ -129,8 +135,13 @@ def fused_weight_gradients() -> Iterator[None]:
         torch.empty = empty
 
 
-def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]]) -> dict[str, Any]:
-    """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls."""
+def run_ddp(
+    layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]], reductions: Any = None
+) -> dict[str, Any]:
+    """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls.
+
+    With ``reductions``, the bucket groups ask there before they reduce.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
@@ -140,6 +151,11 @@ def run_ddp(layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]])
         bucket_size=4000,
     )
     model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
+    if reductions is not None:
+        from megatron_ampipe.launch.grad_reduce import hold_back
+
+        for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+            hold_back(group, reductions)
     fired: dict[str, list[int]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     accumulators = []
@@ -221,6 +237,52 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
             _, layer = layers(STACK, schedule=schedule, degree=2, gradient_accumulation_fusion=fusion)
             found.append(run_ddp(layer, distributed_optimizer=False, inputs=[[make_hidden(1)]])["main_grad"])
     return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}
+
+
+def placed(*, distributed_optimizer: bool, schedule: str, degree: int) -> dict[str, Any]:
+    """Reductions that the schedule places, compared with those that Megatron starts; who has started them."""
+    from megatron_ampipe.runtime.collectives import Transfer
+    from megatron_ampipe.runtime.reductions import Reductions
+
+    begun: list[tuple[str, int]] = []
+
+    class Noted(Reductions):
+        """Notes what each stage begins: on another thread, when nothing else is in flight."""
+
+        def start_until(self, mark: int) -> Transfer:
+            where, transfer = stage(), super().start_until(mark)
+            if transfer.begin is None:
+                return transfer
+
+            def begin() -> Any:
+                works = transfer.begin()
+                begun.append((where, len(works)))
+                return works
+
+            return Transfer((), begin=begin)
+
+    found, started = [], []
+    for reductions in (None, Noted(on_cuda=False)):
+        _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
+        inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
+        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
+            ran = run_ddp(
+                layer, distributed_optimizer=distributed_optimizer, inputs=inputs, reductions=reductions
+            )
+        found.append(ran["main_grad"])
+        started.append(
+            [
+                [where for name, where in calls if name in ("all_reduce", "reduce_scatter_tensor")]
+                for calls in issued.values()
+            ]
+        )
+    return {
+        "unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])],
+        "fired": ran["fired"],
+        "started by Megatron": started[0],
+        "started": started[1],
+        "begun": begun,
+    }
 
 
 # Autograd
@@ -552,6 +614,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "same-products": lambda: same_products(fusion=False),
     "same-products-fused": lambda: same_products(fusion=True),
+    "placed": lambda: placed(distributed_optimizer=False, schedule="ampipe", degree=2),
+    "placed-sharded-lancet": lambda: placed(distributed_optimizer=True, schedule="lancet", degree=1),
     "layer-hooks": layer_hooks,
     **{
         f"parameter-hooks-{executor}": lambda executor=executor: parameter_hooks(executor)

@@ -154,6 +154,9 @@ REFUSED = {
     "--ampipe-schedule": "--ampipe-schedule lancet --transformer-impl transformer_engine",
     "--ampipe-router-scope": "--ampipe-router-scope chunk",
     "--ampipe-exchange": "--ampipe-exchange ranks --moe-router-topk 1 --moe-router-pre-softmax",
+    "--ampipe-grad-reduce": "--ampipe-grad-reduce placed",
+    "--num-distributed-optimizer-instances": "--ampipe-grad-reduce placed --overlap-grad-reduce "
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "--ampipe-memory": "--ampipe-memory rebuild --recompute-granularity selective --recompute-modules moe",
     "--ampipe-trace-dir": "--skip-train --ampipe-trace-dir traces",
     "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "

@@ -51,6 +51,27 @@ def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[di
         assert results[name]["unequal"] == []
 
 
+@pytest.mark.parametrize("name", ["placed", "placed-sharded-lancet"])
+def test_placed_reductions_give_the_same_gradients(name: str, reports: list[dict[str, Any]]) -> None:
+    """Bit by bit; what is complete in time starts in a stage of the schedule, in one order on all ranks."""
+    first, second = (results[name] for results in reports)
+    assert first["started"] == second["started"] and first["begun"] == second["begun"]
+    # Megatron keeps a reference to the reduce-scatter of its distributed optimizer, which is not recorded.
+    recorded = name == "placed"
+    assert any("qkv" in where for calls in first["started by Megatron"] for where in calls) is recorded
+    for result in (first, second):
+        assert result["unequal"] == []
+        assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
+        # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks.
+        assert [where for where, _ in result["begun"]] == ["backward reduce@1", "backward reduce"] * 2
+        in_stages = sum(number for _, number in result["begun"])
+        assert in_stages >= 4
+        # The buckets of the first layer come after the last pass.
+        started = [where for calls in result["started"] for where in calls]
+        assert set(started) == ({"None"} if recorded else set())
+        assert len(started) > in_stages or not recorded
+
+
 def test_a_second_backward_is_refused(reports: list[dict[str, Any]]) -> None:
     for results in reports:
         assert "differentiated twice" in results["twice"]["message"]

@@ -32,6 +32,7 @@ VALUES = {
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-exchange": [["ranks"]],
+    "--ampipe-grad-reduce": [["placed"]],
     "--ampipe-router-scope": [["chunk"]],
     "--ampipe-schedule": [["lancet"]],
     "--ampipe-trace-dir": [["traces"]],
@@ -55,6 +56,9 @@ COMPANIONS = {
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
     "--ampipe-trace-dir": ["--skip-train"],
+    "--num-distributed-optimizer-instances": shlex.split(
+        "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
+    ),
     "--moe-pad-expert-input-to-capacity": shlex.split(
         "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"

@@ -39,6 +39,7 @@ COMMON = [
 EP = "--expert-model-parallel-size 2 "
 ALL = "--ampipe-stack all --ampipe-degree 2"
 REBUILD, REDISPATCH = f"{ALL} --ampipe-memory rebuild", f"{ALL} --ampipe-memory redispatch"
+PLACED = "--ampipe-grad-reduce placed"
 OTHERS = (ALL, "--ampipe-stack 2 --ampipe-degree 4 --ampipe-backward-degree 2")
 
 
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Pair]] = {
         "overlaps": Pair(
             EP + "--seed 7 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
             "--ddp-bucket-size 1000 --eval-iters 1 --eval-interval 2 --global-batch-size 8",
-            added=(*OTHERS, REDISPATCH),
+            added=(*OTHERS, REDISPATCH, f"{ALL} {PLACED}", f"--ampipe-schedule lancet {PLACED}"),
         ),
         "dense-first": Pair(EP + "--moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32"),
         "dense-between": Pair(EP + "--moe-layer-freq [1,0,1,0] --moe-z-loss-coeff 1e-3", added=OTHERS),
@@ -88,7 +89,7 @@ LAYOUTS: dict[str, dict[str, Pair]] = {
             "--pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
             "--global-batch-size 8",
             # Several micro-batches wait for their backward at the same time.
-            added=(ALL, REBUILD),
+            added=(ALL, f"{REBUILD} --overlap-grad-reduce {PLACED}"),
             boundary="boundaries between virtual pipeline stages",
         ),
     },

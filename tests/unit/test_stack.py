@@ -47,6 +47,7 @@ features = st.builds(
     shared=st.booleans(),
     ordered_routing=st.booleans(),
     chunked_qkv=st.booleans(),
+    reduces=st.booleans(),
     added=st.sampled_from([(), (DELAY, COPY), (AUDIT,)]),
 )
 
@@ -55,7 +56,7 @@ features = st.builds(
 def blocks(draw: st.DrawFn) -> tuple[BlockFeatures, ...]:
     """Consecutive blocks of one model, of which at least one has experts; dense ones stand anywhere."""
     block = draw(features)
-    dense = BlockFeatures(dense=True, chunked_qkv=block.chunked_qkv)
+    dense = BlockFeatures(dense=True, chunked_qkv=block.chunked_qkv, reduces=block.reduces)
     kinds_of = draw(st.lists(st.booleans(), min_size=1, max_size=5).filter(any))
     return tuple(block if has_experts else dense for has_experts in kinds_of)
 

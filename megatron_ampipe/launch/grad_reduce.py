@@ -1,0 +1,80 @@
+"""``--ampipe-grad-reduce placed``: Megatron's reductions of gradients wait for a stage of the schedule.
+
+With ``--overlap-grad-reduce``, a bucket group of Megatron's ``DistributedDataParallel`` starts its reduction
+when its last gradient is complete. Here it asks for it instead (``runtime.reductions``), and finishes it when
+Megatron says so. Called by :mod:`.attach`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_ampipe.runtime.collectives import Waitable
+from megatron_ampipe.runtime.reductions import Reductions, WaitedOnce
+
+TrainStep = Callable[..., Any]
+
+
+def placing(reductions: Reductions, step: TrainStep) -> TrainStep:
+    """Megatron's ``train_step``, which has the bucket groups of its models ask before they reduce.
+
+    Args:
+        reductions: Whom they ask.
+        step: What Megatron calls in every iteration.
+    """
+    signature = inspect.signature(step)
+    known: set[int] = set()
+
+    @functools.wraps(step)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        models = signature.bind(*args, **kwargs).arguments["model"]
+        for group in _bucket_groups(models):
+            if id(group) not in known:
+                known.add(id(group))
+                hold_back(group, reductions)
+        return step(*args, **kwargs)
+
+    return train_step
+
+
+def _bucket_groups(models: Any) -> Iterator[Any]:
+    for model in models if isinstance(models, list) else [models]:
+        yield from (*model.bucket_groups, *model.expert_parallel_bucket_groups)
+
+
+def hold_back(group: Any, reductions: Reductions) -> None:
+    """Have one ``_ParamAndGradBucketGroup`` of Megatron ask before it starts its reduction."""
+    start_now, finish_now = group.start_grad_sync, group.finish_grad_sync
+    finishing = False
+
+    @functools.wraps(start_now)
+    def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+        def start() -> Waitable | None:
+            start_now(*args, **kwargs)
+            if group.grad_reduce_handle is None:
+                return None
+            # Both the schedule and Megatron wait for it.
+            group.grad_reduce_handle = WaitedOnce(group.grad_reduce_handle, on_cuda=reductions.on_cuda)
+            return group.grad_reduce_handle
+
+        if finishing:
+            # In its first iteration, Megatron starts a reduction when it finishes it.
+            start()
+        else:
+            reductions.ask(id(group), start)
+
+    @functools.wraps(finish_now)
+    def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+        nonlocal finishing
+        if reductions.is_held(id(group)):
+            reductions.start_all()
+        finishing = True
+        try:
+            finish_now(*args, **kwargs)
+        finally:
+            finishing = False
+
+    group.start_grad_sync, group.finish_grad_sync = start_grad_sync, finish_grad_sync
