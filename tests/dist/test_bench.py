@@ -26,6 +26,8 @@ from megatron_ampipe.tools.measuring import network
 from megatron_ampipe.tools.measuring.link import Nodes
 from tests.dist.launch import REPOSITORY
 
+pytestmark = pytest.mark.alone
+
 GRID = """\
 defaults:
   {sequence_length: 64, batch: 1, hidden: 32, heads: 4, experts: 4, ffn: 64, activation: gelu, dtype: fp32}

@@ -19,6 +19,8 @@ from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.profiling import fit
 from tests.megatron.launcher import execute, torchrun_command
 
+pytestmark = pytest.mark.alone
+
 GRID = (
     "cases:\n  - {name: tiny, sequence_length: 128, batch: 1, hidden: 64, heads: 4, experts: 4, topk: 2, "
     "ffn: 128, activation: swiglu, shared_ffn: 64, dtype: fp32}\n"

@@ -18,7 +18,7 @@ from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, networks_of, ranks_of, until
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
 
 CHOOSE = """
 from megatron_ampipe.tools.measuring.link_choice import choose_link
