@@ -244,9 +244,9 @@ def test_a_step_over_its_time_limit_is_ended_with_its_child_processes(
         f"open('{tmp_path}/pids', 'a').write(f'{{os.getpid()}} ')\n"
         "time.sleep(100)"
     )
-    done = run_it(tmp_path, step(tmp_path, text, limit_s=1.5))
+    done = run_it(tmp_path, step(tmp_path, text, limit_s=3))
     assert (done.outcome, done.found) == (Outcome.CUT, None)
-    assert 1.5 <= done.seconds < 10
+    assert 3 <= done.seconds < 30
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
     end = time.monotonic() + 5
