@@ -58,7 +58,8 @@ class AMPipeConfig:
     chooses_exchange: bool = False
     """Whether they also choose how often a token is sent (``--ampipe-exchange auto``)."""
     cluster: str | None = None
-    """Cluster file from which ``automatic`` plans; None to try degrees in the first iterations."""
+    """Cluster file from which ``automatic`` plans; None to try degrees in the first iterations. Its
+    figures also decide what is kept by ``memory_budget``."""
     plan: str | None = None
     """Plan file that the pipeline was read from."""
     save_plan: str | None = None
@@ -81,8 +82,11 @@ class AMPipeConfig:
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
     def __post_init__(self) -> None:
-        for flag, value in (("--ampipe-cluster", self.cluster), ("--ampipe-save-plan", self.save_plan)):
-            if value is not None and not self.automatic:
+        for flag, value, chooses in (
+            ("--ampipe-cluster", self.cluster, self.automatic or self.memory_budget is not None),
+            ("--ampipe-save-plan", self.save_plan, self.automatic),
+        ):
+            if value is not None and not chooses:
                 raise BadInput(
                     flag,
                     value,

@@ -44,6 +44,7 @@ from megatron_ampipe.schedule import (
     Exchange,
     Pipeline,
     SequenceLayout,
+    of_chunks,
     stack_to_text,
 )
 
@@ -85,8 +86,8 @@ def make_context(
     refuse_unsupported(config, args)
     memory = None
     if config.memory_budget is not None:
-        memory = choose_memory(args, config.pipeline, config.memory_budget)
-        config = replace(config, pipeline=replace(config.pipeline, memory=memory.strategy))
+        memory = choose_memory(args, config.pipeline, config.memory_budget, config.cluster)
+        config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
     if config.save_plan is not None:
@@ -247,16 +248,19 @@ def _recompute_row(args: argparse.Namespace, recompute: FullRecompute | None) ->
     return [("full recompute", layers, reason)]
 
 
-def _memory_row(strategy: str, chosen: MemoryChoice | None) -> list[tuple[str, str, str]]:
+def _memory_row(memory: str, chosen: MemoryChoice | None) -> list[tuple[str, str, str]]:
     """What the experts do not keep, and what a budget chose; no row where they simply keep everything."""
     if chosen is not None:
-        return [("memory", strategy, chosen.reason)]
-    if strategy == KEEP:
+        return [("memory", memory, chosen.reason)]
+    if memory == KEEP:
         return []
+    names = of_chunks(memory)
     reason = "the experts' first product and activation are computed once more in the backward pass"
-    if "redispatch" in STRATEGIES[strategy]:
+    if any("redispatch" in STRATEGIES[name] for name in names):
         reason = "tokens are sent once more in the backward pass, and " + reason
-    return [("memory", strategy, reason)]
+    if len(names) > 1:
+        reason = f"of each chunk, from the first to the last; {reason}"
+    return [("memory", memory, reason)]
 
 
 def _reduce_row(config: AMPipeConfig) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import SCHEDULE_NAMES, STRATEGIES, Exchange
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
 
 
@@ -65,7 +65,7 @@ def add_arguments(
         default=None,
         metavar="FILE",
         help="cluster file that 'ampipe profile' wrote, or the name of an included one: --ampipe-degree auto "
-        "then plans at the start and tries nothing",
+        "then plans at the start and tries nothing, and --ampipe-memory auto compares by its figures",
     )
     group.add_argument(
         "--ampipe-plan",
@@ -101,12 +101,13 @@ def add_arguments(
     )
     group.add_argument(
         "--ampipe-memory",
-        choices=(*STRATEGIES, AUTO),
         default=None,
+        metavar="STRATEGY",
         help="what the experts keep for their backward pass: keep everything; rebuild computes their first "
         "product and activation once more instead, while tokens travel; redispatch also sends the tokens "
-        "once more; auto is the first of these that fits into --ampipe-memory-budget. Changes no bit of any "
-        "result (default: keep)",
+        "once more; one for each chunk, as keep/rebuild/rebuild/rebuild; auto chooses for each chunk so that "
+        "all fits into --ampipe-memory-budget, the fastest by the figures of --ampipe-cluster, without it "
+        "what computes and sends least again. Changes no bit of any result (default: keep)",
     )
     group.add_argument(
         "--ampipe-memory-budget",

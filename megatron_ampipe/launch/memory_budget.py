@@ -1,8 +1,7 @@
 """Chooses what the experts keep so that a pass fits into a budget: ``--ampipe-memory auto``.
 
-Every strategy does more work than the one before it (``schedule.STRATEGIES``), so the fastest that fits is
-the first. Decided from sizes alone, before any layer is built, identically on all ranks. Called by
-:mod:`.attach`.
+Decided from sizes, and from the figures of a cluster file if there is one, before any layer is built,
+identically on all ranks. Called by :mod:`.attach`.
 """
 
 from __future__ import annotations
@@ -10,70 +9,97 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_size import FLAG, parse_size, size_to_text
-from megatron_ampipe.launch.planned import stage_of_args, workload_of_args
+from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.schedule import STRATEGIES, Pipeline
+from megatron_ampipe.plan.memory_choice import Kept, by_work, fitting, simulated
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
-    """A strategy and why.
+    """What is kept, and why.
 
     Attributes:
-        strategy: One of ``schedule.STRATEGIES``.
+        memory: As ``Pipeline.memory``.
         reason: One sentence, for the start-up table.
     """
 
-    strategy: str
+    memory: str
     reason: str
 
 
-def choose_memory(args: argparse.Namespace, pipeline: Pipeline, budget: str) -> MemoryChoice:
-    """The fastest strategy whose predicted peak fits.
+def choose_memory(
+    args: argparse.Namespace, pipeline: Pipeline, budget: str, cluster_file: str | None = None
+) -> MemoryChoice:
+    """The fastest combination of strategies whose predicted peak fits.
 
     Counted are the activations of the layers of a pipeline stage, of all micro-batches that wait for their
     backward; not the embedding and the logits, weights, gradients and the optimizer.
 
     Args:
         args: Megatron's validated arguments.
-        pipeline: Its degrees; if they are chosen later, two chunks are assumed.
+        pipeline: How blocks run; if its degree is chosen later, two chunks are assumed, which keep the same.
         budget: The value of ``--ampipe-memory-budget``.
+        cluster_file: The value of ``--ampipe-cluster``.
 
     Raises:
-        BadInput: none fits, or the budget is no size.
+        BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    workload, num_layers = workload_of_args(args, None), stage_of_args(args).num_layers * in_flight(args)
-    peaks = {
-        strategy: peak_bytes(
+    workload, num_layers = workload_of_args(args, None), stage_of_args(args).num_layers
+    waiting = num_layers * in_flight(args)
+    later = pipeline.num_chunks == 1
+    if later:
+        pipeline = Pipeline.of(2, schedule=pipeline.schedule, stack=pipeline.stack)
+
+    def peak(memory: str) -> float:
+        return peak_bytes(
             workload,
-            forward_degree=max(2, pipeline.degree),
-            backward_degree=max(2, pipeline.backward_degree),
-            num_layers=num_layers,
-            memory=strategy,
+            forward_degree=pipeline.degree,
+            backward_degree=pipeline.backward_degree,
+            num_layers=waiting,
+            memory=memory,
             local=args.transformer_impl == "local",
         )
-        for strategy in STRATEGIES
-    }
-    fitting = [strategy for strategy, peak in peaks.items() if peak <= limit]
-    least = min(peaks, key=peaks.__getitem__)
-    if not fitting:
+
+    if cluster_file is None:
+        compared = "the least work done again"
+        found = [Kept(memory, peak(memory)) for memory in by_work(pipeline.backward_degree)]
+    else:
+        shares = boundary(args, whole_attention=pipeline.whole_attention) is None
+        cluster = cluster_of_flag(cluster_file)
+        predictor = Predictor(workload, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
+        compared = f"the fastest by {cluster_file}"
+        found = simulated(predictor, pipeline, peak)
+    if later:
+        found = [one for one in found if one.memory in STRATEGIES]
+    least = min(found, key=lambda one: one.peak_bytes)
+    chosen = fitting(found, limit)
+    if chosen is None:
         raise BadInput(
             FLAG,
             budget,
-            rule=f"is met by no strategy: {least} holds least, and is predicted to hold "
-            f"{size_to_text(peaks[least])}",
-            remedy=f"Use at least {FLAG} {size_to_text(peaks[least])}, --recompute-granularity full, a "
+            rule=f"is met by no strategy: {least.memory} holds least, and is predicted to hold "
+            f"{size_to_text(least.peak_bytes)}",
+            remedy=f"Use at least {FLAG} {size_to_text(least.peak_bytes)}, --recompute-granularity full, a "
             "shorter sequence, or more ranks.",
         )
-    chosen = fitting[0]
-    others = ", ".join(f"{name} {size_to_text(peak)}" for name, peak in peaks.items() if name != chosen)
+    by_name = {one.memory: one for one in found}
+    slower = ""
+    if chosen.time_us is not None and chosen.memory != KEEP:
+        keeping = by_name[KEEP].time_us or chosen.time_us
+        slower = f", {chosen.time_us / keeping - 1:.1%} slower than keep"
+    others = ", ".join(
+        f"{name} {size_to_text(by_name[name].peak_bytes)}" for name in STRATEGIES if name != chosen.memory
+    )
     return MemoryChoice(
-        chosen,
-        f"the fastest within {budget}: predicted peak of the layers' activations "
-        f"{size_to_text(peaks[chosen])} ({others})",
+        chosen.memory,
+        f"{compared} within {budget}{slower}: predicted peak of the layers' activations "
+        f"{size_to_text(chosen.peak_bytes)} ({others})",
     )
 
 

@@ -49,11 +49,7 @@ def planner_of(
     Raises:
         BadInput: the file is wrong, or does not contain a figure that this model needs.
     """
-    try:
-        path = find_cluster(cluster_file)
-    except BadInput as error:
-        raise BadInput("--ampipe-cluster", cluster_file, rule=error.rule, remedy=error.remedy) from None
-    cluster = read_cluster(path)
+    cluster = cluster_of_flag(cluster_file)
     workload, layers = workload_of_args(args, cluster), layers_of(_model_of_args(args))
 
     def plan(shape: Shape) -> Choice:
@@ -68,6 +64,19 @@ def planner_of(
         return Choice(found.pipeline(rows=rows), reason, found.stages_ms)
 
     return plan
+
+
+def cluster_of_flag(cluster_file: str) -> Cluster:
+    """The cluster file that ``--ampipe-cluster`` names.
+
+    Raises:
+        BadInput: there is none, or it is wrong.
+    """
+    try:
+        path = find_cluster(cluster_file)
+    except BadInput as error:
+        raise BadInput("--ampipe-cluster", cluster_file, rule=error.rule, remedy=error.remedy) from None
+    return read_cluster(path)
 
 
 def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choice:

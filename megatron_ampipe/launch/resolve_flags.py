@@ -21,6 +21,8 @@ from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
     Exchange,
     Pipeline,
+    check_memory,
+    of_chunks,
     parse_shares,
     parse_stack,
     stack_to_text,
@@ -69,7 +71,8 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     if args.ampipe_plan is not None:
         _refuse_next_to_plan(args)
         return _of_plan(args, args.ampipe_plan, read_plan)
-    if args.ampipe_cluster is not None and args.ampipe_schedule is not None:
+    plans = args.ampipe_degree == AUTO or args.ampipe_memory_budget is None
+    if args.ampipe_cluster is not None and args.ampipe_schedule is not None and plans:
         raise BadInput(
             "--ampipe-schedule",
             args.ampipe_schedule,
@@ -189,7 +192,16 @@ def _memory(args: argparse.Namespace) -> str:
         )
     if budget is not None:
         parse_size(budget)
-    return KEEP if memory == AUTO else memory
+        return KEEP
+    check_memory(memory)
+    if args.ampipe_degree == AUTO and len(of_chunks(memory)) > 1:
+        raise BadInput(
+            "--ampipe-memory",
+            memory,
+            rule="names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
+            remedy="Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 4.",
+        )
+    return memory
 
 
 def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeConfig:

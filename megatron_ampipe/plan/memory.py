@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, STRATEGIES
+from megatron_ampipe.schedule import KEEP, STRATEGIES, of_chunks
 
 SUM_BYTES = 4
 
@@ -75,13 +75,21 @@ def peak_bytes(
     chunks, element = backward_degree, workload.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(workload, modules)
-    restored = STRATEGIES[memory]
-    kept = dense + (0.0 if "redispatch" in restored else arrived) + (0.0 if "rebuild" in restored else inner)
+    names = of_chunks(memory)
+    restored = [STRATEGIES[names[chunk * len(names) // chunks]] for chunk in range(chunks)]
+    # Of each chunk, of the experts: what is kept; and what is restored right before it is differentiated, of
+    # a redispatch while the next chunk's tokens are permuted and on their way.
+    of_experts = [
+        (arrived * ("redispatch" not in one) + inner * ("rebuild" not in one)) / chunks for one in restored
+    ]
+    again = [(3 * arrived * ("redispatch" in one) + inner * ("rebuild" in one)) / chunks for one in restored]
+    kept = dense + sum(of_experts)
+    # The last chunk comes first; by then, what the others have kept is there.
+    restoring = max(again[chunk] - sum(of_experts[chunk + 1 :]) for chunk in range(chunks))
     experts, attention = _weights(workload)
     sum_bytes = element if stock or workload.fused_gradients else SUM_BYTES
-    # Of the chunk whose experts are differentiated: what was restored, while the next chunk's tokens are
-    # permuted and on their way, and gradients before each product.
-    of_chunk = (3 * arrived * ("redispatch" in restored) + inner * ("rebuild" in restored)) / chunks
+    # Of the chunk whose experts are differentiated: what was restored, and gradients before each product.
+    of_chunk = restoring
     received = _received(workload)
     width = workload.ffn / workload.expert_tensor * (2 if workload.gated else 1)
     calls = 1 if workload.grouped else workload.local_experts

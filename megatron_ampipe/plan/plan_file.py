@@ -15,10 +15,10 @@ from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import (
     KEEP,
-    STRATEGIES,
     Exchange,
     Pipeline,
     Schedule,
+    check_memory,
     even_chunks,
     from_text,
     to_text,
@@ -178,9 +178,10 @@ class Plan:
         if (found.hidden_share or 0.0) > 1:
             shown = f"hidden_share {found.hidden_share:g}"
             refuse(path, lines["hidden_share"], shown, "is a share, from 0 to 1", "Write for example 0.9.")
-        if found.memory not in STRATEGIES:
-            rule = f"is not one of {', '.join(STRATEGIES)}"
-            refuse(path, lines["memory"], f"memory {found.memory}", rule, f"Write {KEEP}.")
+        try:
+            check_memory(found.memory, backward_degree=schedule.backward_degree)
+        except BadInput as error:
+            refuse(path, lines["memory"], f"memory {error.value}", error.rule, f"Write {KEEP}.")
         total = sum(found.shares)
         if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
             rule = f"must be above 0 with a sum of 1; the sum is {total:g}"

@@ -53,7 +53,7 @@ class BlockCall:
         self._stages, self._crossing = stages, crossing
         self._runs_again = keep_graph and block.recomputed
         self._keep_graph = keep_graph and not block.recomputed
-        self._layout = BlockLayout(block.flow, stages.chunks, block.whole)
+        self._layout = BlockLayout(block.flow, stages.chunks, block.whole, block.flows)
         self._flow = block.flow
         self._shapes: dict[tuple[StageKind, int | None], list[_Shape]] = {}
         self._keys = KeyValueRows(self._layout, keep_graph=self._keep_graph)
@@ -136,7 +136,7 @@ class BlockCall:
             apart = functools.partial(self._stages.weights_apart, kind, products)
             function = functools.partial(_within, apart, function)
         hooks: AbstractContextManager[None] = contextlib.nullcontext()
-        if self._restores and self._flow.is_restored(kind):
+        if self._restores and self._layout.flow_of(chunk).is_restored(kind):
             inner = self._inner[kind, chunk] = InnerTensors(self._stages.parameters.get(kind, ()))
             extra["inner"], hooks = inner, inner.dropped()
         with hooks:

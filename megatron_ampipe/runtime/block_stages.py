@@ -111,6 +111,7 @@ class CompiledBlock:
 
     Attributes:
         flow: Which stage takes what from which.
+        flows: The same of each chunk of the backward pass, or one of all: they differ in what is restored.
         whole: Kinds of stages that are of the whole sequence.
         recomputed: Its forward stages run again in the backward pass.
         restores: Some of its stages restore in the backward pass what others have not kept.
@@ -118,6 +119,7 @@ class CompiledBlock:
     """
 
     flow: DataFlow
+    flows: tuple[DataFlow, ...]
     whole: frozenset[StageKind]
     recomputed: bool
     restores: bool
@@ -171,8 +173,11 @@ class CompiledSchedule:
                 for kind in flow.kinds
                 if is_whole(kind, features, whole_attention=schedule.whole_attention)
             )
+            flows = tuple(
+                data_flow(features.of_chunk(chunk)) for chunk in range(max(1, len(features.restored)))
+            )
             restores = any(kind.restores is not None for kind in flow.kinds)
-            blocks.append(CompiledBlock(flow, frozenset(whole), features.recomputed, restores, apart))
+            blocks.append(CompiledBlock(flow, flows, frozenset(whole), features.recomputed, restores, apart))
         ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
         return cls(tuple(blocks), needs, order, parts, ends)
 

@@ -33,11 +33,22 @@ class BlockLayout:
         flow: Of the block.
         chunks: Of the sequence.
         whole: Kinds that are of the whole sequence.
+        flows: Of equal numbers of consecutive chunks, which differ in what is restored.
     """
 
-    def __init__(self, flow: DataFlow, chunks: Sequence[Chunk], whole: Collection[StageKind]) -> None:
-        self.flow, self.chunks, self.whole = flow, chunks, whole
+    def __init__(
+        self,
+        flow: DataFlow,
+        chunks: Sequence[Chunk],
+        whole: Collection[StageKind],
+        flows: Sequence[DataFlow],
+    ) -> None:
+        self.flow, self.chunks, self.whole, self._flows = flow, chunks, whole, flows
         self.joined = Chunk.joined(chunks)
+
+    def flow_of(self, chunk: int | None) -> DataFlow:
+        """The data flow of a chunk, or of the block."""
+        return self.flow if chunk is None else self._flows[chunk * len(self._flows) // len(self.chunks)]
 
     def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
         """The rows of a value that belong to a chunk."""
@@ -58,9 +69,15 @@ class BlockLayout:
             return source.giver in self.whole
         return any(kind in self.whole for kind in self.flow.takers[source])
 
-    def num_takers(self, source: Source) -> int:
+    def num_takers(self, source: Source, chunk: int | None) -> int:
         """How many stages take a value, or a chunk of it."""
-        return self._num_stages(source, self.flow.takers[source])
+        if chunk is not None:
+            return len(self.flow_of(chunk).takers[source])
+        every = range(len(self.chunks))
+        return sum(
+            1 if kind in self.whole else sum(kind in self.flow_of(each).takers[source] for each in every)
+            for kind in self.flow.takers[source]
+        )
 
     def num_summed(self, source: Source) -> int:
         """How many compute stages give a gradient of a value, or of a chunk of it."""
@@ -172,7 +189,7 @@ class Values:
         """What a stage takes: of ``Layout.CHUNK`` a stage of the whole sequence gets each chunk's tensor."""
         return [
             tensor
-            for value, source in self._layout.flow.taken[kind]
+            for value, source in self._layout.flow_of(chunk).taken[kind]
             for tensor in self._take(value, source, chunk)
         ]
 
@@ -218,7 +235,7 @@ class Values:
 
     def _read(self, key: Key) -> Tensor:
         """The tensor, which goes with its last reader."""
-        num_takers = self._layout.num_takers(key[0])
+        num_takers = self._layout.num_takers(*key)
         if num_takers == 1:
             return self._tensors.pop(key)
         with self._lock:

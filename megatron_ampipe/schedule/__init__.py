@@ -32,7 +32,14 @@ from megatron_ampipe.schedule.kinds import (
     StageKind,
     Value,
 )
-from megatron_ampipe.schedule.memory_strategy import KEEP, STRATEGIES, with_memory
+from megatron_ampipe.schedule.memory_strategy import (
+    KEEP,
+    STRATEGIES,
+    check_memory,
+    memory_to_text,
+    of_chunks,
+    with_memory,
+)
 from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
@@ -67,6 +74,7 @@ __all__ = [
     "Value",
     "build",
     "check",
+    "check_memory",
     "chunk_sequence",
     "data_flow",
     "dependencies",
@@ -74,7 +82,9 @@ __all__ = [
     "from_text",
     "is_whole",
     "issue_order",
+    "memory_to_text",
     "needs_of",
+    "of_chunks",
     "parse_shares",
     "parse_stack",
     "period",

@@ -56,10 +56,12 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
             rule=f"is not one of {', '.join(_BUILDERS)}",
             remedy="Use --ampipe-schedule ampipe.",
         )
-    schedule = placed(_BUILDERS[name](degree, features), [features])
     if backward_degree in (None, degree):
-        return schedule
+        return placed(_BUILDERS[name](degree, features), [features])
     assert backward_degree is not None
+    # What is restored is of the chunks of the backward pass.
+    keeping = replace(features, restored=())
+    schedule = placed(_BUILDERS[name](degree, keeping), [keeping])
     backward = placed(_BUILDERS[name](backward_degree, features), [features]).backward
     return replace(schedule, backward=backward, backward_degree=backward_degree)
 
@@ -250,13 +252,12 @@ def _overlapped(
 
 def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
     """The collectives of a backward pass, with the tokens of a chunk sent again right before its combine."""
-    if not features.redispatch:
-        return backward_comm
-    return [
-        one
-        for stage in backward_comm
-        for one in ([Stage(REDISPATCH, stage.chunk), stage] if stage.kind is COMBINE else [stage])
-    ]
+    found = []
+    for stage in backward_comm:
+        if stage.kind is COMBINE and stage.chunk is not None and features.of_chunk(stage.chunk).redispatch:
+            found.append(Stage(REDISPATCH, stage.chunk))
+        found.append(stage)
+    return found
 
 
 def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:

@@ -36,9 +36,8 @@ class BlockFeatures:
             can be projected chunk by chunk. Attention as a whole still takes them as a whole.
         recomputed: The forward pass keeps only what the block is given, and its stages run again in the
             backward pass (:attr:`Stage.again <.types.Stage.again>`).
-        rebuild: The experts keep what they are given, and compute their inner tensors once more in the
-            backward pass.
-        redispatch: With ``rebuild``: what the experts are given is not kept either, and is sent once more.
+        restored: What is not kept for the backward pass of the experts, and is restored in it, as names of
+            :attr:`rebuild` and :attr:`redispatch`: of each chunk of the backward pass, or once for all.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
         added: Kinds of stages beyond the table's; each names the row that it follows.
@@ -50,8 +49,7 @@ class BlockFeatures:
     ordered_routing: bool = False
     chunked_qkv: bool = False
     recomputed: bool = False
-    rebuild: bool = False
-    redispatch: bool = False
+    restored: tuple[tuple[str, ...], ...] = ()
     flex: bool = False
     reduces: bool = False
     added: tuple[StageKind, ...] = ()
@@ -65,6 +63,22 @@ class BlockFeatures:
     def counts(self) -> bool:
         """Whether ranks tell one another how many tokens they will send."""
         return self.experts and not self.flex
+
+    @property
+    def rebuild(self) -> bool:
+        """Whether experts compute their inner tensors once more in the backward pass, of any chunk."""
+        return any("rebuild" in names for names in self.restored)
+
+    @property
+    def redispatch(self) -> bool:
+        """Whether tokens are sent once more in the backward pass, of any chunk."""
+        return any("redispatch" in names for names in self.restored)
+
+    def of_chunk(self, chunk: int) -> BlockFeatures:
+        """With what is restored of one chunk of the backward pass."""
+        if len(self.restored) <= 1:
+            return self
+        return replace(self, restored=(self.restored[chunk],))
 
     def has(self, field: str | None) -> bool:
         """Whether the field that a row names is set; True for a row that names none."""
@@ -199,7 +213,9 @@ def dependencies(
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}
     for layer in range(len(layers)):
-        forward |= _forward(layers, degree=degree, whole_attention=whole_attention, layer=layer)
+        forward |= _forward(
+            layers, degree=degree, whole_attention=whole_attention, direction=direction, layer=layer
+        )
     if direction is Direction.FORWARD:
         return {
             stage: needed
@@ -305,18 +321,28 @@ def needs_of(
 
 
 def _forward(
-    layers: Sequence[BlockFeatures], *, degree: int, whole_attention: bool, layer: int
+    layers: Sequence[BlockFeatures],
+    *,
+    degree: int,
+    whole_attention: bool,
+    direction: Direction,
+    layer: int,
 ) -> dict[Stage, tuple[Stage, ...]]:
-    """One layer of the forward graph."""
+    """One layer of the forward graph; for the backward pass with the stages that restore."""
     features = layers[layer]
+    if direction is Direction.FORWARD:
+        features = replace(features, restored=())
     flow = data_flow(features)
+    # Chunks differ in what is restored, and so in where that takes its values from.
+    of_chunk = [data_flow(features.of_chunk(chunk)) for chunk in range(degree)]
 
     def stages_of(kind: StageKind, of_layer: int = layer) -> list[int | None]:
         whole = is_whole(kind, layers[of_layer], whole_attention=whole_attention)
         return [None] if whole else list(range(degree))
 
     def givers(kind: StageKind, chunk: int | None) -> Iterable[Stage]:
-        for value, source in zip(kind.takes, flow.sources[kind], strict=True):
+        sources = (flow if chunk is None else of_chunk[chunk]).sources[kind]
+        for value, source in zip(kind.takes, sources, strict=True):
             if source is None:
                 continue
             giver, of_layer = (source.giver, layer)
@@ -336,6 +362,8 @@ def _forward(
     graph: dict[Stage, tuple[Stage, ...]] = {}
     for kind in flow.kinds:
         for chunk in stages_of(kind):
+            if chunk is not None and kind not in of_chunk[chunk].sources:
+                continue
             needed = dict.fromkeys(givers(kind, chunk))
             if chunk and kind.ordered_by is not None and features.has(kind.ordered_by):
                 needed[Stage(kind, chunk - 1, layer)] = None

@@ -6,7 +6,7 @@ MPipeMoE, section III-D and table II. What arrives at a rank is T_DI there, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
@@ -20,37 +20,66 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "rebuild": ("rebuild",),
     "redispatch": ("rebuild", "redispatch"),
 }
-"""The fields of :class:`~.graph.BlockFeatures` that each strategy sets. The first keeps most, the last least.
+"""What each strategy restores, as in :attr:`~.graph.BlockFeatures.restored`. The first keeps most, the last
+least.
 
 ``redispatch`` is S4 of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
 tensors are computed once more.
 """
 
+BETWEEN_CHUNKS = "/"
+"""Between the strategies of the chunks, from the first to the last: ``keep/rebuild/rebuild/rebuild``."""
 
-def with_memory(features: BlockFeatures, strategy: str) -> BlockFeatures:
+
+def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
     """The features of a block that trains under a strategy. A block without experts, or a recomputed one, has
     nothing that a strategy could restore.
 
     Args:
         features: Of the block without a strategy.
-        strategy: One of :data:`STRATEGIES`.
+        memory: As ``Pipeline.memory``.
     """
     if features.dense or features.recomputed:
         return features
-    restored = STRATEGIES[strategy]
-    return replace(features, rebuild="rebuild" in restored, redispatch="redispatch" in restored)
+    restored = tuple(STRATEGIES[name] for name in of_chunks(memory))
+    return replace(features, restored=restored if any(restored) else ())
 
 
-def check_strategy(name: str) -> None:
-    """Verify that there is such a strategy.
+def of_chunks(memory: str) -> tuple[str, ...]:
+    """The strategy of each chunk of the backward pass, or one of all."""
+    return tuple(memory.split(BETWEEN_CHUNKS))
+
+
+def memory_to_text(names: Sequence[str]) -> str:
+    """What :func:`of_chunks` reads; one name if all chunks have the same."""
+    return names[0] if len(set(names)) == 1 else BETWEEN_CHUNKS.join(names)
+
+
+def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
+    """Verify that these are strategies, and that every chunk has one.
+
+    Args:
+        memory: As ``Pipeline.memory``.
+        backward_degree: Number of chunks of the backward pass; None where it is not known yet.
+        flag: The flag with this value, for error messages.
 
     Raises:
-        BadInput: there is not.
+        BadInput: there is no such strategy, or it is named for another number of chunks.
     """
-    if name not in STRATEGIES:
+    names = of_chunks(memory)
+    for name in names:
+        if name not in STRATEGIES:
+            raise BadInput(
+                flag,
+                name or "(empty)",
+                rule=f"is not one of {', '.join(STRATEGIES)}",
+                remedy=f"Use {flag} rebuild, or leave it out to keep everything.",
+            )
+    if backward_degree is not None and len(names) not in (1, backward_degree):
+        example = BETWEEN_CHUNKS.join([KEEP, *["rebuild"] * (backward_degree - 1)])
         raise BadInput(
-            "--ampipe-memory",
-            name,
-            rule=f"is not one of {', '.join(STRATEGIES)}",
-            remedy="Use --ampipe-memory rebuild, or leave it out to keep everything.",
+            flag,
+            memory,
+            rule=f"names strategies of {len(names)} chunks, and the backward pass has {backward_degree}",
+            remedy=f"Name one of all chunks, or one of each: {flag} {example}.",
         )

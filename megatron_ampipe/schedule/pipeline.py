@@ -19,7 +19,7 @@ from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequenc
 from megatron_ampipe.schedule.exchange import Exchange
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
-from megatron_ampipe.schedule.memory_strategy import KEEP, check_strategy
+from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.types import Schedule
 
@@ -43,7 +43,8 @@ class Pipeline:
         order: An order of the stages that replaces the named one; it has these degrees. Of one block, or
             one that repeats.
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
-        memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`.
+        memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`, or one
+            for each chunk of the backward pass (:func:`~.memory_strategy.of_chunks`).
         exchange: How often a token is sent.
 
     Raises:
@@ -88,7 +89,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         self._check()
         assert self.stack >= 0
-        check_strategy(self.memory)
+        check_memory(self.memory, backward_degree=self.backward_degree)
         if self.order is not None:
             assert (self.order.degree, self.order.backward_degree) == (self.degree, self.backward_degree)
         values = tuple(getattr(self, one.name) for one in fields(self) if one.compare)

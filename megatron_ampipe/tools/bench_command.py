@@ -177,14 +177,15 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
     num_gpus = 0 if on_cpu else machine.num_gpus()
     num_layers, num_ranks = layers(arguments), ranks(arguments)
+    compared = cuts(arguments.degrees, arguments.chunks)
     job = BenchJob(
         cases=grid.cases,
         layers=num_layers,
         stacks=stacks(arguments.stack, layers=num_layers),
-        memories=memories(arguments.memory),
+        memories=memories(arguments.memory, compared),
         exchanges=exchanges(arguments.exchange),
         schedules=schedules(arguments.schedules),
-        cuts=cuts(arguments.degrees, arguments.chunks),
+        cuts=compared,
         link=link.text,
         num_ranks=num_ranks,
         pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < num_ranks),

@@ -518,16 +518,24 @@ RECOMPUTE = [
 ]  # fmt: skip
 
 MEMORY = [
-    Case(f"memory-{memory}-{name}", memory=memory, **{"model": LARGE} | settings)
+    Case(f"memory-{memory.replace('/', '-')}-{name}", memory=memory, **{"model": LARGE} | settings)
     for memory, name, settings in (
         ("rebuild", "thread", {}),
-        ("rebuild", "sequential", {"schedule": "sequential", "executor": "sequential", "degree": 3}),
+        (
+            "rebuild/keep/redispatch",
+            "sequential",
+            {"schedule": "sequential", "executor": "sequential", "degree": 3},
+        ),
         ("rebuild", "bias", {"model": {"normalization": "LayerNorm", "add_bias_linear": True}}),
         ("redispatch", "thread", {"model": LARGE | TIGHT | {"moe_shared_expert_intermediate_size": 48}}),
         ("redispatch", "cuda-executor", {"schedule": "moe-only", "executor": "cuda", "batch": 3}),
-        ("redispatch", "stack", {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4}),
         (
-            "redispatch",
+            "keep/redispatch/rebuild/keep",
+            "stack",
+            {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4},
+        ),
+        (
+            "redispatch/keep/rebuild",
             "stack-cuda-executor",
             {
                 "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,

@@ -21,6 +21,7 @@ from megatron_ampipe.schedule import (
     Stage,
     dependencies,
     kinds,
+    memory_to_text,
     with_memory,
 )
 from megatron_ampipe.schedule.kinds import COMM, COMPUTE
@@ -115,10 +116,11 @@ def random_runs() -> Iterator[Run]:
         model = (
             (SHARED if shared else {}) | (AUX if losses else {}) | ({"moe_router_topk": 2} if top2 else {})
         )
-        memory = chooser.choice(tuple(STRATEGIES))
-        if memory == KEEP and chooser.random() < 0.5:
-            model |= RECOMPUTE
         degree = chooser.choice((2, 3, 4))
+        memory = memory_to_text([chooser.choice(tuple(STRATEGIES)) for _ in range(degree)])
+        if number % 5 == 0:
+            memory = KEEP
+            model |= RECOMPUTE if chooser.random() < 0.5 else {}
         case = block(local_experts=chooser.choice((1, 2)), degree=degree, model=model)
         features = with_memory(BlockFeatures(losses=losses, shared=shared, chunked_qkv=True), memory)
         pipeline = Pipeline.of(degree, order=random_schedule(degree, features, chooser), memory=memory)

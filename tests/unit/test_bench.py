@@ -154,6 +154,10 @@ def test_a_slow_network_needs_iproute2(
         (["--repeats", "0"], "--repeats"),
         (["--layers", "0"], "--layers"),
         (["--memory", "keep,forget"], "--memory forget: is not one of keep, rebuild, redispatch"),
+        (
+            ["--degrees", "1,4", "--memory", "keep,keep/rebuild"],
+            "--memory keep/rebuild: names strategies of 2 chunks, and the backward pass has 4",
+        ),
         (["--stack", "3"], "--stack 3: is above the number of layers (1)"),
         (["--layers", "4", "--stack", "1,5"], "--stack 5: is above the number of layers (4)"),
         (
@@ -365,6 +369,12 @@ def test_every_cut_is_measured_with_every_stack() -> None:
     ]
     assert BenchJob.from_json(restoring.to_json()) == restoring
     assert [variant.pipeline.memory for variant in restoring.variants_of(0)] == ["keep"] * 3 + ["rebuild"]
+    # Strategies of single chunks are for one degree.
+    mixed = dataclasses.replace(restoring, cuts=(*job.cuts, Cut.of(2)), memories=("rebuild/keep",))
+    assert [str(variant) for variant in mixed.variants_of(0)[1:]] == [
+        "ampipe degree 1",
+        "ampipe degree 2, stack 4, memory rebuild/keep",
+    ]
     # Layers of one chunk are Megatron's: nothing is shared.
     assert [str(variant) for variant in job.variants_of(0)] == [
         *(

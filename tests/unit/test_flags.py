@@ -63,6 +63,7 @@ def of(degree: int, **fields: Any) -> Pipeline:
         (["--ampipe-degree", "auto", "--ampipe-stack", "2"], of(1, stack=2)),
         (["--ampipe-degree", "2", "--ampipe-memory", "rebuild"], of(2, memory="rebuild")),
         (["--ampipe-degree", "auto", "--ampipe-memory", "redispatch"], of(1, memory="redispatch")),
+        (["--ampipe-degree", "2", "--ampipe-memory", "keep/rebuild"], of(2, memory="keep/rebuild")),
         (["--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
         (["--ampipe-degree", "2", "--ampipe-exchange", "rows"], of(2)),
         (["--ampipe-degree", "auto", "--ampipe-exchange", "ranks"], of(1, exchange=Exchange.RANKS)),
@@ -139,6 +140,15 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
     ("words", "rule"),
     [
         (["--ampipe-memory", "auto"], "--ampipe-memory auto: chooses by a budget, and there is none. Add"),
+        (["--ampipe-memory", "forget"], "--ampipe-memory forget: is not one of keep, rebuild, redispatch"),
+        (
+            ["--ampipe-degree", "auto", "--ampipe-memory", "keep/rebuild"],
+            "--ampipe-memory keep/rebuild: names the strategy of each chunk, and their number is what",
+        ),
+        (
+            ["--ampipe-degree", "4", "--ampipe-memory", "keep/rebuild"],
+            "--ampipe-memory keep/rebuild: names strategies of 2 chunks, and the backward pass has 4",
+        ),
         (
             ["--ampipe-memory-budget", "1GiB"],
             "--ampipe-memory-budget 1GiB: has no effect with --ampipe-memory",

@@ -10,7 +10,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
 from megatron_ampipe.launch.memory_size import parse_size, size_to_text
-from megatron_ampipe.schedule import STRATEGIES, Pipeline
+from megatron_ampipe.schedule import STRATEGIES, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of
 
 PIPELINE = Pipeline.of(4)
@@ -37,10 +37,36 @@ def test_a_budget_that_one_strategy_meets_selects_that_one() -> None:
     assert sorted(map(parse_size, sizes.values()), reverse=True) == list(map(parse_size, sizes.values()))
     for strategy, size in sizes.items():
         found = choose_memory(run(), PIPELINE, size)
-        assert found.strategy == strategy
+        assert found.memory == strategy
         assert found.reason.startswith(
-            f"the fastest within {size}: predicted peak of the layers' activations"
+            f"the least work done again within {size}: predicted peak of the layers' activations"
         )
+
+
+def test_a_budget_between_two_strategies_restores_in_some_chunks() -> None:
+    keep, rebuild, redispatch = (parse_size(size) for size in peaks().values())
+    found = choose_memory(run(), PIPELINE, size_to_text((keep + rebuild) / 2))
+    assert of_chunks(found.memory).count("rebuild") == 2 and of_chunks(found.memory).count("keep") == 2
+    found = choose_memory(run(), PIPELINE, size_to_text((rebuild + redispatch) / 2))
+    assert set(of_chunks(found.memory)) == {"rebuild", "redispatch"}
+    # The number of chunks is not known yet.
+    found = choose_memory(run(), Pipeline.of(1), size_to_text((keep + rebuild) / 2))
+    assert found.memory == "rebuild"
+
+
+def test_with_a_cluster_the_fastest_by_simulation_is_chosen() -> None:
+    """On a slow network a rebuild is hidden under transfers, and a third transfer is what costs time."""
+    keep, rebuild, redispatch = (parse_size(size) for size in peaks().values())
+    budget = size_to_text((keep + rebuild) / 2)
+    slow = choose_memory(run(), PIPELINE, budget, "a800x8-20gbps")
+    assert set(of_chunks(slow.memory)) == {"keep", "rebuild"}
+    assert re.match(
+        rf"the fastest by a800x8-20gbps within {re.escape(budget)}, -?\d+\.\d% slower than", slow.reason
+    )
+    tight = choose_memory(run(), PIPELINE, size_to_text(redispatch), "a800x8-20gbps")
+    assert tight.memory == "redispatch"
+    with pytest.raises(BadInput, match="--ampipe-cluster nowhere: "):
+        choose_memory(run(), PIPELINE, budget, "nowhere")
 
 
 def test_a_budget_that_none_meets_stops_with_the_least_that_would_do() -> None:

@@ -22,6 +22,7 @@ from megatron_ampipe.schedule import (
     issue_order,
     kinds,
     needs_of,
+    of_chunks,
     period,
     to_text,
     unrolled,
@@ -36,6 +37,7 @@ RESTORING = {
     "redispatch": {kinds.REPERMUTE, kinds.REDISPATCH, kinds.REBUILD},
 }
 DEGREES = ((4, 4), (2, 4), (6, 3), (4, 1), (1, 1))
+MIXED = {4: "keep/redispatch/rebuild/keep", 3: "rebuild/keep/redispatch"}
 
 
 def stacks(memory: str) -> list[list[BlockFeatures]]:
@@ -50,20 +52,22 @@ def schedules(layers: list[BlockFeatures], memory: str) -> list[Schedule]:
         )
         for name in SCHEDULE_NAMES
         for degree, backward in DEGREES
+        if len(of_chunks(memory)) in (1, backward)
     ]
 
 
-@pytest.mark.parametrize("memory", STRATEGIES)
+@pytest.mark.parametrize("memory", [*STRATEGIES, *MIXED.values()])
 def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> None:
     for layers in stacks(memory):
         for schedule in schedules(layers, memory):
+            names = of_chunks(memory) * (schedule.backward_degree if memory in STRATEGIES else 1)
             found = [stage for stage in schedule.backward.stages if stage.kind.restores is not None]
             assert set(found) == {
                 Stage(kind, chunk, layer)
                 for layer, features in enumerate(layers)
                 if features.experts
-                for kind in RESTORING[memory]
-                for chunk in range(schedule.backward_degree)
+                for chunk, name in enumerate(names)
+                for kind in RESTORING[name]
             }
             assert not any(stage.kind.restores for stage in schedule.forward.stages)
             assert from_text(to_text(schedule)) == schedule
@@ -103,7 +107,18 @@ def test_tokens_are_sent_again_before_the_gradients_of_their_chunk() -> None:
             assert comm.index(f"redispatch.{chunk}") == comm.index(f"combine.{chunk}") - 1
 
 
-@pytest.mark.parametrize(("made_for", "run_as"), itertools.permutations(STRATEGIES, 2))
+def test_a_chunk_that_is_rebuilt_takes_what_arrived_and_one_that_is_sent_again_what_arrives() -> None:
+    memory = MIXED[4]
+    features = with_memory(PLAIN, memory)
+    needs = needs_of(Pipeline.of(4, memory=memory).schedule_of([features]), [features], Direction.BACKWARD)
+    assert needs[Stage(kinds.REBUILD, 1)] == (Stage(kinds.REDISPATCH, 1),)
+    assert needs[Stage(kinds.REBUILD, 2)] == ()
+    assert Stage(kinds.REBUILD, 0) not in needs and Stage(kinds.REPERMUTE, 2) not in needs
+
+
+@pytest.mark.parametrize(
+    ("made_for", "run_as"), itertools.permutations([*STRATEGIES, "rebuild/keep", "redispatch/rebuild"], 2)
+)
 def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: str, run_as: str) -> None:
     """A plan that was made by hand, and an evaluation, which restores nothing."""
     order = period(Pipeline.of(2, memory=made_for).schedule_of([with_memory(PLAIN, made_for)]))
@@ -129,3 +144,5 @@ def test_blocks_without_anything_to_restore_keep_their_features() -> None:
         assert with_memory(features, "redispatch") == features
     with pytest.raises(BadInput, match="--ampipe-memory forget: is not one of keep, rebuild, redispatch"):
         Pipeline.of(4, memory="forget")
+    with pytest.raises(BadInput, match=r"keep/rebuild: names strategies of 2 chunks, and the .* has 4"):
+        Pipeline.of(2, backward_degree=4, memory="keep/rebuild")

@@ -9,7 +9,14 @@ import argparse
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule import SCHEDULE_NAMES, STRATEGIES, Exchange, parse_shares, parse_stack
+from megatron_ampipe.schedule import (
+    SCHEDULE_NAMES,
+    Exchange,
+    check_memory,
+    of_chunks,
+    parse_shares,
+    parse_stack,
+)
 from megatron_ampipe.tools.measuring.link import Link, has_classes, parse_link, with_nodes
 from megatron_ampipe.tools.measuring.variant import Cut
 
@@ -60,17 +67,18 @@ def schedules(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-def memories(text: str) -> tuple[str, ...]:
-    """The value of ``--memory``, each once."""
+def memories(text: str, cuts: Sequence[Cut]) -> tuple[str, ...]:
+    """The value of ``--memory``, each once.
+
+    Args:
+        text: What the user wrote.
+        cuts: What is measured; a word that names strategies of single chunks must be for one of them.
+    """
     words = text.split(",")
-    unknown = [word for word in words if word not in STRATEGIES]
-    if unknown:
-        raise BadInput(
-            "--memory",
-            unknown[0] or "(empty)",
-            rule=f"is not one of {', '.join(STRATEGIES)}",
-            remedy="Use --memory keep,rebuild.",
-        )
+    for word in words:
+        degrees = {cut.backward_degree for cut in cuts}
+        fits = len(of_chunks(word)) in {1, *degrees}
+        check_memory(word, flag="--memory", backward_degree=None if fits else max(degrees))
     return tuple(dict.fromkeys(words))
 
 

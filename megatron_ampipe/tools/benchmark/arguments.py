@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "have left this one: 1 is block by block; numbers, or 'all' (default: 1,all)"
     )
     memory = (
-        f"what the experts keep for their backward pass: of {', '.join(STRATEGIES)}; several are compared"
+        f"what the experts keep for their backward pass: of {', '.join(STRATEGIES)}, or one for each chunk "
+        "(keep/rebuild/rebuild/rebuild); several are compared"
     )
     exchange = (
         "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-from megatron_ampipe.schedule import KEEP, Exchange
+from megatron_ampipe.schedule import KEEP, Exchange, of_chunks
 from megatron_ampipe.tools.measuring.grid import Case, saves_copies
 from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
 
@@ -64,7 +64,8 @@ class BenchJob:
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
         """What is compared: stock first, then every schedule with every cut, stack, memory and exchange.
 
-        Then what was planned for this case. An exchange that saves no copies in this case is left out.
+        Then what was planned for this case. An exchange that saves no copies in this case is left out, and so
+        are strategies of the chunks of another degree.
         """
         saves = saves_copies(self.cases[case_index], num_ranks=self.num_ranks)
         rows = (
@@ -77,7 +78,9 @@ class BenchJob:
             for schedule in self.schedules
             for cut in self.cuts
             for stack in self.stacks
-            for memory in self.memories
+            # In one chunk nothing is restored.
+            for memory in (self.memories if cut.num_chunks > 1 else (KEEP,))
+            if len(of_chunks(memory)) in (1, cut.backward_degree)
             for exchange in self.exchanges
             if saves or exchange is Exchange.ROWS
         )

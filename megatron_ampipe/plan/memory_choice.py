@@ -1,0 +1,95 @@
+"""Chooses what the experts keep, chunk by chunk: the fastest of many combinations whose peak fits.
+
+Fewer chunks that restore cost less time and hold more. Which ones differs too: what is computed while the
+compute lane waits for a combine costs nothing. With the figures of a cluster, combinations are compared by
+simulated time, else by how much they do again. Searches nothing at random, so all ranks choose the same.
+Called by ``launch.memory_budget``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_ampipe.plan.period import SHORT
+from megatron_ampipe.plan.predict import Predictor
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Pipeline, memory_to_text
+
+_RESTORING = tuple(name for name in STRATEGIES if name != KEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One combination.
+
+    Attributes:
+        memory: As ``Pipeline.memory``.
+        peak_bytes: Predicted peak of the activations.
+        time_us: Simulated time of a pass of the layers that were simulated; None without a cluster.
+    """
+
+    memory: str
+    peak_bytes: float
+    time_us: float | None = None
+
+
+def fitting(found: Iterable[Kept], limit: float) -> Kept | None:
+    """The fastest that fits, of equals the first; the first that fits where no time is known."""
+    fit = [one for one in found if one.peak_bytes <= limit]
+    return min(fit, key=lambda one: one.time_us or 0.0, default=None)
+
+
+def by_work(chunks: int) -> list[str]:
+    """Combinations of this number of chunks, each of which does more again than the one before.
+
+    Chunks whose backward comes later restore first: the others are differentiated while most is held.
+    """
+    found = [KEEP]
+    for before, after in zip(STRATEGIES, _RESTORING, strict=False):
+        found += _mixed(before, after, range(chunks))
+    return found
+
+
+def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]) -> list[Kept]:
+    """Combinations for a pipeline with their simulated times.
+
+    For every strategy, alone and next to each other one, chunks restore in the order of what that costs when
+    one of them does.
+
+    Args:
+        predictor: Of the layers that share a schedule.
+        pipeline: Its degrees, chunks and order of stages.
+        peak: Predicts the peak of a combination.
+    """
+    layers = min(SHORT, len(predictor.layers))
+    lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.workload.rows)]
+    chunks = pipeline.backward_degree
+    times: dict[str, float] = {}
+
+    def time_us(memory: str) -> float:
+        if memory not in times:
+            of_memory = predictor.of_layers(layers, memory=memory)
+            schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
+            pair = of_memory.pass_us(schedule, lengths)
+            times[memory] = pair.forward + pair.backward
+        return times[memory]
+
+    order = {
+        name: sorted(range(chunks), key=lambda chunk: time_us(_with(KEEP, name, [chunk], chunks)))
+        for name in _RESTORING
+    }
+    found = [KEEP]
+    for place, before in enumerate(STRATEGIES):
+        for name in _RESTORING[place:]:
+            found += _mixed(before, name, order[name])
+    return [Kept(memory, peak(memory), time_us(memory)) for memory in dict.fromkeys(found)]
+
+
+def _mixed(before: str, after: str, order: Sequence[int]) -> list[str]:
+    """One strategy replaced by another in one chunk, in two, and so on to all."""
+    return [_with(before, after, order[: count + 1], len(order)) for count in range(len(order))]
+
+
+def _with(most: str, other: str, those: Sequence[int], chunks: int) -> str:
+    """A strategy in all chunks but those."""
+    return memory_to_text([other if chunk in those else most for chunk in range(chunks)])
