@@ -11,7 +11,8 @@ from typing import Final
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import ROUTER_SCOPES, class_path
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
+from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange, Pipeline, of_chunks
+from megatron_ampipe.wire_names import CONDENSE_FLAG, WIRE_FLAG, check_threshold, check_wire
 
 AUTO: Final = "auto"
 """The value of ``--ampipe-degree`` and ``--ampipe-exchange`` that leaves the choice to AMPipe."""
@@ -41,6 +42,8 @@ SETTING_NAMES = (
     "capacity-scope",
     "router",
     "router-scope",
+    "wire",
+    "condense",
     "trace-dir",
 )
 """The settings as users name them: ``--ampipe-degree``, or ``degree`` in a section ``ampipe:`` of a file."""
@@ -78,6 +81,12 @@ class AMPipeConfig:
     router_scope: str = "sequence"
     """Over which tokens a router may compare tokens with each other; one of
     :data:`~megatron_ampipe.gate_names.ROUTER_SCOPES`. ``chunk`` is another function than a stock run's."""
+    wire: str | None = None
+    """What rows become while they travel: one of :data:`~megatron_ampipe.wire_names.SHIPPED_WIRES` or
+    ``package.module:Class``; None to send them as they are."""
+    condense: float | None = None
+    """Cosine from which on tokens of a sequence go to an expert once; None to send all tokens. Another
+    function than a stock run's."""
     trace_dir: str | None = None
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
 
@@ -115,6 +124,37 @@ class AMPipeConfig:
                 self.router_scope,
                 rule=f"is not one of {', '.join(ROUTER_SCOPES)}",
                 remedy="Leave it out: most routers look at one token at a time.",
+            )
+
+        if self.wire is not None:
+            check_wire(self.wire)
+        if self.condense is not None:
+            check_threshold(self.condense)
+        for flag, given in ((WIRE_FLAG, self.wire), (CONDENSE_FLAG, self.condense)):
+            if given is not None and (self.automatic or self.pipeline.is_stock):
+                rule = f"has no effect at --ampipe-degree {self.degree}, which builds Megatron's own layers"
+                if self.automatic:
+                    rule = "changes numbers, so degrees that are tried in training would differ in them"
+                raise BadInput(flag, given, rule=rule, remedy=f"Add --ampipe-degree 4, or leave {flag} out.")
+        if self.condense is not None:
+            self._check_condensed()
+
+    def _check_condensed(self) -> None:
+        """Refuse what condensed tokens cannot be combined with, whether flags or a plan say it."""
+        if self.pipeline.exchange is not Exchange.ROWS:
+            raise BadInput(
+                CONDENSE_FLAG,
+                self.condense,
+                rule=f"with --ampipe-exchange {self.pipeline.exchange}, a row is of several experts, and its "
+                "result their sum",
+                remedy=f"Use --ampipe-exchange rows, or leave {CONDENSE_FLAG} out.",
+            )
+        if "redispatch" in of_chunks(self.pipeline.memory):
+            raise BadInput(
+                CONDENSE_FLAG,
+                self.condense,
+                rule=f"with --ampipe-memory {self.pipeline.memory}, tokens would have to be chosen once more",
+                remedy=f"Use --ampipe-memory rebuild, or leave {CONDENSE_FLAG} out.",
             )
 
     @property

@@ -6,10 +6,8 @@ Imports neither torch nor Megatron. Read by ``config``, which checks the form of
 
 from __future__ import annotations
 
-import re
-
+from megatron_ampipe.class_names import require_class_path
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.spelling import did_you_mean
 
 FLAG = "--ampipe-router"
 
@@ -37,8 +35,6 @@ IMPOSSIBLE_GATES = {
 ROUTER_SCOPES = ("sequence", "chunk")
 """Over which tokens a gate may compare tokens with each other."""
 
-_CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-
 
 def class_path(name: str) -> str:
     """``package.module:Class`` for a value of ``--ampipe-router``.
@@ -51,13 +47,6 @@ def class_path(name: str) -> str:
         raise BadInput(FLAG, name, rule=rule, remedy=remedy)
     if name in SHIPPED_GATES:
         return SHIPPED_GATES[name]
-    if _CLASS.fullmatch(name) is None:
-        known = ", ".join(SHIPPED_GATES)
-        raise BadInput(
-            FLAG,
-            name or "(empty)",
-            rule=f"is neither package.module:Class nor one of {known}",
-            remedy=did_you_mean(name, list(SHIPPED_GATES), most=1)
-            or f"Use for example {FLAG} cosine, or {FLAG} my_package.my_module:MyRouter.",
-        )
+    examples = "cosine", "my_package.my_module:MyRouter"
+    require_class_path(FLAG, name, list(SHIPPED_GATES), examples=examples)
     return name

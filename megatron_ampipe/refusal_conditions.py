@@ -289,3 +289,25 @@ def places_reductions_of_instances(arguments: Any) -> object:
 def _placed_reductions(arguments: Any) -> str | None:
     chosen: str | None = getattr(arguments, "ampipe_grad_reduce", None)
     return chosen if chosen == "placed" else None
+
+
+def wire_has_nothing_to_encode(arguments: Any) -> object:
+    """Refuses a wire where rows do not travel as they are, and a cast to 16 bit of what has 16 bit."""
+    chosen = getattr(arguments, "ampipe_wire", None)
+    of_16_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
+    if _sends_rows(arguments) and not (chosen == "bf16" and of_16_bit):
+        return None
+    return chosen
+
+
+def condenses_what_is_not_alike(arguments: Any) -> object:
+    """Refuses condensation where a token cannot take the result of another one."""
+    apart = ("moe_apply_probs_on_input", "sft", "reset_attention_mask", "dataloader_inter_document_masking")
+    if _sends_rows(arguments) and not any(getattr(arguments, name, False) for name in apart):
+        return None
+    return getattr(arguments, "ampipe_condense", None)
+
+
+def _sends_rows(arguments: Any) -> bool:
+    """Whether the dispatcher sends each row to the ranks that need it, in a collective of AMPipe's."""
+    return getattr(arguments, "moe_token_dispatcher_type", "alltoall") == "alltoall"

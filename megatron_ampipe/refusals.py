@@ -348,6 +348,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --ampipe-grad-reduce stock.",
     ),
     Refusal(
+        "--ampipe-wire",
+        when.wire_has_nothing_to_encode,
+        "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
+        "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
+    ),
+    Refusal(
+        "--ampipe-condense",
+        when.condenses_what_is_not_alike,
+        "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
+        "weighted, not their inputs",
+        "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
+        "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
+    ),
+    Refusal(
         "--recompute-modules",
         when.recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",

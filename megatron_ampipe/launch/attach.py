@@ -27,10 +27,12 @@ from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import Choice, candidates
+from megatron_ampipe.launch.wire_rows import wire_rows
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusal_conditions import sends_copies
 from megatron_ampipe.refusals import refuse_unsupported
@@ -101,6 +103,7 @@ def make_context(
         recompute=take_over_recompute(args, config),
         documents=DocumentReader(masked=_masks_documents(args)),
         gate=gate,
+        wire=None if config.wire is None else load_wire(config.wire),
     )
     layout = layout_of_args(args)
     if config.grad_reduce == "placed":
@@ -115,6 +118,7 @@ def make_context(
         *_memory_row(context.pipeline.memory, memory),
         *_reduce_row(config),
         *router_rows(config, gate, args),
+        *wire_rows(config),
         _attention_row(args, on_gpu=on_gpu),
         *_documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),

@@ -16,6 +16,7 @@ from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
+from megatron_ampipe.wire_names import SHIPPED_WIRES
 
 
 def add_arguments(
@@ -157,6 +158,23 @@ def add_arguments(
         "sinkhorn: chunk has it compare the tokens of a chunk, which is another function for each degree, "
         "and lets later tokens of the same chunk influence earlier ones; sequence refuses it "
         "(default: sequence)",
+    )
+    group.add_argument(
+        "--ampipe-wire",
+        default=None,
+        metavar="NAME",
+        help="what the rows of tokens and their gradients become while they travel: "
+        f"{', '.join(SHIPPED_WIRES)} (with a scale per row), or a class that encodes and decodes, as "
+        "package.module:Class. Fewer bytes, rounded numbers (default: they are sent as they are)",
+    )
+    group.add_argument(
+        "--ampipe-condense",
+        type=float,
+        default=None,
+        metavar="THRESHOLD",
+        help="send similar tokens to an expert once: of the tokens of a sequence within a chunk, one whose "
+        "cosine with an earlier one is at least THRESHOLD, for example 0.9, takes its result. Fewer rows, "
+        "but another function than a stock run's (default: every token is sent)",
     )
     group.add_argument(
         "--ampipe-trace-dir",

@@ -111,6 +111,8 @@ def metrics(context: AMPipeContext, iteration: int, *, communicates: bool = True
                 "ampipe/exposed-communication-ms", exposed_ms, f"exposed communication (ms): {exposed_ms:.2f}"
             ),
         ]
+    if context.condenser is not None and (share := context.condenser.take_share()) is not None:
+        found.append(Metric("ampipe/condensed-share", share, f"condensed share: {share:.3f}"))
     times_us = context.recorder.pass_times_us(iteration)
     for direction, predicted_ms in zip(Direction, context.predicted_ms or (None, None), strict=True):
         if times_us[direction]:

@@ -58,7 +58,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
             f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
         )
-    for name in ("plan", "cluster", "save_plan", "router", "trace_dir"):
+    for name in ("plan", "cluster", "save_plan", "router", "wire", "trace_dir"):
         if getattr(args, f"ampipe_{name}") == "":
             flag = f"--ampipe-{name.replace('_', '-')}"
             raise BadInput(flag, "(empty)", rule="names nothing", remedy="Give a name, or leave it out.")
@@ -90,6 +90,8 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         router=args.ampipe_router,
         router_scope=args.ampipe_router_scope or "sequence",
+        wire=args.ampipe_wire,
+        condense=args.ampipe_condense,
         trace_dir=args.ampipe_trace_dir,
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
@@ -236,6 +238,8 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         router=args.ampipe_router,
         router_scope=args.ampipe_router_scope or "sequence",
+        wire=args.ampipe_wire,
+        condense=args.ampipe_condense,
         trace_dir=args.ampipe_trace_dir,
     )
 

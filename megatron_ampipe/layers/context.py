@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.layers.condense import Condenser
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.block_stages import AddedStage
@@ -12,6 +13,7 @@ from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
+from megatron_ampipe.runtime.wire import Wire
 from megatron_ampipe.schedule import Pipeline
 
 
@@ -32,6 +34,8 @@ class AMPipeContext:
             starts them itself.
         gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for
             Megatron's own.
+        wire: Around the transfers of tokens (``--ampipe-wire``); None to send them as they are.
+        condenser: Chooses which of similar tokens are sent (``--ampipe-condense``); None to send all.
         pipeline: How blocks run from the next forward pass on; initially as in ``config``.
         predicted_ms: Durations that a plan predicts for the forward and backward pass of a block with
             ``pipeline``, from its first stage to its last; None without a plan. Only logged.
@@ -46,11 +50,15 @@ class AMPipeContext:
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None
     gate: type | None = None
+    wire: Wire | None = None
+    condenser: Condenser | None = field(init=False, default=None)
     pipeline: Pipeline = field(init=False)
     predicted_ms: tuple[float, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.pipeline = self.config.pipeline
+        if self.config.condense is not None:
+            self.condenser = Condenser(self.config.condense)
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
         """The executor of the process; created at the first call."""

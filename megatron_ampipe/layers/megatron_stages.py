@@ -25,6 +25,7 @@ from megatron_ampipe.layers.chunk_attention import (
     RotaryEmbedding,
     project_qkv,
 )
+from megatron_ampipe.layers.condense import Condensed, Condenser
 from megatron_ampipe.layers.dispatcher import copy_counts
 from megatron_ampipe.layers.expert_products import products_run_by
 from megatron_ampipe.layers.linear_weights import weights_apart
@@ -34,6 +35,7 @@ from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gathe
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.weight_products import WeightProducts
+from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents
 
@@ -51,6 +53,8 @@ class MegatronStages:
         documents: Of the micro-batch, if rows attend to their own document only.
         num_tokens: Tokens of this rank in the block, ``S * B``.
         exchange: How often a token is sent.
+        wire: Around the transfers of tokens; None to send them as they are.
+        condenser: Chooses which of similar tokens are sent; None to send all.
         added: Stages beyond those of the table.
         random: Keeps the random states of the stages, for :meth:`again`; None where no number is drawn twice.
     """
@@ -65,6 +69,8 @@ class MegatronStages:
         documents: Documents | None,
         num_tokens: int,
         exchange: Exchange = Exchange.ROWS,
+        wire: Wire | None = None,
+        condenser: Condenser | None = None,
         added: Sequence[AddedStage] = (),
         random: RandomStates | None = None,
     ) -> None:
@@ -72,7 +78,7 @@ class MegatronStages:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._documents, self._whole = documents, Chunk.joined(chunks)
         self._num_tokens, self._random, self._is_again = num_tokens, random, False
-        self._kind_of_exchange = exchange
+        self._kind_of_exchange, self._wire, self._condenser = exchange, wire, condenser
         self._begin()
         self.recomputed = modules.recomputed_stages
         self.parameters: Mapping[StageKind, Sequence[Parameter]] = modules.stage_parameters
@@ -87,6 +93,7 @@ class MegatronStages:
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
             dispatcher = modules.dispatcher(self._kind_of_exchange)
             self._dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
+            self._condensed: dict[int, Condensed] = {}
 
     def again(self) -> MegatronStages:
         """See ``BlockStages``."""
@@ -181,6 +188,22 @@ class MegatronStages:
         tokens, token_probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
         return tokens, token_probs, logits
 
+    def condense(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """``tokens [T, D]`` to those that are sent, ``[Q, D]``, probabilities of 1, and ``probs`` for
+        :meth:`expand`."""
+        dispatcher, condenser = self._dispatchers[chunk], self._condenser
+        assert condenser is not None
+        batch = dispatcher.hidden_shape[1]
+        found = condenser.condense(
+            tokens,
+            dispatcher.routing_map,
+            batch=batch,
+            counted=self._modules.moe_layer.training and not self._is_again,
+        )
+        self._condensed[chunk], dispatcher.counts = found, found.counts
+        # The probability of a token that takes another one's result is its own.
+        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), probs.clone()
+
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
         return (self._modules.moe.router.block_losses(torch.cat(logits), self._routing),)
@@ -204,7 +227,7 @@ class MegatronStages:
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
-        return self._exchange(chunks, tensors, combine=direction is Direction.BACKWARD)
+        return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
 
     def expert(
         self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
@@ -233,7 +256,12 @@ class MegatronStages:
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
-        return self._exchange(chunks, tensors, combine=direction is Direction.FORWARD)
+        return self._exchange(kinds.COMBINE, chunks, tensors, direction)
+
+    def expand(self, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
+        rows = combined.index_select(0, self._condensed.pop(chunk).place)
+        return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
 
     def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
@@ -250,10 +278,19 @@ class MegatronStages:
         return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
 
     def _exchange(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
+        self,
+        kind: StageKind,
+        chunks: Sequence[int],
+        tensors: Sequence[Sequence[Tensor]],
+        direction: Direction,
     ) -> Transfer:
         transports = [self._dispatchers[chunk].transport() for chunk in chunks]
-        return exchange_chunks(transports, tensors, combine=combine)
+        combine = (kind is kinds.COMBINE) == (direction is Direction.FORWARD)
+        if self._wire is None:
+            return exchange_chunks(transports, tensors, combine=combine)
+        number = self._modules.moe_layer.layer_number
+        trips = [Trip(number, chunk, kind.name, direction) for chunk in chunks]
+        return exchange_encoded(self._wire, transports, tensors, trips, combine=combine)
 
     def _rows_of(self, chunk: int | None) -> Chunk:
         return self._whole if chunk is None else self.chunks[chunk]
@@ -263,9 +300,11 @@ _COMPUTE: Mapping[StageKind, ComputeFunction] = {
     kinds.QKV: MegatronStages.qkv,
     kinds.ATTENTION: MegatronStages.attention,
     kinds.ROUTE: MegatronStages.route,
+    kinds.CONDENSE: MegatronStages.condense,
     kinds.LOSSES: MegatronStages.losses,
     kinds.SHARED: MegatronStages.shared,
     kinds.EXPERT: MegatronStages.expert,
+    kinds.EXPAND: MegatronStages.expand,
     kinds.MERGE: MegatronStages.merge,
     kinds.MLP: MegatronStages.mlp,
     kinds.REPERMUTE: MegatronStages.repermute,

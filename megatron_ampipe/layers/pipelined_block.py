@@ -79,6 +79,7 @@ class PipelinedBlock:
                 shares_schedule=shares_schedule,
             ),
             recomputed=self.recomputes,
+            condensed=self._context.condenser is not None and not modules.dense,
             added=tuple(stage.kind for stage in self._context.added),
         )
         if not torch.is_grad_enabled():
@@ -108,6 +109,8 @@ class PipelinedBlock:
             documents=documents,
             num_tokens=hidden.shape[0] * hidden.shape[1],
             exchange=self._context.pipeline.exchange,
+            wire=self._context.wire,
+            condenser=self._context.condenser,
             added=self._context.added,
             random=RandomStates() if self.recomputes and self._draws else None,
         )

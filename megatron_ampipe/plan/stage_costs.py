@@ -154,6 +154,18 @@ class StageCosts:
         """The products of the local experts."""
         return linear_products.expert(self.workload, self._received(rows, self.load()))
 
+    def condense(self, rows: int, *, load: float) -> Pair:
+        """Similarity of the rows that go to one expert, each with each, and a copy of those that are sent."""
+        sent = self._sent(rows * self.workload.batch) * load
+        experts, of_expert = self.workload.experts, sent / self.workload.experts
+        similar = self._times.products(of_expert, self.workload.hidden, of_expert, experts, chunked=False)
+        return Pair(similar.forward, 0.0) + self._times.move(sent)
+
+    def expand(self, rows: int, *, load: float) -> Pair:
+        """Rows for all tokens from those that were sent, weighted."""
+        sent = self._sent(rows * self.workload.batch) * load
+        return self._times.move(sent) + self._times.pass_over(sent * self.workload.hidden)
+
     def merge(self, rows: int, *, load: float) -> Pair:
         tokens = rows * self.workload.batch
         return self._times.move(self._sent(tokens) * load) + self._times.pass_over(
@@ -209,12 +221,14 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.QKV: lambda costs, work: costs.qkv(work.rows.hidden, chunked=work.chunked),
     kinds.ATTENTION: lambda costs, work: costs.attention(work.rows, chunked=work.chunked),
     kinds.ROUTE: lambda costs, work: costs.route(work.rows.hidden, load=costs.load()),
+    kinds.CONDENSE: lambda costs, work: costs.condense(work.rows.hidden, load=costs.load()),
     kinds.LOSSES: lambda costs, work: costs.losses(),
     kinds.SHARED: lambda costs, work: costs.shared(work.rows.hidden, chunked=work.chunked),
     kinds.COUNTS: lambda costs, work: costs.counts(),
     kinds.DISPATCH: lambda costs, work: costs.exchange(work.rows.hidden),
     kinds.EXPERT: lambda costs, work: costs.expert(work.rows.hidden, load=costs.load(), chunked=work.chunked),
     kinds.COMBINE: lambda costs, work: costs.exchange(work.rows.hidden),
+    kinds.EXPAND: lambda costs, work: costs.expand(work.rows.hidden, load=costs.load()),
     kinds.MERGE: lambda costs, work: costs.merge(work.rows.hidden, load=costs.load()),
     kinds.MLP: lambda costs, work: costs.mlp(work.rows.hidden, chunked=work.chunked),
     kinds.REPERMUTE: lambda costs, work: costs.repermute(work.rows.hidden, load=costs.load()),

@@ -38,6 +38,7 @@ class BlockFeatures:
             backward pass (:attr:`Stage.again <.types.Stage.again>`).
         restored: What is not kept for the backward pass of the experts, and is restored in it, as names of
             :attr:`rebuild` and :attr:`redispatch`: of each chunk of the backward pass, or once for all.
+        condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
         added: Kinds of stages beyond the table's; each names the row that it follows.
@@ -50,6 +51,7 @@ class BlockFeatures:
     chunked_qkv: bool = False
     recomputed: bool = False
     restored: tuple[tuple[str, ...], ...] = ()
+    condensed: bool = False
     flex: bool = False
     reduces: bool = False
     added: tuple[StageKind, ...] = ()

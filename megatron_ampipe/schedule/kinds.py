@@ -161,6 +161,7 @@ _QUERY = Value("query", Layout.QUERIES)
 _KEY, _VALUE = Value("key", Layout.KEYS), Value("value", Layout.KEYS)
 _RESIDUAL, _NORMED = Value("residual", Layout.HIDDEN), Value("normed", Layout.HIDDEN)
 _TOKENS, _PROBS = Value("tokens", Layout.CHUNK), Value("probs", Layout.CHUNK)
+_OWN_PROBS = Value("own probs", Layout.CHUNK)
 _LOGITS, _LOSS = Value("logits", Layout.CHUNK), Value("loss", Layout.SCALAR)
 _ROUTING, _SPLITS = Value("routing", Layout.STATE), Value("splits", Layout.STATE)
 _SHARED_OUTPUT = Value("shared output", Layout.CHUNK)
@@ -186,6 +187,13 @@ ROUTE = StageKind(
     ordered_by="ordered_routing",
 )
 """Router and permutation of the tokens by expert."""
+CONDENSE = StageKind(
+    "condense",
+    takes=(_TOKENS, _PROBS, _ROUTING),
+    gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING),
+    feature="condensed",
+)
+"""Of similar tokens, those that are sent; they go with probabilities of 1."""
 LOSSES = StageKind("losses", scope=Scope.WHOLE, takes=(_LOGITS,), gives=(_LOSS,), feature="losses")
 """Auxiliary and z losses of the router, once for the whole block."""
 SHARED = StageKind("shared", takes=(_NORMED,), gives=(_SHARED_OUTPUT,), feature="shared", covers_wait=True)
@@ -216,6 +224,8 @@ COMBINE = StageKind(
     "combine", lane=COMM_LANE, takes=(_EXPERT_OUTPUT,), gives=(_EXPERT_OUTPUT,), feature="experts"
 )
 """All-to-all that brings the expert outputs back."""
+EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_OUTPUT,), feature="condensed")
+"""Expert outputs of the tokens that were sent, weighted for all tokens."""
 MERGE = StageKind(
     "merge",
     takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
@@ -265,7 +275,7 @@ REDUCE = StageKind(
 """Reduction of the gradients that were complete when the pass had ended the block above."""
 
 MOE_BLOCK = (
-    QKV, ATTENTION, ROUTE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, MERGE, MLP,
+    QKV, ATTENTION, ROUTE, CONDENSE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, EXPAND, MERGE, MLP,
     REPERMUTE, REDISPATCH, REBUILD, REDUCE,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""

@@ -32,6 +32,7 @@ from megatron_ampipe.tools.benchmark.argument_values import (
     ranks,
     schedules,
     stacks,
+    wires,
 )
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
@@ -123,6 +124,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
         "stacks": list(job.stacks),
         "memories": list(job.memories),
         "exchanges": list(job.exchanges),
+        "wires": list(job.wires),
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
@@ -184,6 +186,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         stacks=stacks(arguments.stack, layers=num_layers),
         memories=memories(arguments.memory, compared),
         exchanges=exchanges(arguments.exchange),
+        wires=wires(arguments.wire),
         schedules=schedules(arguments.schedules),
         cuts=compared,
         link=link.text,
@@ -197,6 +200,14 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         rendezvous="",
         cores=() if num_gpus else machine.cores_of(num_ranks),
     )
+    if job.wires != (None,) and (arguments.end_to_end or arguments.planned or arguments.predict):
+        raise BadInput(
+            "--wire",
+            arguments.wire,
+            rule="is measured for blocks alone: trainings would differ in their losses, and predictions do "
+            "not know it",
+            remedy="Leave out --end-to-end, --planned and --predict.",
+        )
     if job.pretended and not link.emulated:
         raise BadInput(
             "--pretend-peers",

@@ -22,6 +22,7 @@ from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined, with_gate
+from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
@@ -29,7 +30,7 @@ from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, Thre
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.tools.measuring.blocks import Layers
-from tests.dist import logged_losses
+from tests.dist import changed_functions, logged_losses
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
 
@@ -89,7 +90,7 @@ def build_layers(
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
     context = AMPipeContext(
-        AMPipeConfig(pipeline=case.pipeline),
+        AMPipeConfig(pipeline=case.pipeline, wire=case.wire, condense=case.condense),
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
@@ -97,6 +98,7 @@ def build_layers(
         reductions=reductions,
         documents=DocumentReader(masked=case.masked),
         gate=gate,
+        wire=None if case.wire is None else load_wire(case.wire),
         recompute=None if case.recompute is None else FullRecompute(*case.recompute),
     )
     of_stock = dataclasses.replace(config, **case.stock)
@@ -115,6 +117,13 @@ def build_layers(
         for parameter in stock.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     ours.load_state_dict(stock.state_dict(), strict=True)
+    for layer in getattr(stock, "layers", [stock]):
+        if case.wire is not None:
+            changed_functions.send_through(layer.mlp, load_wire(case.wire))
+        if case.condense is not None:
+            chunks = case.pipeline.chunks(case.sequence_length)
+            bounds = [chunk.hidden[-1].local_end for chunk in chunks]
+            changed_functions.condense(layer.mlp, threshold=case.condense, bounds=bounds)
     for layer in (stock, ours):
         layer.train(case.training)
     return stock, ours

@@ -50,6 +50,10 @@ class Case:
     exchange: Exchange = Exchange.ROWS
     router: str | None = None
     """As ``--ampipe-router``, for both layers."""
+    wire: str | None = None
+    """As ``--ampipe-wire``."""
+    condense: float | None = None
+    """As ``--ampipe-condense``."""
     stock: dict[str, Any] = field(default_factory=dict)
     """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -677,6 +681,19 @@ FLEXES = [
     ),
 ]  # fmt: skip
 
-PARITY += PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
+# Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
+CHANGED = [
+    Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",
+         stack=0, model=WIDE, recompute=UNIFORM),
+    Case("wire-fp8", wire="fp8", model=WIDE | AUX | {"moe_shared_expert_intermediate_size": 48}),
+    Case("condense-batch3", condense=0.3, degree=2, batch=3, model=TOP2 | SEVERAL_AUX),
+    Case("condense-all-equal", condense=1.0, shares=(0.6, 0.4), degree=2, model=WIDE),
+    Case("condense-stack-recompute-wire", condense=0.25, wire="tests.wires:HalvesWire", degree=2,
+         layers="mm", stack=0, recompute=UNIFORM, model=TOP2),
+]  # fmt: skip
+
+PARITY += (
+    CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
+)
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -123,6 +123,8 @@ REFUSED = {
     "--te-precision-config-file": "--te-precision-config-file tests/megatron/precision.yaml",
     "--kitchen-config-file": "--kitchen-config-file tests/megatron/precision.yaml",
     "--kitchen-recipe-number": "--kitchen-recipe-number 2",
+    "--ampipe-wire": "--ampipe-wire fp8 --moe-token-dispatcher-type allgather",
+    "--ampipe-condense": "--ampipe-condense 0.9 --moe-apply-probs-on-input",
     "--num-experts": "--num-experts 0",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--expert-model-parallel-size": "--expert-model-parallel-size 4 --num-experts 4",

@@ -34,6 +34,8 @@ VALUES = {
     "--ampipe-exchange": [["ranks"]],
     "--ampipe-grad-reduce": [["placed"]],
     "--ampipe-router-scope": [["chunk"]],
+    "--ampipe-wire": [["fp8"], ["tests.wires:HalvesWire"]],
+    "--ampipe-condense": [["0.9"]],
     "--ampipe-schedule": [["lancet"]],
     "--ampipe-trace-dir": [["traces"]],
     "--ampipe-memory": [["rebuild"], ["redispatch"]],
@@ -54,6 +56,8 @@ COMPANIONS = {
     "--micro-batch-size": shlex.split("--sft --tensor-model-parallel-size 2 --sequence-parallel"),
     "--moe-token-drop-policy": ["--moe-expert-capacity-factor", "1.0"],
     "--skip-train": ["--ampipe-degree", "auto"],
+    "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
+    "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
     "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(

@@ -56,6 +56,10 @@ def runs_of(folder: Path) -> dict[str, Run]:
     no_loss = ["--moe-aux-loss-coeff", "0", "--moe-router-load-balancing-type"]
     runs["expert-choice"] = [*COMMON, *scope, "--ampipe-router", "expert-choice", *no_loss, "none"]
     runs["sinkhorn"] = [*COMMON, *scope, *no_loss, "sinkhorn"]
+    # Exact: only equal tokens are condensed, and the wire changes no row.
+    sending = ["--ampipe-condense", "1", "--ampipe-wire", "tests.wires:HalvesWire"]
+    runs["condensed"] = [*COMMON, "--ampipe-router", "cosine", *PIPELINED, *sending]
+    runs["fp8"] = [*COMMON, "--ampipe-router", "cosine", *PIPELINED, "--ampipe-wire", "fp8"]
     found = pretrain_several(runs, num_ranks=2, timeout_s=280)
     for name, run in found.items():
         assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
@@ -95,6 +99,16 @@ def test_routers_that_compare_tokens_train_in_chunks(name: str, runs: dict[str, 
     run = runs[name]
     assert run.lm_loss[-1] < run.lm_loss[0]
     assert "compares the tokens of a chunk, which is another function for each degree" in run.table
+
+
+def test_condensed_tokens_and_wires_train(runs: dict[str, Run]) -> None:
+    exact, condensed, fp8 = runs["cosine 1"], runs["condensed"], runs["fp8"]
+    assert condensed.lm_loss == pytest.approx(exact.lm_loss, rel=TOLERANCE)
+    assert condensed.grad_norm == pytest.approx(exact.grad_norm, abs=1.001e-3)
+    assert "another function than a stock run's" in condensed.table and "HalvesWire" in condensed.table
+    assert condensed.output.count("condensed share: 0.") == 4
+    assert fp8.lm_loss == pytest.approx(exact.lm_loss, rel=1e-2) and fp8.lm_loss != exact.lm_loss
+    assert "fp8 (e4m3) with a scale per row" in fp8.table
 
 
 def test_the_checker_finds_what_is_wrong() -> None:

@@ -31,7 +31,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file
-from megatron_ampipe.tools.benchmark.argument_values import exchanges, link_of, ranks, stacks
+from megatron_ampipe.tools.benchmark.argument_values import exchanges, link_of, ranks, stacks, wires
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
@@ -785,6 +785,35 @@ def test_an_exchange_is_measured_where_it_saves_something() -> None:
         "ampipe degree 4, exchange ranks",
     ]
     assert [variant.pipelined for variant in job.variants_of(1)] == [False, False, True, True, True]
+
+
+def test_a_wire_is_measured_where_tokens_travel_in_chunks(tmp_path: Path) -> None:
+    assert wires("none,fp8,none") == (None, "fp8")
+    with pytest.raises(BadInput, match="Did you mean fp8"):
+        wires("none,fp16")
+    job = BenchJob(
+        cases=(CASE,),
+        schedules=("ampipe",),
+        cuts=(Cut.of(1), Cut.of(4)),
+        link="none",
+        num_ranks=2,
+        pretended=False,
+        device="cpu",
+        repeats=1,
+        warmup=0,
+        seed=1,
+        timeout_s=9.0,
+        rendezvous="",
+        cores=(),
+        wires=(None, "fp8"),
+    )
+    assert BenchJob.from_json(job.to_json()) == job
+    names = ["stock", "ampipe degree 1", "ampipe degree 4", "ampipe degree 4, wire fp8"]
+    assert [str(variant) for variant in job.variants_of(0)] == names
+    found = document()
+    assert "fp8" not in shown(found, tmp_path / "x.json")
+    found["cases"][0]["rows"][1]["wire"] = "fp8"
+    assert {"wire", "fp8", "difference"} <= set(shown(found, tmp_path / "x.json"))
 
 
 def test_predictions_are_made_with_the_exchange_of_a_row() -> None:

@@ -6,12 +6,11 @@ makes it route them. What a class must promise is in docs/gates.md. ``launch`` c
 
 from __future__ import annotations
 
-import importlib
-
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import FLAG, class_path
+from megatron_ampipe.layers.named_class import import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:
@@ -20,29 +19,7 @@ def load_gate(name: str) -> type[TopKRouter]:
     Raises:
         BadInput: there is no such module or class, or it is no subclass of ``TopKRouter``.
     """
-    module_name, _, class_name = class_path(name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        remedy = f"Install {missing!r}, which the module imports."
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
-        raise BadInput(FLAG, name, rule=f"no module named {missing!r}", remedy=remedy) from error
-    except Exception as error:
-        raise BadInput(
-            FLAG,
-            name,
-            rule=f"importing {module_name} fails: {type(error).__name__}: {error}".rstrip("."),
-            remedy=f"Try python -c 'import {module_name}'.",
-        ) from error
-    gate = getattr(module, class_name, None)
-    if gate is None:
-        classes = sorted(
-            key for key, value in vars(module).items() if isinstance(value, type) and is_gate(value)
-        )
-        remedy = f"Routers in it: {', '.join(classes)}." if classes else "Check the name of the class."
-        raise BadInput(FLAG, name, rule=f"{module_name} has no class {class_name!r}", remedy=remedy)
+    gate = import_class(FLAG, name, path=class_path(name), fits=is_gate, kind="Routers")
     if not isinstance(gate, type) or not is_gate(gate):
         raise BadInput(
             FLAG,

@@ -19,6 +19,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools.measuring.link import Link, has_classes, parse_link, with_nodes
 from megatron_ampipe.tools.measuring.variant import Cut
+from megatron_ampipe.wire_names import UNCHANGED, check_wire
 
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
@@ -127,6 +128,19 @@ def exchanges(text: str) -> tuple[Exchange, ...]:
             rule=f"is not a list of {', '.join(Exchange)}",
             remedy="Use --exchange rows,ranks.",
         ) from None
+
+
+def wires(text: str) -> tuple[str | None, ...]:
+    """The value of ``--wire``, each once; None for ``none``.
+
+    Raises:
+        BadInput: a word is no value of ``--ampipe-wire``.
+    """
+    words = dict.fromkeys(text.split(","))
+    for word in words:
+        if word != UNCHANGED:
+            check_wire(word)
+    return tuple(None if word == UNCHANGED else word for word in words)
 
 
 def link_of(arguments: argparse.Namespace) -> Link:

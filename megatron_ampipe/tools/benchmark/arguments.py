@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, STRATEGIES
 from megatron_ampipe.tools.benchmark.argument_values import LAYERS_OF_TRAINING, RANKS, ROUNDS
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
+from megatron_ampipe.wire_names import SHIPPED_WIRES, UNCHANGED
 
 _EPILOG = """\
 examples:
@@ -81,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "
         "that has some of them), or both; ranks is measured in cases where it saves something"
     )
+    wire = (
+        f"what rows become while they travel: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "
+        "are compared, their numbers with those of Megatron's layers"
+    )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
     pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
@@ -120,6 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stack", metavar="N,N", help=stack)
     add("--memory", metavar="M,M", default=KEEP, help=memory + chosen)
     add("--exchange", metavar="E,E", default="rows", help=exchange + chosen)
+    add("--wire", metavar="W,W", default=UNCHANGED, help=wire + chosen)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")

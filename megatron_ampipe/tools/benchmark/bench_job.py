@@ -38,6 +38,7 @@ class BenchJob:
         stacks: How many of them share a schedule; 1 is block by block.
         memories: What the experts keep for their backward, as in ``Pipeline.memory``.
         exchanges: How often a token is sent.
+        wires: What rows become while they travel, as ``--ampipe-wire``; None for nothing else.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
@@ -60,19 +61,20 @@ class BenchJob:
     stacks: tuple[int, ...] = (1,)
     memories: tuple[str, ...] = (KEEP,)
     exchanges: tuple[Exchange, ...] = (Exchange.ROWS,)
+    wires: tuple[str | None, ...] = (None,)
 
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
-        """What is compared: stock first, then every schedule with every cut, stack, memory and exchange.
+        """What is compared: stock, then every schedule with every cut, stack, memory, exchange and wire.
 
         Then what was planned for this case. An exchange that saves no copies in this case is left out, and so
         are strategies of the chunks of another degree.
         """
         saves = saves_copies(self.cases[case_index], num_ranks=self.num_ranks)
         rows = (
-            # Layers that overlap nothing share no schedule, and keep everything.
+            # Layers that overlap nothing share no schedule, and keep and send everything as it is.
             found
             if (
-                found := Variant(schedule, cut, stack=stack, memory=memory, exchange=exchange)
+                found := Variant(schedule, cut, stack=stack, memory=memory, exchange=exchange, wire=wire)
             ).pipeline.overlaps
             else Variant(schedule, cut, exchange=exchange)
             for schedule in self.schedules
@@ -82,6 +84,7 @@ class BenchJob:
             for memory in (self.memories if cut.num_chunks > 1 else (KEEP,))
             if len(of_chunks(memory)) in (1, cut.backward_degree)
             for exchange in self.exchanges
+            for wire in self.wires
             if saves or exchange is Exchange.ROWS
         )
         planned = self.planned[case_index] if self.planned else ()
@@ -104,6 +107,6 @@ class BenchJob:
         found["cuts"] = tuple(map(Cut.from_fields, found["cuts"]))
         found["planned"] = tuple(tuple(map(Variant.from_fields, of_case)) for of_case in found["planned"])
         found["exchanges"] = tuple(map(Exchange, found["exchanges"]))
-        for key in ("schedules", "cores", "stacks", "memories"):
+        for key in ("schedules", "cores", "stacks", "memories", "wires"):
             found[key] = tuple(found[key])
         return cls(**found)

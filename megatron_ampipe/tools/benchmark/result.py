@@ -212,6 +212,7 @@ def _row(
         "stack": variant.stack,
         "memory": variant.memory,
         "exchange": variant.exchange,
+        "wire": variant.wire,
         "ms": round(median_ms, 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),

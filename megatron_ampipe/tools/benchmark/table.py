@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.result import possible_speedup
+from megatron_ampipe.wire_names import UNCHANGED
 
 _CAPTION = (
     "ms: forward + backward of {passed}, median over repeats of the slowest rank. speedup: median of "
@@ -50,6 +51,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     rows = [row for case in document["cases"] for row in case["rows"]]
     several = any(row.get("memory", KEEP) != KEEP for row in rows)
     exchanged = any(row.get("exchange", Exchange.ROWS) != Exchange.ROWS for row in rows)
+    encoded = any(row.get("wire") for row in rows)
     wired = all(case.get("stock_wire_bytes") for case in document["cases"])
     caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked
     caption += _OF_MEMORIES * several + _OF_WIRE * wired + _OF_DEGREE_1 * again
@@ -61,6 +63,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         *["stack"] * stacked,
         *["memory"] * several,
         *["exchange"] * exchanged,
+        *["wire"] * encoded,
         "degree",
         "ms",
         "speedup",
@@ -73,7 +76,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     metered = all(case.get("stock_peak_bytes") for case in document["cases"])
     columns += ["busy"] * counted + ["MiB"] * metered
     foreseen = metered and all("stock_predicted_peak_bytes" in case for case in document["cases"])
-    columns += ["predicted MiB"] * foreseen + ["wire MB"] * wired
+    columns += ["predicted MiB"] * foreseen + ["wire MB"] * wired + ["difference"] * encoded
     for column in columns + ["predicted", "off by"] * predicted:
         # In a narrow terminal a figure goes on in the next line rather than losing its end.
         table.add_column(column, justify="right", overflow="fold")
@@ -83,9 +86,10 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         measured += [_mib(case["stock_peak_bytes"])] if metered else []
         measured += [_mib(case["stock_predicted_peak_bytes"])] if foreseen else []
         measured += [_mb(case, "stock_")] if wired else []
+        measured += [""] * encoded
         possible = possible_speedup(case["stock_ms"], case["rows"])
         limit = "" if possible is None else f"at most {possible:.2f}"
-        blank = [""] * (1 + stacked + several + exchanged)
+        blank = [""] * (1 + stacked + several + exchanged + encoded)
         table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
@@ -95,6 +99,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 *([str(row["stack"])] if stacked else []),
                 *([row.get("memory", KEEP)] if several else []),
                 *([row.get("exchange", Exchange.ROWS)] if exchanged else []),
+                *([row.get("wire") or UNCHANGED] if encoded else []),
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",
@@ -106,6 +111,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 *([_mib(row["peak_bytes"])] if metered else []),
                 *([_mib(row["predicted_peak_bytes"])] if foreseen else []),
                 *([_mb(row)] if wired else []),
+                *([f"{row['difference_from_stock']:.1e}"] if encoded else []),
                 *([f"{row['predicted_ms']:.2f}", f"{row['error']:+.1%}"] if predicted else []),
                 style="bold" if row["ms"] == fastest else None,
             )

@@ -6,13 +6,16 @@ routers. Called by :mod:`.passes` in the ranks of ``ampipe bench``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.layers.wires import load_wire
+from megatron_ampipe.runtime.wire import Trip
+from megatron_ampipe.schedule import Direction, Exchange
 from megatron_ampipe.tools.measuring.link import Nodes
 from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE
 
@@ -46,12 +49,12 @@ class _Routing(NamedTuple):
 
     Attributes:
         map: ``[T, E]`` bool.
-        row_bytes: Of a token.
+        row: ``[1, D]``, of the size and dtype of a token.
         probability_bytes: Of a probability.
     """
 
     map: Tensor
-    row_bytes: int
+    row: Tensor
     probability_bytes: int
 
 
@@ -73,8 +76,8 @@ class Routings:
     def _keep(self, number: int) -> Any:
         def keep(_module: torch.nn.Module, arguments: tuple[Tensor, ...], result: tuple[Tensor, ...]) -> None:
             (hidden, *_), (probs, routing_map) = arguments, result
-            row_bytes = hidden.shape[-1] * hidden.element_size()
-            self._found[number] = _Routing(routing_map, row_bytes, probs.element_size())
+            row = hidden.new_zeros(1, hidden.shape[-1])
+            self._found[number] = _Routing(routing_map, row, probs.element_size())
 
         return keep
 
@@ -83,7 +86,9 @@ class Routings:
         for hook in self._hooks:
             hook.remove()
 
-    def expected_bytes(self, exchange: Exchange, *, rank: int, nodes: Nodes | None) -> dict[str, int]:
+    def expected_bytes(
+        self, exchange: Exchange, *, wire: str | None = None, rank: int, nodes: Nodes | None
+    ) -> dict[str, int]:
         """What sending this rank's tokens to other ranks, and the experts' outputs back, takes in a pass.
 
         By class of links.
@@ -93,6 +98,7 @@ class Routings:
 
         Args:
             exchange: How often a token is sent.
+            wire: What rows become while they travel, as ``--ampipe-wire``.
             rank: Of this process, in the order of the experts.
             nodes: The nodes, if there are any.
         """
@@ -102,7 +108,10 @@ class Routings:
             rows = by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)
             probabilities = 1 if exchange is Exchange.ROWS else self._num_local_experts
             with_probabilities = _WITH_PROBABILITIES * probabilities * routing.probability_bytes
-            row_bytes = _EXCHANGES * routing.row_bytes + with_probabilities
+            parts: Sequence[Tensor] = [routing.row]
+            if wire is not None:
+                parts = load_wire(wire).encode(routing.row, Trip(1, 0, "dispatch", Direction.FORWARD))
+            row_bytes = _EXCHANGES * sum(part.nbytes for part in parts) + with_probabilities
             for peer, num_rows in enumerate(rows.sum(dim=0).tolist()):
                 if peer != rank:
                     same = nodes is not None and nodes.node_of(peer) == nodes.node_of(rank)

@@ -24,6 +24,7 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernel_choice import pinned_kernel
 from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
@@ -121,9 +122,13 @@ class BlockFactory:
             recorder: Records every stage; None records nothing.
             executor: In place of the one that a user gets.
         """
-        config = AMPipeConfig(pipeline=variant.pipeline)
+        config = AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire)
         context = AMPipeContext(
-            config, recorder=recorder or Recorder(), executor=executor, kernel=self.kernel
+            config,
+            recorder=recorder or Recorder(),
+            executor=executor,
+            kernel=self.kernel,
+            wire=None if variant.wire is None else load_wire(variant.wire),
         )
         return self._on_stock_parameters(pipelined(self._spec, context))
 

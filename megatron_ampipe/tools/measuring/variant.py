@@ -67,6 +67,7 @@ class Variant:
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
         exchange: How often a token is sent.
+        wire: What rows become while they travel, as ``--ampipe-wire``; None to send them as they are.
     """
 
     schedule: str
@@ -75,6 +76,7 @@ class Variant:
     stack: int = 1
     memory: str = KEEP
     exchange: Exchange = Exchange.ROWS
+    wire: str | None = None
 
     @property
     def pipelined(self) -> bool:
@@ -105,8 +107,9 @@ class Variant:
         stack = f", stack {self.stack}" if self.stack > 1 else ""
         memory = f", memory {self.memory}" if self.memory != KEEP else ""
         exchange = "" if self.exchange is Exchange.ROWS else f", exchange {self.exchange}"
+        wire = "" if self.wire is None else f", wire {self.wire}"
         kind = "degree" if self.cut.shares is None else "chunks"
-        return f"{self.schedule} {kind} {self.cut}{stack}{memory}{exchange}"
+        return f"{self.schedule} {kind} {self.cut}{stack}{memory}{exchange}{wire}"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:

@@ -1,0 +1,119 @@
+"""Makes a stock MoE layer compute what ``--ampipe-wire`` and ``--ampipe-condense`` ask for, plainly.
+
+Casts are applied to whole tensors, before Megatron's own collectives. Condensation replaces every token by
+the one that represents it, found in a loop, and runs Megatron's dispatcher once for each expert of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from megatron_ampipe.runtime.wire import Trip, Wire
+from megatron_ampipe.schedule import Direction
+
+_TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
+
+
+class _ThereAndBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return _restored(wire, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _restored(ctx.wire, gradient), None
+
+
+def _restored(wire: Wire, rows: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    wire.decode(wire.encode(rows, _TRIP), out, _TRIP)
+    return out
+
+
+def send_through(layer: MoELayer, wire: Wire) -> None:
+    """Send the rows of a stock layer through a wire, in both directions and passes."""
+    dispatcher = layer.token_dispatcher
+    dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
+    dispatcher.token_dispatch = lambda rows, probs: dispatch(_ThereAndBack.apply(rows, wire), probs)
+    dispatcher.token_combine = lambda rows: combine(_ThereAndBack.apply(rows, wire))
+
+
+def condense(layer: MoELayer, *, threshold: float, bounds: Sequence[int]) -> None:
+    """Condense the tokens of a stock layer within chunks, which end before the rows ``bounds``."""
+    layer.forward = functools.partial(_forward, layer, threshold, tuple(bounds))
+    layer.token_dispatcher.config = _Top1(layer.config)
+
+
+class _Top1:
+    """A configuration with a top-k of 1: every pass below sends a token to one expert."""
+
+    moe_router_topk = 1
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _forward(
+    layer: MoELayer, threshold: float, bounds: Sequence[int], hidden: Tensor, padding_mask: None = None
+) -> tuple[Tensor, None]:
+    probs, routing_map = layer.router(hidden)
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    experts = routing_map.nonzero()[:, 1].view(len(tokens), -1)
+    dispatcher, total = layer.token_dispatcher, torch.zeros_like(hidden)
+    for expert in experts.T:
+        # ``expert[t]``: where this pass sends token t, or rather the token in whose place it stands.
+        taken = [
+            _representative(
+                t, int(expert[t]), tokens.detach(), routing_map, threshold, bounds, hidden.shape[1]
+            )
+            for t in range(len(tokens))
+        ]
+        only = torch.zeros_like(routing_map).scatter(1, expert[:, None], True)
+        sent, ones = dispatcher.dispatch_preprocess(
+            tokens[taken].view_as(hidden), only, torch.ones_like(probs) * only
+        )
+        received, ones = dispatcher.token_dispatch(sent, ones)
+        received, per_expert, ones = dispatcher.dispatch_postprocess(received, ones)
+        output, _ = layer.experts(received, per_expert, ones)
+        output = dispatcher.combine_postprocess(
+            dispatcher.token_combine(dispatcher.combine_preprocess(output))
+        )
+        total = total + output * probs.gather(1, expert[:, None]).view(*hidden.shape[:2], 1)
+    if layer.shared_experts is not None:
+        total = total + layer.shared_experts(hidden)
+    return total, None
+
+
+def _representative(
+    token: int,
+    expert: int,
+    tokens: Tensor,
+    routing_map: Tensor,
+    threshold: float,
+    bounds: Sequence[int],
+    batch: int,
+) -> int:
+    """The token whose result ``token`` takes from ``expert``: the plain greedy rule."""
+    begin = max((bound * batch for bound in (0, *bounds) if bound * batch <= token), default=0)
+    going: list[int] = []
+    for one in range(begin + (token - begin) % batch, token + 1, batch):
+        if not routing_map[one, expert]:
+            continue
+        found = next(
+            (r for r in going if torch.cosine_similarity(tokens[r], tokens[one], dim=0) >= threshold), one
+        )
+        if found == one:
+            going.append(one)
+        if one == token:
+            return found
+    raise AssertionError("the expert does not get the token")

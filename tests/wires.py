@@ -1,0 +1,50 @@
+"""Wire classes as a user could write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_ampipe.runtime.wire import Trip
+
+
+class HalvesWire:
+    """Sends a row in two parts, the second one negated: exact, and wrong if a step is missing."""
+
+    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+        """See ``Wire``."""
+        half = rows.shape[1] // 2
+        return rows[:, :half], -rows[:, half:]
+
+    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
+        """See ``Wire``."""
+        half = parts[0].shape[1]
+        out[:, :half], out[:, half:] = parts[0], -parts[1]
+
+
+class JoinedWire:
+    """Wrong: sends all rows as one, which cannot be divided over ranks."""
+
+    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+        """See ``Wire``."""
+        return (rows.reshape(1, -1),)
+
+    def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
+        """See ``Wire``."""
+        out.copy_(parts[0].reshape(out.shape))
+
+
+class EncodeOnlyWire:
+    """Wrong: cannot decode."""
+
+    def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
+        """See ``Wire``."""
+        return (rows,)
+
+
+class ArgumentWire(HalvesWire):
+    """Wrong: cannot be made without an argument."""
+
+    def __init__(self, num_bits: int) -> None:
+        self.num_bits = num_bits
