@@ -16,15 +16,15 @@ SHIPPED_WIRES = ("bf16", "fp8")
 """What rows can be cast to while they travel."""
 
 
-def check_wire(name: str) -> None:
-    """Check the form of a value of ``--ampipe-wire``.
+def check_wire(name: str, *, flag: str = WIRE_FLAG) -> None:
+    """Check the form of a value of ``--ampipe-wire``, or of another flag that takes the same.
 
     Raises:
         BadInput: it is neither a shipped wire nor ``package.module:Class``.
     """
     if name not in SHIPPED_WIRES:
         examples = "fp8", "my_package.my_module:MyWire"
-        require_class_path(WIRE_FLAG, name, SHIPPED_WIRES, examples=examples)
+        require_class_path(flag, name, SHIPPED_WIRES, examples=examples)
 
 
 def check_threshold(value: float) -> None:

@@ -139,7 +139,7 @@ def wires(text: str) -> tuple[str | None, ...]:
     words = dict.fromkeys(text.split(","))
     for word in words:
         if word != UNCHANGED:
-            check_wire(word)
+            check_wire(word, flag="--wire")
     return tuple(None if word == UNCHANGED else word for word in words)
 
 
