@@ -789,7 +789,7 @@ def test_an_exchange_is_measured_where_it_saves_something() -> None:
 
 def test_a_wire_is_measured_where_tokens_travel_in_chunks(tmp_path: Path) -> None:
     assert wires("none,fp8,none") == (None, "fp8")
-    with pytest.raises(BadInput, match="--wire fp9: .*Did you mean fp8"):
+    with pytest.raises(BadInput, match=r"--wire fp9: .*Did you mean fp8"):
         wires("none,fp9")
     job = BenchJob(
         cases=(CASE,),

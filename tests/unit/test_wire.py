@@ -108,7 +108,7 @@ def test_a_threshold_is_a_cosine(value: float) -> None:
             "Use --ampipe-exchange rows, or leave --ampipe-condense out.",
         ),
         (
-            {"condense": 0.9, "pipeline": Pipeline.of(4, memory="redispatch")},
+            {"condense": 0.9, "pipeline": Pipeline.of(2, memory="keep/redispatch")},
             "Use --ampipe-memory rebuild, or leave --ampipe-condense out.",
         ),
     ],
