@@ -39,6 +39,7 @@ SETTING_NAMES = (
     "memory-budget",
     "exchange",
     "grad-reduce",
+    "ranks-per-node",
     "capacity-scope",
     "router",
     "router-scope",
@@ -60,6 +61,8 @@ class AMPipeConfig:
     """Whether a plan or the first iterations choose the pipeline (``--ampipe-degree auto``)."""
     chooses_exchange: bool = False
     """Whether they also choose how often a token is sent (``--ampipe-exchange auto``)."""
+    ranks_per_node: int | None = None
+    """Ranks of a node, which follow one another, for an exchange once per node; None if that is not known."""
     cluster: str | None = None
     """Cluster file from which ``automatic`` plans; None to try degrees in the first iterations. Its
     figures also decide what is kept by ``memory_budget``."""
@@ -136,6 +139,13 @@ class AMPipeConfig:
                 if self.automatic:
                     rule = "changes numbers, so degrees that are tried in training would differ in them"
                 raise BadInput(flag, given, rule=rule, remedy=f"Add --ampipe-degree 4, or leave {flag} out.")
+        if self.wire is not None and self.pipeline.exchange is Exchange.NODES:
+            raise BadInput(
+                WIRE_FLAG,
+                self.wire,
+                rule="with --ampipe-exchange nodes, the second hop would send rows as they are",
+                remedy=f"Use --ampipe-exchange ranks, or leave {WIRE_FLAG} out.",
+            )
         if self.condense is not None:
             self._check_condensed()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ampipe.config import AUTO
 from megatron_ampipe.hybrid_pattern import HybridPattern
-from megatron_ampipe.schedule import KEEP, Exchange, Pipeline
+from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
 
 
 def hybrid_without_pair(arguments: Any) -> object:
@@ -253,17 +253,45 @@ def packs_several_sequences(arguments: Any) -> object:
 
 
 def exchange_without_copies(arguments: Any) -> object:
-    """Refuses an exchange that saves copies where a rank gets no token twice."""
+    """Refuses an exchange that saves copies where no rank, or no node, gets a token twice."""
     chosen = getattr(arguments, "ampipe_exchange", None)
-    return None if chosen in (None, AUTO, Exchange.ROWS) or sends_copies(arguments) else chosen
+    return None if chosen in (None, AUTO, *exchanges_of(arguments)) else chosen
 
 
-def sends_copies(arguments: Any) -> bool:
-    """Whether Megatron sends a rank several copies of a token, which ``--ampipe-exchange`` can save."""
-    expert, experts = arguments.expert_model_parallel_size, getattr(arguments, "num_experts", None) or 1
-    tensor = getattr(arguments, "expert_tensor_parallel_size", None) or 1
-    several = expert * tensor > 1 and experts > expert and arguments.moe_router_topk > 1
-    return bool(several and arguments.moe_token_dispatcher_type == "alltoall")
+def nodes_without_layout(arguments: Any) -> object:
+    """Refuses an exchange once per node where expert-parallel ranks are not spread over nodes."""
+    if getattr(arguments, "ampipe_exchange", None) != Exchange.NODES or _node_layout(arguments) is not None:
+        return None
+    return ranks_per_node(arguments) or "(unknown)"
+
+
+def exchanges_of(arguments: Any) -> tuple[Exchange, ...]:
+    """What the layers can choose from, by Megatron's arguments."""
+    return useful_exchanges(
+        experts=getattr(arguments, "num_experts", None) or 1,
+        topk=arguments.moe_router_topk,
+        dispatcher=arguments.moe_token_dispatcher_type,
+        **_expert_ranks(arguments),
+    )
+
+
+def ranks_per_node(arguments: Any) -> int | None:
+    """Ranks of a node: as the flag says, else the launcher, such as torchrun; None if neither does."""
+    given: int | None = getattr(arguments, "ampipe_ranks_per_node", None)
+    of_launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return given if given is not None or not of_launcher.isdecimal() else int(of_launcher)
+
+
+def _node_layout(arguments: Any) -> NodeLayout | None:
+    return NodeLayout.of(**_expert_ranks(arguments))
+
+
+def _expert_ranks(arguments: Any) -> dict[str, Any]:
+    return {
+        "expert": arguments.expert_model_parallel_size,
+        "expert_tensor": getattr(arguments, "expert_tensor_parallel_size", None) or 1,
+        "ranks_per_node": ranks_per_node(arguments),
+    }
 
 
 def flex_other_than_deep_ep(arguments: Any) -> object:

@@ -328,10 +328,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave it out and use --bf16.",
     ),
     Refusal(
+        "--ampipe-ranks-per-node",
+        when.nodes_without_layout,
+        "--ampipe-exchange nodes needs expert-parallel ranks that are spread equally over several nodes, "
+        "with several of them on each",
+        "Use --ampipe-exchange ranks, or say how many ranks a node has.",
+    ),
+    Refusal(
         "--ampipe-exchange",
         when.exchange_without_copies,
-        "no rank gets a token twice: that needs several expert-parallel ranks with several experts each, "
-        "a top-k above 1 and the dispatcher alltoall",
+        "no rank gets a token twice: that needs several expert-parallel ranks with several experts each (for "
+        "nodes: several ranks on each of several nodes), a top-k above 1 and the dispatcher alltoall",
         "Use --ampipe-exchange rows.",
     ),
     Refusal(

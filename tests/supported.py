@@ -98,6 +98,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("several layers in one schedule", lambda case: case.stack != 1 and len(case.layers) > 1),
     ("dense layers between MoE layers in one schedule", lambda case: "d" in case.layers),
     ("each token once per rank (`--ampipe-exchange ranks`)", lambda case: case.exchange is Exchange.RANKS),
+    ("each token once per node (`--ampipe-exchange nodes`)", lambda case: case.exchange is Exchange.NODES),
     ("micro-batch of 3", lambda case: case.batch == 3),
     ("expert parallelism over 1, 2 and 4 ranks", lambda case: case.name.startswith("ep")),
     (

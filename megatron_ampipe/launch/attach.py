@@ -34,7 +34,7 @@ from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusal_conditions import sends_copies
+from megatron_ampipe.refusal_conditions import exchanges_of
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -185,6 +185,7 @@ def _choose(
 _EXCHANGE = {
     Exchange.ROWS: "a row for each expert of a token, as Megatron sends them",
     Exchange.RANKS: "a row for each rank that has experts of a token",
+    Exchange.NODES: "a row for each node that has experts of a token, handed on inside it",
 }
 
 
@@ -192,7 +193,7 @@ def _exchanges(args: argparse.Namespace, config: AMPipeConfig) -> tuple[Exchange
     """What the choice of a degree may choose from; the first is simpler."""
     if not config.chooses_exchange:
         return (config.pipeline.exchange,)
-    return tuple(Exchange) if sends_copies(args) else (Exchange.ROWS,)
+    return exchanges_of(args)
 
 
 def _in_one_chunk(args: argparse.Namespace) -> str | None:

@@ -43,8 +43,8 @@ def add_arguments(
         default=None,
         metavar="N",
         help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
-        "layers (with --ampipe-exchange ranks: AMPipe's, in one chunk), auto tries several in the first "
-        "iterations and stays with the fastest (default: 1)",
+        "layers (with --ampipe-exchange ranks or nodes: AMPipe's, in one chunk), auto tries several in the "
+        "first iterations and stays with the fastest (default: 1)",
     )
     group.add_argument(
         "--ampipe-backward-degree",
@@ -123,8 +123,17 @@ def add_arguments(
         default=None,
         help="how often a token is sent: rows sends it once for each of its experts, as Megatron does; ranks "
         "once to each rank that has some of them, which copies it and sends back the sum of their outputs: "
-        "fewer bytes, the same result to rounding, also at --ampipe-degree 1. auto: what --ampipe-degree "
-        "auto finds to be faster (default: rows)",
+        "fewer bytes, the same result to rounding, also at --ampipe-degree 1; nodes once to each node that "
+        "has some, where it is handed on over the faster links. auto: what --ampipe-degree auto finds to be "
+        "fastest (default: rows)",
+    )
+    group.add_argument(
+        "--ampipe-ranks-per-node",
+        type=int,
+        default=None,
+        metavar="N",
+        help="for --ampipe-exchange nodes or auto: how many consecutive ranks share the faster links "
+        "(default: what torchrun says, LOCAL_WORLD_SIZE)",
     )
     group.add_argument(
         "--ampipe-grad-reduce",

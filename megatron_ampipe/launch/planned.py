@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.refusal_conditions import recomputes, sends_copies
-from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout, with_memory
+from megatron_ampipe.refusal_conditions import exchanges_of, ranks_per_node, recomputes
+from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout
 
 
 def planner_of(
@@ -98,12 +97,12 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
             rule=f"has memory {plan.memory}, and --recompute-modules {module} computes the experts again",
             remedy="Leave moe out of --recompute-modules.",
         )
-    if plan.exchange is not Exchange.ROWS and not sends_copies(args):
+    if plan.exchange not in exchanges_of(args):
         raise BadInput(
             "--ampipe-plan",
             plan_file,
-            rule=f"is not for the blocks of this model: its exchange {plan.exchange} needs ranks that get a "
-            "token twice",
+            rule=f"is not for the blocks of this model: its exchange {plan.exchange} needs {plan.exchange} "
+            "that get a token twice",
             remedy=_REMEDY,
         )
     layout = layout_of_args(args)
@@ -111,7 +110,7 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
     try:
         # If layers share the order, two show whether it can be repeated.
         shares = plan.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
-        features = with_memory(features_of_args(args, shares_schedule=shares), plan.memory)
+        features = pipeline.trained(features_of_args(args, shares_schedule=shares))
         pipeline.schedule_of([features] * (2 if shares else 1))
     except BadInput as error:
         raise BadInput(
@@ -168,7 +167,7 @@ def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     return MadeFor.of(
         workload_of_args(args, None),
         cluster=f"the machines of a run with {args.world_size} ranks",
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+        ranks_per_node=ranks_per_node(args) or args.world_size,
     )
 
 

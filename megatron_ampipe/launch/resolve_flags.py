@@ -15,6 +15,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_size import parse_size
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.refusal_conditions import ranks_per_node
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
@@ -79,10 +80,12 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             rule="is what a plan from --ampipe-cluster chooses",
             remedy="Leave one of the two out.",
         )
+    exchange = _exchange(args)
     config = AMPipeConfig(
-        pipeline=_pipeline(args, shares, stack),
+        pipeline=_pipeline(args, shares, stack, exchange),
         automatic=args.ampipe_degree == AUTO,
         chooses_exchange=args.ampipe_exchange == AUTO,
+        ranks_per_node=_ranks_per_node(args, Exchange.NODES if args.ampipe_exchange == AUTO else exchange),
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
@@ -145,10 +148,31 @@ def _exchange(args: argparse.Namespace) -> Exchange:
     return Exchange.ROWS
 
 
-def _pipeline(args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int) -> Pipeline:
+def _ranks_per_node(args: argparse.Namespace, exchange: Exchange) -> int | None:
+    """Ranks of a node, for this exchange."""
+    given = args.ampipe_ranks_per_node
+    if given is not None and given < 1:
+        raise BadInput(
+            "--ampipe-ranks-per-node",
+            given,
+            rule="must be a whole number of ranks, at least 1",
+            remedy="Give the number of GPUs of a node, or leave it out.",
+        )
+    if given is not None and exchange is not Exchange.NODES:
+        raise BadInput(
+            "--ampipe-ranks-per-node",
+            given,
+            rule=f"has no effect with the exchange {exchange}, which has no second hop",
+            remedy="Use --ampipe-exchange nodes, or leave it out.",
+        )
+    return ranks_per_node(args)
+
+
+def _pipeline(
+    args: argparse.Namespace, shares: tuple[float, ...] | None, stack: int, exchange: Exchange
+) -> Pipeline:
     """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
     degree, backward = args.ampipe_degree, args.ampipe_backward_degree
-    exchange = _exchange(args)
     schedule, memory = args.ampipe_schedule or SCHEDULE_NAMES[0], _memory(args)
     if degree != AUTO:
         if degree is None:
@@ -231,10 +255,12 @@ def _of_saved_plan(args: argparse.Namespace, read_plan: PlanReader) -> AMPipeCon
 
 def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPipeConfig:
     """The settings of a plan file."""
+    pipeline = read_plan(Path(file)).pipeline()
     return AMPipeConfig(
-        pipeline=read_plan(Path(file)).pipeline(),
+        pipeline=pipeline,
         plan=file,
         grad_reduce=args.ampipe_grad_reduce or GRAD_REDUCES[0],
+        ranks_per_node=_ranks_per_node(args, pipeline.exchange),
         capacity_scope=args.ampipe_capacity_scope or "sequence",
         router=args.ampipe_router,
         router_scope=args.ampipe_router_scope or "sequence",

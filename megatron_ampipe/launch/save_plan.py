@@ -16,7 +16,7 @@ from megatron_ampipe.launch.auto import Shape, print_on_first_rank
 from megatron_ampipe.launch.planned import features_of_args, made_for_of_args
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import period, with_memory
+from megatron_ampipe.schedule import period
 
 
 def prepare_plan_file(path: Path) -> None:
@@ -82,7 +82,7 @@ def _write_choice(args: argparse.Namespace, path: Path, choice: Choice) -> None:
     pipeline = choice.pipeline
     count = pipeline.num_chunks
     shares = pipeline.stack != 1 and boundary(args, whole_attention=pipeline.whole_attention) is None
-    features = with_memory(features_of_args(args, shares_schedule=shares), pipeline.memory)
+    features = pipeline.trained(features_of_args(args, shares_schedule=shares))
     schedule = pipeline.order or pipeline.schedule_of([features])
     if shares:
         schedule = period(schedule)

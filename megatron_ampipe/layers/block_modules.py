@@ -19,6 +19,7 @@ from megatron_ampipe.layers.deep_ep import DeepEPChunk
 from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
 from megatron_ampipe.layers.expert_products import ExpertProducts
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
+from megatron_ampipe.layers.node_dispatcher import NodeChunk
 from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
@@ -37,6 +38,7 @@ Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
 _DISPATCHERS: Mapping[tuple[str, Exchange], type[ChunkDispatcher]] = {
     ("alltoall", Exchange.ROWS): AllToAllChunk,
     ("alltoall", Exchange.RANKS): RankChunk,
+    ("alltoall", Exchange.NODES): NodeChunk,
     ("allgather", Exchange.ROWS): AllGatherChunk,
     ("flex", Exchange.ROWS): DeepEPChunk,
 }
@@ -50,6 +52,7 @@ class BlockModules:
         attention_layer: Whose norm, attention and residual come first.
         moe_layer: Whose norm, MoE layer and residual follow; a dense layer has an MLP in its place.
         capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
+        ranks_per_node: As in ``AMPipeConfig``.
         added: Stages beyond those of the table.
     """
 
@@ -59,22 +62,26 @@ class BlockModules:
         moe_layer: TransformerLayer,
         *,
         capacity_per_chunk: bool,
+        ranks_per_node: int | None = None,
         added: Sequence[AddedStage] = (),
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.dense = not moe_layer.is_moe_layer
         self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
+        self._ranks_per_node = ranks_per_node
         self.recomputed_stages = self._take_over_recompute()
         # The exchange can change between two iterations.
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
 
     def _make_dispatcher(self, exchange: Exchange) -> ChunkDispatcher:
+        of_exchange = {"ranks_per_node": self._ranks_per_node} if exchange is Exchange.NODES else {}
         dispatcher = _DISPATCHERS[self.config.moe_token_dispatcher_type, exchange](
             self.moe.num_local_experts,
             self.moe.local_expert_indices,
             config=self.config,
             pg_collection=self.moe_layer.pg_collection,
+            **of_exchange,
         )
         dispatcher.has_fixed_choices = self.moe.router.has_stock_routing
         return dispatcher

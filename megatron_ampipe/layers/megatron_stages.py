@@ -34,6 +34,7 @@ from megatron_ampipe.runtime.block_stages import AddedStage, CommunicationFuncti
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.node_hop import collect, spread
 from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
@@ -229,6 +230,26 @@ class MegatronStages:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
         return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
 
+    def spread(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
+        return self._hand_on(chunks, tensors, back=direction is Direction.BACKWARD)
+
+    def collect(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
+        return self._hand_on(chunks, tensors, back=direction is Direction.FORWARD)
+
+    def _hand_on(self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, back: bool) -> Transfer:
+        hops = [
+            # Only tokens come with probabilities; what comes back knows where it was.
+            self._dispatchers[chunk].hop(*of_chunk[1:])
+            for chunk, of_chunk in zip(chunks, tensors, strict=True)
+        ]
+        return (collect if back else spread)(hops, tensors)
+
     def expert(
         self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
     ) -> tuple[Tensor, ...]:
@@ -313,6 +334,9 @@ _COMPUTE: Mapping[StageKind, ComputeFunction] = {
 _COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
     kinds.COUNTS: MegatronStages.counts,
     kinds.DISPATCH: MegatronStages.dispatch,
+    kinds.SPREAD: MegatronStages.spread,
+    kinds.COLLECT: MegatronStages.collect,
     kinds.COMBINE: MegatronStages.combine,
     kinds.REDISPATCH: MegatronStages.dispatch,
+    kinds.RESPREAD: MegatronStages.spread,
 }

@@ -26,7 +26,14 @@ from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout, with_memory
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Chunk,
+    Pipeline,
+    SequenceLayout,
+    with_exchange,
+    with_memory,
+)
 from megatron_ampipe.schedule.documents import Documents
 
 
@@ -54,6 +61,7 @@ class PipelinedBlock:
             attention_layer,
             moe_layer,
             capacity_per_chunk=context.config.capacity_scope == "chunk",
+            ranks_per_node=context.config.ranks_per_node,
             added=context.added,
         )
         self._attend: dict[bool, ChunkAttention] = {}
@@ -82,6 +90,7 @@ class PipelinedBlock:
             condensed=self._context.condenser is not None and not modules.dense,
             added=tuple(stage.kind for stage in self._context.added),
         )
+        found = with_exchange(found, self._context.pipeline.exchange)
         if not torch.is_grad_enabled():
             return found
         found = replace(found, reduces=self._context.reductions is not None)

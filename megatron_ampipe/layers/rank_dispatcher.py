@@ -25,7 +25,7 @@ from megatron_ampipe.runtime.collectives import HostCopy
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank,
 # R rows that are sent or received: one for each pair of a token and a rank.
 
-_NOT_ROUTED = float("-inf")
+NOT_ROUTED = float("-inf")
 """Stands in place of a probability where an expert does not get the token; no router gives it."""
 
 
@@ -33,11 +33,18 @@ class RankChunk(AllToAllChunk):
     """The all-to-all dispatcher, with one row for each pair of a token and a rank.
 
     :attr:`counts` are ``[E + P]`` int64: this rank's tokens for each expert, and its rows for each rank.
+    :class:`~.node_dispatcher.NodeChunk` has nodes as its places, in which a row goes to one rank.
     """
 
     FROM_COUNTS: ClassVar = (
         "num_out_tokens", "input_splits", "output_splits", "output_splits_tp", "tokens_per_expert",
     )  # fmt: skip
+
+    @property
+    def num_places(self) -> int:
+        """To how many places a token can go."""
+        size: int = self.ep_size
+        return size
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -57,18 +64,28 @@ class RankChunk(AllToAllChunk):
         self.hidden_shape, self.probs = hidden_states.shape, probs
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
         self.hidden_shape_before_permute = tokens.shape
-        to_ranks = routing_map.view(-1, self.ep_size, self.num_local_experts).any(dim=2)
+        to_places = self._places_of(routing_map, self.num_places)
         if self.input_splits is None:
-            by_expert, by_rank = routing_map.sum(dim=0), to_ranks.sum(dim=0)
-            self.counts = torch.cat([by_expert, by_rank]).long()
+            by_place = to_places.sum(dim=0)
+            counts = [routing_map.sum(dim=0), by_place, *self._more_counts(routing_map)]
+            self.counts = torch.cat(counts).long()
             # Depends on the routing, as with a capacity: the host waits for it.
-            self.num_out_tokens = int(by_rank.sum())
-        self.routing_map = to_ranks
+            self.num_out_tokens = int(by_place.sum())
+        self.routing_map = to_places
         rows = self.tokens_again(tokens)
-        by_rank = probs.masked_fill(~routing_map, _NOT_ROUTED).view(-1, self.num_local_experts)
-        # In ``by_rank``, a token has one row for each rank.
-        rank, token = to_ranks.T.nonzero(as_tuple=True)
-        return rows, by_rank.index_select(0, token * self.ep_size + rank)
+        by_place = probs.masked_fill(~routing_map, NOT_ROUTED).view(len(to_places) * self.num_places, -1)
+        # In ``by_place``, a token has one row for each place.
+        place, token = to_places.T.nonzero(as_tuple=True)
+        return rows, by_place.index_select(0, token * self.num_places + place)
+
+    @staticmethod
+    def _places_of(routing_map: Tensor, num_places: int) -> Tensor:
+        """``[T, E]`` to ``[T, places]``: which places have experts of a token."""
+        return routing_map.unflatten(1, (num_places, -1)).any(dim=2)
+
+    def _more_counts(self, routing_map: Tensor) -> list[Tensor]:
+        """What ranks must know besides the tokens of each expert and the rows for each place."""
+        return []
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
         """``[rows, B, D]`` to the rows ``[R, D]`` that :meth:`dispatch_preprocess` returned for them."""

@@ -26,6 +26,7 @@ from megatron_ampipe.schedule import (
     data_flow,
     is_whole,
     kinds,
+    with_exchange,
     with_memory,
 )
 
@@ -59,14 +60,12 @@ class CostModel:
         self.workload, self.cluster, self._shares_schedule = workload, cluster, shares_schedule
         self._costs = {**COSTS, **(added or {})}
         # Where layers share a schedule, they recompute as a part of it.
-        self.features = with_memory(
-            replace(
-                workload.features_of(shares_schedule=shares_schedule),
-                added=tuple(added or ()),
-                recomputed=shares_schedule and workload.recomputes,
-            ),
-            memory,
+        features = replace(
+            workload.features_of(shares_schedule=shares_schedule),
+            added=tuple(added or ()),
+            recomputed=shares_schedule and workload.recomputes,
         )
+        self.features = with_memory(with_exchange(features, workload.exchange), memory)
         self.dense_features = BlockFeatures(
             dense=True,
             chunked_qkv=self.features.chunked_qkv,
@@ -238,6 +237,8 @@ class CostModel:
         work = self.workload
         if kind is kinds.COUNTS:
             return self._times.counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
+        if kind.lane is kinds.INTRA_LANE:
+            return self._times.node_figure().alpha_us
         if kind not in (kinds.DISPATCH, kinds.COMBINE, kinds.REDISPATCH) or work.expert == 1:
             return 0.0
         if work.dispatcher == "allgather":

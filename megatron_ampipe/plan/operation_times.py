@@ -9,10 +9,11 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.linear_products import Product
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule import Direction, Exchange, NodeLayout
 
 
 class Pair(NamedTuple):
@@ -49,6 +50,23 @@ class OperationTimes:
         # Models in fp8 compute attention in bf16.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
+        self.nodes = self._nodes() if workload.exchange is Exchange.NODES else None
+        """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
+
+    def _nodes(self) -> NodeLayout:
+        work, ranks_per_node = self.workload, self.cluster.ranks_per_node
+        found = NodeLayout.of(
+            expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
+        )
+        if found is None:
+            raise BadInput(
+                "ranks_per_node",
+                ranks_per_node,
+                rule=f"of {self.cluster.path} does not spread {work.expert} expert-parallel ranks equally "
+                "over several nodes, as the exchange nodes needs it",
+                remedy="Use the cluster file of that machine.",
+            )
+        return found
 
     def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
         """Several products one after the other."""
@@ -106,6 +124,9 @@ class OperationTimes:
     def links(self, *, stock: bool) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
         work = self.workload
+        if self.nodes is not None:
+            nodes = self.nodes.num_nodes
+            return [(self.cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
         near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
         return [
             (
@@ -115,6 +136,10 @@ class OperationTimes:
             for peers, across in ((near - 1, False), (work.expert - near, True))
             if peers
         ]
+
+    def node_figure(self) -> TransferCost:
+        """An all-to-all within a node."""
+        return self.cluster.collective("all_to_all", across_nodes=False)
 
     def crosses(self, ranks: int) -> bool:
         """Whether a group of so many ranks is on several nodes."""

@@ -93,7 +93,8 @@ def make_plans(
     Raises:
         BadInput: the predicted time of a block is 0.
     """
-    useful = [one for one in exchanges if one is Exchange.ROWS or predictor.workload.saves_copies]
+    possible = predictor.workload.exchanges(predictor.cluster.ranks_per_node)
+    useful = [one for one in exchanges if one in possible]
     found = [
         plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
         for one in useful or [Exchange.ROWS]

@@ -13,7 +13,7 @@ from megatron_ampipe.plan import linear_products
 from megatron_ampipe.plan.chunk_rows import Rows
 from megatron_ampipe.plan.linear_products import Product
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
-from megatron_ampipe.schedule import MOE_BLOCK, WEIGHTS, StageKind, kinds
+from megatron_ampipe.schedule import MOE_BLOCK, WEIGHTS, Exchange, StageKind, kinds
 
 COUNT_BYTES = 8
 PROBABILITY_BYTES = 4
@@ -93,14 +93,27 @@ class StageCosts:
         if work.expert == 1:
             return ZERO
         tokens = rows * work.batch
-        row_bytes = work.hidden * work.element_bytes + PROBABILITY_BYTES * work.row_probabilities
         if work.dispatcher == "allgather":
             time = self._times.gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
             return Pair(time, time)
-        sent = self._sent(tokens) * self.load(padded=stock and work.padded) * row_bytes
+        sent = self._sent(tokens) * self.load(padded=stock and work.padded)
+        sent *= self._row_bytes(self._probabilities)
         # Links within a node and between nodes transfer at the same time.
         time = max(figure.time_us(sent * share) for figure, share in self._times.links(stock=stock))
         return Pair(time, time)
+
+    def hop(self, rows: int) -> Pair:
+        """A hop within nodes, and the copies or sums there; it sends the same bytes in both directions."""
+        assert self._times.nodes is not None
+        near = self._times.nodes.ranks_per_node
+        copies = self._arriving(rows * self.workload.batch) * self.load()
+        sent = copies * (near - 1) / near * self._row_bytes(self.workload.local_experts)
+        time = self._times.node_figure().time_us(sent) + self._times.move(copies).forward
+        return Pair(time, time)
+
+    def respread(self, rows: int) -> Pair:
+        """The first of these hops once more, in the backward pass."""
+        return Pair(0.0, self.hop(rows).forward)
 
     def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
         """The local experts: what :meth:`rebuild` repeats, and the last product and the rows' way back."""
@@ -138,11 +151,11 @@ class StageCosts:
         work, received, total = self.workload, self._received(rows, load), ZERO
         if work.dispatcher != "alltoall":
             return total
-        if work.local_experts > 1:
+        if work.local_experts > 1 or work.exchange is not Exchange.ROWS:
             total += self._times.move(received)
         if work.expert_tensor > 1:
             total += self._times.gather(
-                self._sent(rows * work.batch) * load * work.hidden, work.expert_tensor
+                self._arriving(rows * work.batch) * load * work.hidden, work.expert_tensor
             )
         return total
 
@@ -203,8 +216,25 @@ class StageCosts:
         return tokens * self.workload.topk
 
     def _sent(self, tokens: float) -> float:
-        """Rows that are sent for this number of tokens, likewise."""
+        """Rows that their rank sends for this number of tokens, likewise."""
+        if self._times.nodes is None:
+            return self._arriving(tokens)
+        return tokens * self.workload.rows_to(self._times.nodes.num_nodes)
+
+    def _arriving(self, tokens: float) -> float:
+        """Rows that arrive at the ranks of the experts, likewise."""
         return tokens * self.workload.rows_per_token
+
+    @property
+    def _probabilities(self) -> int:
+        """Probabilities that leave a rank with a row: one for each expert that it may be for."""
+        if self.workload.exchange is Exchange.ROWS:
+            return 1
+        ranks = 1 if self._times.nodes is None else self._times.nodes.ranks_per_node
+        return ranks * self.workload.local_experts
+
+    def _row_bytes(self, probabilities: int) -> int:
+        return self.workload.hidden * self.workload.element_bytes + PROBABILITY_BYTES * probabilities
 
     def load(self, *, padded: bool = False) -> float:
         """Rows of the rank with the most, divided by the mean; padding fills every expert's capacity."""
@@ -226,13 +256,16 @@ COSTS: Mapping[StageKind, CostFunction] = {
     kinds.SHARED: lambda costs, work: costs.shared(work.rows.hidden, chunked=work.chunked),
     kinds.COUNTS: lambda costs, work: costs.counts(),
     kinds.DISPATCH: lambda costs, work: costs.exchange(work.rows.hidden),
+    kinds.SPREAD: lambda costs, work: costs.hop(work.rows.hidden),
     kinds.EXPERT: lambda costs, work: costs.expert(work.rows.hidden, load=costs.load(), chunked=work.chunked),
+    kinds.COLLECT: lambda costs, work: costs.hop(work.rows.hidden),
     kinds.COMBINE: lambda costs, work: costs.exchange(work.rows.hidden),
     kinds.EXPAND: lambda costs, work: costs.expand(work.rows.hidden, load=costs.load()),
     kinds.MERGE: lambda costs, work: costs.merge(work.rows.hidden, load=costs.load()),
     kinds.MLP: lambda costs, work: costs.mlp(work.rows.hidden, chunked=work.chunked),
     kinds.REPERMUTE: lambda costs, work: costs.repermute(work.rows.hidden, load=costs.load()),
     kinds.REDISPATCH: lambda costs, work: costs.redispatch(work.rows.hidden),
+    kinds.RESPREAD: lambda costs, work: costs.respread(work.rows.hidden),
     kinds.REBUILD: lambda costs, work: costs.rebuild(work.rows.hidden, load=costs.load()),
 }
 """The cost function of every kind of stage of the MoE block."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_ampipe.block_features import block_features
 from megatron_ampipe.plan.cluster import Dtype
-from megatron_ampipe.schedule import BlockFeatures, Exchange
+from megatron_ampipe.schedule import BlockFeatures, Exchange, useful_exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +101,28 @@ class Workload:
 
     @property
     def rows_per_token(self) -> float:
-        """Rows that are sent for a token to all ranks, this one included, if experts are evenly used.
+        """Rows that experts' ranks receive for a token, the token's own rank included, if experts are evenly
+        used."""
+        return self.topk if self.exchange is Exchange.ROWS else self.rows_to(self.expert)
 
-        Once per rank: a rank gets the token unless all of its experts are among the others' ``E - L``.
+    def rows_to(self, places: int) -> float:
+        """Rows of a token if each of so many ranks or nodes, between which the experts are divided, gets one.
+
+        A place gets the token unless all of its experts are among those of the other places.
         """
-        if self.exchange is Exchange.ROWS:
-            return self.topk
-        others = self.experts - self.local_experts
-        return self.expert * (1 - math.comb(others, self.topk) / math.comb(self.experts, self.topk))
+        others = self.experts - self.experts // places
+        return places * (1 - math.comb(others, self.topk) / math.comb(self.experts, self.topk))
 
-    @property
-    def row_probabilities(self) -> int:
-        """Probabilities that are sent with a row: one for each expert that it may be for."""
-        return 1 if self.exchange is Exchange.ROWS else self.local_experts
-
-    @property
-    def saves_copies(self) -> bool:
-        """Whether another exchange than ``rows`` sends fewer rows (``refusal_conditions.sends_copies``)."""
-        several = self.expert * self.expert_tensor > 1 and self.experts > self.expert
-        return several and self.topk > 1 and self.dispatcher == "alltoall"
+    def exchanges(self, ranks_per_node: int | None) -> tuple[Exchange, ...]:
+        """What the layers can choose from (``refusal_conditions.exchanges_of``)."""
+        return useful_exchanges(
+            experts=self.experts,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            topk=self.topk,
+            dispatcher=self.dispatcher,
+            ranks_per_node=ranks_per_node,
+        )
 
     @property
     def features(self) -> BlockFeatures:

@@ -10,7 +10,7 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
-from megatron_ampipe.schedule.exchange import Exchange
+from megatron_ampipe.schedule.exchange import Exchange, NodeLayout, useful_exchanges, with_exchange
 from megatron_ampipe.schedule.graph import (
     BlockFeatures,
     DataFlow,
@@ -62,6 +62,7 @@ __all__ = [
     "Lane",
     "LaneOrder",
     "Layout",
+    "NodeLayout",
     "Pipeline",
     "Program",
     "Schedule",
@@ -94,5 +95,7 @@ __all__ = [
     "stream_of",
     "to_text",
     "unrolled",
+    "useful_exchanges",
+    "with_exchange",
     "with_memory",
 ]

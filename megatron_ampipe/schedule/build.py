@@ -16,18 +16,22 @@ from megatron_ampipe.schedule.graph import BlockFeatures, data_flow, dependencie
 from megatron_ampipe.schedule.issue import completed, issue_order
 from megatron_ampipe.schedule.kinds import (
     ATTENTION,
+    COLLECT,
     COMBINE,
     COMM,
     COMPUTE,
     COUNTS,
     DISPATCH,
     EXPERT,
+    INTRA,
     LOSSES,
     MERGE,
     QKV,
     REDISPATCH,
+    RESPREAD,
     ROUTE,
     SHARED,
+    SPREAD,
     WEIGHTS,
     Direction,
     StageKind,
@@ -242,10 +246,12 @@ def _overlapped(
             *(stage for chunk in chunks for stage in _of_chunk(chunk, *counts, DISPATCH)),
             *_each(COMBINE, chunks),
         ],
+        features=features,
     )
     backward = _program(
         compute=[*_each(MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
         comm=backward_comm,
+        features=features,
     )
     return Schedule(name, degree, forward, backward, degree)
 
@@ -268,11 +274,21 @@ def _each(kind: StageKind, chunks: Iterable[int]) -> list[Stage]:
     return [Stage(kind, chunk) for chunk in chunks]
 
 
-def _program(*, compute: list[Stage], comm: list[Stage] | None = None) -> Program:
+def _program(
+    *, compute: list[Stage], comm: list[Stage] | None = None, features: BlockFeatures | None = None
+) -> Program:
+    """The lanes of a program; what is handed on inside nodes, in the order in which it crosses them."""
     lanes = [LaneOrder(COMPUTE, tuple(compute))]
     if comm is not None:
         lanes.append(LaneOrder(COMM, tuple(comm)))
+        if features is not None and features.nodes:
+            intra = (Stage(_INSIDE[one.kind], one.chunk) for one in comm if one.kind in _INSIDE)
+            lanes.append(LaneOrder(INTRA, tuple(intra)))
     return Program(tuple(lanes))
+
+
+_INSIDE = {DISPATCH: SPREAD, COMBINE: COLLECT, REDISPATCH: RESPREAD}
+"""For each transfer between nodes the one inside them that goes with it."""
 
 
 _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {

@@ -41,6 +41,7 @@ class BlockFeatures:
         condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
+        nodes: A token is sent once to a node, and handed on inside it.
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -54,6 +55,7 @@ class BlockFeatures:
     condensed: bool = False
     flex: bool = False
     reduces: bool = False
+    nodes: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
@@ -81,6 +83,11 @@ class BlockFeatures:
         if len(self.restored) <= 1:
             return self
         return replace(self, restored=(self.restored[chunk],))
+
+    @property
+    def respread(self) -> bool:
+        """Whether tokens that are sent once more take two hops."""
+        return self.nodes and self.redispatch
 
     def has(self, field: str | None) -> bool:
         """Whether the field that a row names is set; True for a row that names none."""

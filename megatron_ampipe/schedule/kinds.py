@@ -15,6 +15,7 @@ from enum import Enum, StrEnum
 from megatron_ampipe.timeline import COMPUTE as COMPUTE
 
 COMM = "comm"
+INTRA = "comm.intra"
 
 
 class Direction(StrEnum):
@@ -47,6 +48,9 @@ class Lane:
 
 COMPUTE_LANE = Lane(COMPUTE, "processor")
 COMM_LANE = Lane(COMM, "network")
+"""What ranks send one another; where :data:`INTRA_LANE` is used as well, what nodes send one another."""
+INTRA_LANE = Lane(INTRA, "node")
+"""What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
 
 
 class Scope(Enum):
@@ -216,12 +220,30 @@ DISPATCH = StageKind(
     feature="experts",
 )
 """All-to-all that brings the tokens to the ranks of their experts."""
+SPREAD = StageKind(
+    "spread", lane=INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS), feature="nodes"
+)
+"""All-to-all within a node that hands tokens, which came to it once, on to the ranks of their experts."""
 EXPERT = StageKind(
     "expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT,), feature="experts", covers_wait=True
 )
 """The local experts."""
+COLLECT = StageKind(
+    "collect",
+    lane=INTRA_LANE,
+    takes=(_EXPERT_OUTPUT,),
+    gives=(_EXPERT_OUTPUT,),
+    by_shape=(_EXPERT_OUTPUT,),
+    feature="nodes",
+)
+"""All-to-all within a node that brings expert outputs back to where ``spread`` began, and adds them there."""
 COMBINE = StageKind(
-    "combine", lane=COMM_LANE, takes=(_EXPERT_OUTPUT,), gives=(_EXPERT_OUTPUT,), feature="experts"
+    "combine",
+    lane=COMM_LANE,
+    takes=(_EXPERT_OUTPUT,),
+    gives=(_EXPERT_OUTPUT,),
+    by_shape=(_EXPERT_OUTPUT,),
+    feature="experts",
 )
 """All-to-all that brings the expert outputs back."""
 EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_OUTPUT,), feature="condensed")
@@ -256,6 +278,16 @@ REDISPATCH = StageKind(
     restores=EXPERT,
 )
 """All-to-all that sends the tokens once more, because what arrived was not kept."""
+RESPREAD = StageKind(
+    "respread",
+    lane=INTRA_LANE,
+    takes=(_TOKENS,),
+    gives=(_TOKENS,),
+    directions=(Direction.BACKWARD,),
+    feature="respread",
+    restores=EXPERT,
+)
+"""``spread`` once more, likewise."""
 REBUILD = StageKind(
     "rebuild",
     takes=(_TOKENS, _PROBS),
@@ -275,8 +307,8 @@ REDUCE = StageKind(
 """Reduction of the gradients that were complete when the pass had ended the block above."""
 
 MOE_BLOCK = (
-    QKV, ATTENTION, ROUTE, CONDENSE, LOSSES, SHARED, COUNTS, DISPATCH, EXPERT, COMBINE, EXPAND, MERGE, MLP,
-    REPERMUTE, REDISPATCH, REBUILD, REDUCE,
+    QKV, ATTENTION, ROUTE, CONDENSE, LOSSES, SHARED, COUNTS, DISPATCH, SPREAD, EXPERT, COLLECT, COMBINE,
+    EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, REBUILD, REDUCE,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""
 

@@ -16,10 +16,10 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
-from megatron_ampipe.schedule.exchange import Exchange
+from megatron_ampipe.schedule.exchange import Exchange, with_exchange
 from megatron_ampipe.schedule.graph import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
-from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory
+from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory, with_memory
 from megatron_ampipe.schedule.stack import period, unrolled
 from megatron_ampipe.schedule.types import Schedule
 
@@ -122,6 +122,10 @@ class Pipeline:
                 rule=f"is not the number of shares of --ampipe-chunks ({len(self.shares)})",
                 remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}.",
             )
+
+    def trained(self, features: BlockFeatures) -> BlockFeatures:
+        """The features of a block that trains with it, from those that do not depend on it."""
+        return with_memory(with_exchange(features, self.exchange), self.memory)
 
     @property
     def is_stock(self) -> bool:

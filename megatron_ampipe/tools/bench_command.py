@@ -37,7 +37,7 @@ from megatron_ampipe.tools.benchmark.argument_values import (
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
-from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid, saves_copies
+from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
 
 __all__ = ["add_arguments", "run"]
@@ -249,11 +249,14 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
 
 
 def _check_cases(job: BenchJob, grid: Grid) -> None:
-    if not any(
-        one is Exchange.ROWS or saves_copies(case, num_ranks=job.num_ranks)
-        for case in job.cases
-        for one in job.exchanges
-    ):
+    if Exchange.NODES in job.exchanges and job.ranks_per_node is None:
+        raise BadInput(
+            "--exchange",
+            Exchange.NODES,
+            rule=f"--link {job.link} has no nodes",
+            remedy="Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2.",
+        )
+    if not any(one in job.useful_exchanges(case) for case in job.cases for one in job.exchanges):
         raise BadInput(
             "--exchange",
             ",".join(job.exchanges),

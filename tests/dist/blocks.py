@@ -90,7 +90,12 @@ def build_layers(
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
     context = AMPipeContext(
-        AMPipeConfig(pipeline=case.pipeline, wire=case.wire, condense=case.condense),
+        AMPipeConfig(
+            pipeline=case.pipeline,
+            wire=case.wire,
+            condense=case.condense,
+            ranks_per_node=case.ranks_per_node,
+        ),
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,

@@ -48,6 +48,8 @@ class Case:
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
+    ranks_per_node: int | None = None
+    """Of all ranks, for an exchange once per node."""
     router: str | None = None
     """As ``--ampipe-router``, for both layers."""
     wire: str | None = None
@@ -603,6 +605,24 @@ ONCE_PER_RANK = [
         "redispatch": {"memory": "redispatch"},
     }.items()
 ]  # fmt: skip
+TWO_NODES = {"world_size": 4, "ranks_per_node": 2}
+ONCE_PER_NODE = [
+    Case(f"nodes-{name}", exchange=Exchange.NODES, **TWO_NODES, **{"model": WIDE} | settings)
+    for name, settings in {
+        "degree1": {"degree": 1, "batch": 3, "model": WIDE | {"num_moe_experts": 4, "moe_router_topk": 2}},
+        "two-degrees-shared": {
+            "degree": 2, "backward_degree": 4,
+            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
+        },
+        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
+        "tp": {
+            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+            "schedule": "moe-only", "rope": True, "batch": 3,
+        },
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
+        "redispatch": {"memory": "redispatch"},
+    }.items()
+]  # fmt: skip
 
 TOP2 = {"moe_router_topk": 2}
 # Stock Megatron takes a number of experts that varies with a capacity only; this one drops nothing.
@@ -692,8 +712,7 @@ CHANGED = [
          layers="mm", stack=0, recompute=UNIFORM, model=TOP2),
 ]  # fmt: skip
 
-PARITY += (
-    CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + ONCE_PER_RANK + GATES + LANCET + FLEXES
-)
+PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
+PARITY += ONCE_PER_RANK + ONCE_PER_NODE
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -159,6 +159,7 @@ REFUSED = {
     "--ampipe-grad-reduce": "--ampipe-grad-reduce placed",
     "--num-distributed-optimizer-instances": "--ampipe-grad-reduce placed --overlap-grad-reduce "
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+    "--ampipe-ranks-per-node": "--ampipe-exchange nodes --ampipe-ranks-per-node 2",
     "--ampipe-memory": "--ampipe-memory rebuild --recompute-granularity selective --recompute-modules moe",
     "--ampipe-trace-dir": "--skip-train --ampipe-trace-dir traces",
     "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "

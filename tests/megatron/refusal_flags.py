@@ -33,6 +33,7 @@ VALUES = {
     "--ampipe-capacity-scope": [["chunk"]],
     "--ampipe-exchange": [["ranks"]],
     "--ampipe-grad-reduce": [["placed"]],
+    "--ampipe-ranks-per-node": [["2"]],
     "--ampipe-router-scope": [["chunk"]],
     "--ampipe-wire": [["fp8"], ["tests.wires:HalvesWire"]],
     "--ampipe-condense": [["0.9"]],
@@ -58,6 +59,7 @@ COMPANIONS = {
     "--skip-train": ["--ampipe-degree", "auto"],
     "--ampipe-wire": ["--moe-token-dispatcher-type", "allgather"],
     "--ampipe-condense": ["--moe-router-topk", "1", "--moe-apply-probs-on-input"],
+    "--ampipe-ranks-per-node": ["--ampipe-exchange", "nodes"],
     "--ampipe-schedule": ["--transformer-impl", "transformer_engine"],
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(

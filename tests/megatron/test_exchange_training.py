@@ -1,4 +1,4 @@
-"""Training runs that send a token once to each rank (``--ampipe-exchange ranks``), compared with stock runs.
+"""Training runs that send a token once to each rank or node (``--ampipe-exchange``), compared with stock.
 
 All runs of a layout have the same mock data and seed and share their ranks; they must log the same digits.
 """
@@ -52,11 +52,7 @@ def test_runs_and_their_restarts_equal_stock(tmp_path: Path) -> None:
         _assert_same_digits(stock, found[kind])
         assert "exchange ranks a row for each rank that has experts of a token" in found[kind].table
     for name in list(runs)[len(KINDS) :]:
-        resumed = found[name]
-        assert resumed.iterations == [3, 4]
-        # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
-        assert resumed.lm_loss[0] == pytest.approx(stock.lm_loss[2], rel=TOLERANCE)
-        assert resumed.grad_norm == pytest.approx(stock.grad_norm[2:], abs=LAST_DIGIT_OF_GRAD_NORM)
+        _assert_continues(stock, found[name])
 
 
 def test_tensor_parallel_runs_equal_stock() -> None:
@@ -66,13 +62,29 @@ def test_tensor_parallel_runs_equal_stock() -> None:
     _assert_same_digits(found["stock"], found["chunks"])
 
 
-def _train(runs: dict[str, str]) -> dict[str, Run]:
+def test_two_hops_equal_stock() -> None:
+    """Four ranks on two nodes."""
+    layout = "--expert-model-parallel-size 4"
+    nodes = f"{layout} --ampipe-exchange nodes --ampipe-ranks-per-node 2 --ampipe-degree 4"
+    found = _train({"stock": layout, "nodes": nodes}, num_ranks=4)
+    _assert_same_digits(found["stock"], found["nodes"])
+    assert "exchange nodes a row for each node that has experts of a token" in found["nodes"].table
+
+
+def _train(runs: dict[str, str], *, num_ranks: int = 2) -> dict[str, Run]:
     words = {name: [*COMMON, *shlex.split(flags)] for name, flags in runs.items()}
-    found = pretrain_several(words, num_ranks=2, timeout_s=280)
+    found = pretrain_several(words, num_ranks=num_ranks, timeout_s=280)
     for name, run in found.items():
         assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
     assert found.keys() == runs.keys()
     return dict(found)
+
+
+def _assert_continues(stock: Run, resumed: Run) -> None:
+    assert resumed.iterations == [3, 4]
+    # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
+    assert resumed.lm_loss[0] == pytest.approx(stock.lm_loss[2], rel=TOLERANCE)
+    assert resumed.grad_norm == pytest.approx(stock.grad_norm[2:], abs=LAST_DIGIT_OF_GRAD_NORM)
 
 
 def _assert_same_digits(stock: Run, ours: Run) -> None:

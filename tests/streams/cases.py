@@ -14,6 +14,7 @@ from megatron_ampipe.schedule import (
     WEIGHTS,
     BlockFeatures,
     Direction,
+    Exchange,
     LaneOrder,
     Pipeline,
     Program,
@@ -25,11 +26,12 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.kinds import COMM, COMPUTE
-from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
+from tests.dist.cases import AUX, ONCE_PER_NODE, PARITY, TIGHT, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
 RANKS = 2
+RANKS_OF_NODES = 4
 NUM_RANDOM_ORDERS = 100
 
 
@@ -106,6 +108,23 @@ def runs() -> Iterator[Run]:
         if case.executor == "thread" and case.world_size == RANKS and not case.parallel and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     yield from random_runs()
+    yield from runs_of_nodes()
+
+
+def runs_of_nodes() -> Iterator[Run]:
+    """Two hops on two lanes, with named and with random orders."""
+    for case in ONCE_PER_NODE:
+        if not case.parallel:
+            yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
+    for number in range(10):
+        chooser = random.Random(number)
+        memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
+        features = with_memory(BlockFeatures(losses=True, nodes=True, chunked_qkv=True), memory)
+        order = random_schedule(degree, features, chooser)
+        pipeline = Pipeline.of(degree, order=order, memory=memory, exchange=Exchange.NODES)
+        case = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda", degree=degree)
+        issue = functools.partial(random_issue, chooser) if number % 2 else None
+        yield Run(f"random-nodes-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
 
 
 def random_runs() -> Iterator[Run]:
@@ -149,7 +168,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
         while left:
             stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
             del left[stage]
-            lane = combines if stage.kind is kinds.COMBINE else COMM if stage.is_communication else COMPUTE
+            lane = combines if stage.kind is kinds.COMBINE else stage.kind.lane.name
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
     return Schedule("random", degree, *programs, degree)

@@ -9,8 +9,8 @@ import traceback
 from tests.dist.worker import report
 
 
-def start(world_size: int) -> None:
-    """Start as rank 0 of ``world_size``; the other ranks are emulated."""
+def start(world_size: int, *, expert: int | None = None) -> None:
+    """Start as rank 0 of ``world_size``, of which ``expert`` share the experts; the others are emulated."""
     from megatron_ampipe.launch import host
 
     host.install()
@@ -22,24 +22,36 @@ def start(world_size: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=world_size, create_gloo_process_groups=False
+        expert_model_parallel_size=expert or world_size, create_gloo_process_groups=False
     )
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
 
 
+def use_expert_ranks(number: int) -> None:
+    """Share the experts among so many ranks from now on."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_expert_model_parallel_world_size() != number:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=number, create_gloo_process_groups=False
+        )
+
+
 def main() -> None:
     """Run this process's share; the first process also runs the faults, the second counts the calls."""
-    from tests.streams.cases import RANKS, runs
+    from tests.streams.cases import RANKS, RANKS_OF_NODES, runs
     from tests.streams.census import census
     from tests.streams.faults import FAULTS, races
     from tests.streams.peaks import PEAKS, peaks
 
-    start(RANKS)
+    start(RANKS_OF_NODES, expert=RANKS)
     from tests.streams.run import run_case
 
     process, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, object] = {}
     for run in itertools.islice(runs(), process, None, processes):
+        use_expert_ranks(run.case.world_size)
         try:
             result = run_case(
                 run.case,
@@ -55,6 +67,7 @@ def main() -> None:
             }
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}
+    use_expert_ranks(RANKS)
     if process == 0:
         faulty = {name: races(name) for name in FAULTS}
         report({"runs": found, "faults": faulty, "peaks": {name: peaks(name) for name in PEAKS}})

@@ -37,7 +37,14 @@ from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
 from megatron_ampipe.tools.measuring import network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import Link, LinkKind, Nodes, parse_link, require_one_class
+from megatron_ampipe.tools.measuring.link import (
+    Link,
+    LinkKind,
+    Nodes,
+    parse_link,
+    require_one_class,
+    with_nodes,
+)
 from megatron_ampipe.tools.measuring.variant import Cut, Variant
 from tests.added_stages import COPY, DELAY
 
@@ -755,7 +762,7 @@ def test_exchanges_have_a_column_and_an_own_series(tmp_path: Path) -> None:
 
 
 def test_an_exchange_is_measured_where_it_saves_something() -> None:
-    assert exchanges("rows,ranks,rows") == tuple(Exchange)
+    assert exchanges("rows,ranks,rows,nodes") == tuple(Exchange)
     for text in ("once", "", "rows,"):
         with pytest.raises(BadInput, match="is not a list of rows, ranks"):
             exchanges(text)
@@ -784,6 +791,9 @@ def test_an_exchange_is_measured_where_it_saves_something() -> None:
         "ampipe degree 4",
         "ampipe degree 4, exchange ranks",
     ]
+    two_nodes = with_nodes("inter=50mbit,intra=400mbit", ranks_per_node=2)
+    of_nodes = dataclasses.replace(job, link=two_nodes, num_ranks=4, cuts=(Cut.of(4),))
+    assert [variant.exchange for variant in of_nodes.variants_of(1)[1:]] == list(Exchange)
     assert [variant.pipelined for variant in job.variants_of(1)] == [False, False, True, True, True]
 
 
@@ -828,7 +838,7 @@ def test_predictions_are_made_with_the_exchange_of_a_row() -> None:
     assert case["choice"]["exchange"] == "ranks"
     block = Case(**case["block"])
     settings = {"stacks": (1,), "num_ranks": 2, "fused_gradients": False}
-    for exchange in Exchange:
+    for exchange in (Exchange.ROWS, Exchange.RANKS):
         (planned,) = prediction.planned(block, cluster, exchanges=(exchange,), **settings)
         assert planned.exchange is exchange
     (planned,) = prediction.planned(block, cluster, exchanges=tuple(Exchange), **settings)

@@ -17,11 +17,13 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
+    NodeLayout,
     Pipeline,
     build,
     parse_stack,
     period,
     stack_to_text,
+    useful_exchanges,
     with_memory,
 )
 
@@ -200,3 +202,41 @@ def test_a_plan_has_an_exchange(tmp_path: Path) -> None:
     assert parse(*restart, "auto").pipeline.exchange is Exchange.RANKS
     with pytest.raises(BadInput, match="--ampipe-exchange rows: is not that of the plan"):
         parse(*restart, "rows")
+
+
+def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    nodes = ("--ampipe-exchange", "nodes")
+    assert parse(*nodes).ranks_per_node == 8
+    assert parse(*nodes, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+    automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
+    assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+    with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be a whole number of ranks"):
+        parse(*nodes, "--ampipe-ranks-per-node", "0")
+    for other in ((), ("--ampipe-exchange", "ranks")):
+        with pytest.raises(BadInput, match="--ampipe-ranks-per-node 4: has no effect with the exchange r"):
+            parse(*other, "--ampipe-ranks-per-node", "4")
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "ranks_per_node", "layout"),
+    [
+        (4, 1, 2, NodeLayout(2, 2)),
+        (8, 2, 8, NodeLayout(2, 4)),
+        (16, 1, 4, NodeLayout(4, 4)),
+        # On one node; one rank on each; not equally; experts over nodes; unknown.
+        (4, 1, 4, None),
+        (4, 2, 2, None),
+        (8, 1, 3, None),
+        (4, 4, 2, None),
+        (4, 1, None, None),
+    ],
+)
+def test_expert_parallel_ranks_are_spread_over_nodes(
+    expert: int, expert_tensor: int, ranks_per_node: int | None, layout: NodeLayout | None
+) -> None:
+    sizes = {"expert": expert, "expert_tensor": expert_tensor, "ranks_per_node": ranks_per_node}
+    assert NodeLayout.of(**sizes) == layout
+    useful = useful_exchanges(experts=expert, topk=2, dispatcher="alltoall", **sizes)
+    assert (Exchange.NODES in useful) == (layout is not None)
+    assert useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes) == (Exchange.ROWS,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -279,14 +280,15 @@ def test_rows_of_an_exchange_once_per_rank(expert: int, experts: int, topk: int,
     once = dataclasses.replace(block, exchange=Exchange.RANKS)
     assert block.rows_per_token == topk
     assert once.rows_per_token / block.rows_per_token == pytest.approx(left, abs=0.005)
-    assert block.saves_copies == (left < 1)
+    assert block.exchanges(8) == (Exchange.ROWS, Exchange.RANKS)[: 1 + (left < 1)]
 
 
 def test_an_exchange_once_per_rank_changes_what_is_sent_and_moved_alone() -> None:
     """32 experts on 2 ranks, top-8: almost always one row of a token goes to the other rank, not four."""
     block = workload(sequence_length=4096, expert=2, experts=32, topk=8)
     rows, once = (
-        CostModel(dataclasses.replace(block, exchange=exchange), cluster()) for exchange in Exchange
+        CostModel(dataclasses.replace(block, exchange=exchange), cluster())
+        for exchange in (Exchange.ROWS, Exchange.RANKS)
     )
     costs, costs_once = rows.stages((4096,)), once.stages((4096,))
     bytes_once = 4096 * block.rows_per_token / 8 * 0.999796 * (2048 + 16 * 4)
@@ -296,3 +298,29 @@ def test_an_exchange_once_per_rank_changes_what_is_sent_and_moved_alone() -> Non
     for kind in (kinds.EXPERT, kinds.ATTENTION, kinds.COUNTS):
         assert costs_once[Stage(kind, 0)] == costs[Stage(kind, 0)]
     assert once.stock() == rows.stock() and once.stock_exchanges() == rows.stock_exchanges()
+
+
+def test_an_exchange_once_per_node_has_two_hops() -> None:
+    """8 of 64 experts on 4 nodes of 4 ranks: 3.66 rows of a token for nodes, 6.75 for ranks."""
+    source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=4)
+    block = workload(sequence_length=4096, expert=16, experts=64, topk=8, exchange=Exchange.NODES)
+    model = CostModel(block, source)
+    costs = model.stages((4096,))
+    to_nodes, to_ranks = 4 * (1 - math.comb(48, 8) / math.comb(64, 8)), block.rows_per_token
+    assert (to_nodes, to_ranks) == (pytest.approx(3.66, abs=0.01), pytest.approx(6.75, abs=0.01))
+    figure = source.collective("all_to_all", across_nodes=True)
+    crossing = figure.time_us(4096 * to_nodes * 3 / 4 * (2048 + 4 * 16))
+    for kind in (kinds.DISPATCH, kinds.COMBINE):
+        assert costs[Stage(kind, 0)].forward == pytest.approx(crossing)
+        assert model.latency(kind) == figure.alpha_us
+    inside = source.collective("all_to_all", across_nodes=False)
+    handed_on = inside.time_us(4096 * to_ranks * 3 / 4 * (2048 + 4 * 4))
+    copied = source.compute.permute.time_us(2 * 4096 * to_ranks * 2048)
+    for kind in (kinds.SPREAD, kinds.COLLECT):
+        assert costs[Stage(kind, 0)] == (pytest.approx(handed_on + copied),) * 2
+        assert model.latency(kind) == inside.alpha_us
+    rows = CostModel(dataclasses.replace(block, exchange=Exchange.ROWS), source)
+    assert model.stock() == rows.stock()
+    assert costs[Stage(kinds.DISPATCH, 0)].forward < rows.stages((4096,))[Stage(kinds.DISPATCH, 0)].forward
+    with pytest.raises(BadInput, match="does not spread 16 expert-parallel ranks equally"):
+        CostModel(block, dataclasses.replace(source, ranks_per_node=16))

@@ -33,6 +33,7 @@ features = st.builds(
     shared=st.booleans(),
     ordered_routing=st.booleans(),
     chunked_qkv=st.booleans(),
+    nodes=st.booleans(),
 )
 names = st.sampled_from(SCHEDULE_NAMES)
 degrees = st.integers(1, 9)

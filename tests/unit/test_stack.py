@@ -48,6 +48,7 @@ features = st.builds(
     ordered_routing=st.booleans(),
     chunked_qkv=st.booleans(),
     reduces=st.booleans(),
+    nodes=st.booleans(),
     added=st.sampled_from([(), (DELAY, COPY), (AUDIT,)]),
 )
 

@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exchange = (
         "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "
-        "that has some of them), or both; ranks is measured in cases where it saves something"
+        "that has some of them), nodes (once to each node, with --nodes), or several of these; each is "
+        "measured in cases where it saves something"
     )
     wire = (
         f"what rows become while they travel: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from megatron_ampipe.schedule import KEEP, Exchange, of_chunks
-from megatron_ampipe.tools.measuring.grid import Case, saves_copies
+from megatron_ampipe.tools.measuring.grid import Case, exchanges_of_case
+from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
 
 
@@ -69,7 +70,7 @@ class BenchJob:
         Then what was planned for this case. An exchange that saves no copies in this case is left out, and so
         are strategies of the chunks of another degree.
         """
-        saves = saves_copies(self.cases[case_index], num_ranks=self.num_ranks)
+        useful = self.useful_exchanges(self.cases[case_index])
         rows = (
             # Layers that overlap nothing share no schedule, and keep and send everything as it is.
             found
@@ -85,10 +86,21 @@ class BenchJob:
             if len(of_chunks(memory)) in (1, cut.backward_degree)
             for exchange in self.exchanges
             for wire in self.wires
-            if saves or exchange is Exchange.ROWS
+            # Rows of two hops travel as they are.
+            if exchange in useful and (wire is None or exchange is not Exchange.NODES)
         )
         planned = self.planned[case_index] if self.planned else ()
         return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows), *planned)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks of a node; None where all have one network."""
+        nodes = parse_link(self.link).nodes
+        return None if nodes is None else nodes.ranks_per_node
+
+    def useful_exchanges(self, case: Case) -> tuple[Exchange, ...]:
+        """Which exchanges can be measured in a case."""
+        return exchanges_of_case(case, num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
 
     @property
     def num_processes(self) -> int:

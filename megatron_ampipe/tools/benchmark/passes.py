@@ -67,7 +67,13 @@ def measure(
     """
     on_cuda = job.device == "cuda"
     factory = BlockFactory(
-        case, rank=rank, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed, layers=job.layers
+        case,
+        rank=rank,
+        num_ranks=job.num_ranks,
+        on_cuda=on_cuda,
+        seed=job.seed,
+        layers=job.layers,
+        ranks_per_node=job.ranks_per_node,
     )
     link = parse_link(job.link)
     passes = _Passes(

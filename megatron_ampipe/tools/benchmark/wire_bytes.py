@@ -57,6 +57,10 @@ class _Routing(NamedTuple):
     row: Tensor
     probability_bytes: int
 
+    def bytes_of(self, row_bytes: int, probabilities: int) -> int:
+        """Of a row of so many bytes in a pass, with so many probabilities."""
+        return _EXCHANGES * row_bytes + _WITH_PROBABILITIES * probabilities * self.probability_bytes
+
 
 class Routings:
     """The routing of the latest pass through Megatron's layers.
@@ -105,15 +109,24 @@ class Routings:
         total = dict.fromkeys(CLASSES if nodes is not None else ["inter"], 0)
         for routing in self._found.values():
             by_rank = routing.map.unflatten(1, (-1, self._num_local_experts))
-            rows = by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)
-            probabilities = 1 if exchange is Exchange.ROWS else self._num_local_experts
-            with_probabilities = _WITH_PROBABILITIES * probabilities * routing.probability_bytes
+            rows = (by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)).sum(dim=0)
             parts: Sequence[Tensor] = [routing.row]
             if wire is not None:
                 parts = load_wire(wire).encode(routing.row, Trip(1, 0, "dispatch", Direction.FORWARD))
-            row_bytes = _EXCHANGES * sum(part.nbytes for part in parts) + with_probabilities
-            for peer, num_rows in enumerate(rows.sum(dim=0).tolist()):
-                if peer != rank:
+            sent = sum(part.nbytes for part in parts)
+            row_bytes = routing.bytes_of(sent, 1 if exchange is Exchange.ROWS else self._num_local_experts)
+            if exchange is Exchange.NODES:
+                assert nodes is not None
+                of_node = nodes.ranks_per_node * self._num_local_experts
+                by_node = routing.map.unflatten(1, (-1, of_node)).any(dim=2).sum(dim=0).tolist()
+                others = sum(by_node) - by_node[nodes.node_of(rank)]
+                total["inter"] += others * routing.bytes_of(sent, of_node)
+            for peer, num_rows in enumerate(rows.tolist()):
+                if exchange is Exchange.NODES:
+                    # Handed on by the rank of that node which has this rank's place.
+                    if (peer - rank) % nodes.ranks_per_node:
+                        total["intra"] += num_rows * row_bytes
+                elif peer != rank:
                     same = nodes is not None and nodes.node_of(peer) == nodes.node_of(rank)
                     total["intra" if same else "inter"] += num_rows * row_bytes
         return total

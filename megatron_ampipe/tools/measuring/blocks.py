@@ -78,6 +78,7 @@ class BlockFactory:
         on_cuda: Where the layers shall be.
         seed: Of the weights; the same on every rank.
         layers: How many such blocks follow one another, each with its own weights.
+        ranks_per_node: As in ``AMPipeConfig``.
 
     Attributes:
         stock: Megatron's own :class:`Layers`.
@@ -86,9 +87,17 @@ class BlockFactory:
     """
 
     def __init__(
-        self, case: Case, *, rank: int, num_ranks: int, on_cuda: bool, seed: int, layers: int = 1
+        self,
+        case: Case,
+        *,
+        rank: int,
+        num_ranks: int,
+        on_cuda: bool,
+        seed: int,
+        layers: int = 1,
+        ranks_per_node: int | None = None,
     ) -> None:
-        self._on_cuda = on_cuda
+        self._on_cuda, self._ranks_per_node = on_cuda, ranks_per_node
         self._config = _transformer_config(case, layers=layers, num_ranks=num_ranks, on_cuda=on_cuda)
         self.kernel = pinned_kernel(
             on_gpu=on_cuda, dtype=DTYPES[case.dtype], head_size=self._config.kv_channels
@@ -122,7 +131,9 @@ class BlockFactory:
             recorder: Records every stage; None records nothing.
             executor: In place of the one that a user gets.
         """
-        config = AMPipeConfig(pipeline=variant.pipeline, wire=variant.wire)
+        config = AMPipeConfig(
+            pipeline=variant.pipeline, wire=variant.wire, ranks_per_node=self._ranks_per_node
+        )
         context = AMPipeContext(
             config,
             recorder=recorder or Recorder(),

@@ -19,6 +19,7 @@ from typing import Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.records import read_record, refuse
+from megatron_ampipe.schedule import Exchange, useful_exchanges
 from megatron_ampipe.shipped import find_config
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -62,9 +63,16 @@ class Case:
     """Of parameters and activations."""
 
 
-def saves_copies(case: Case, *, num_ranks: int) -> bool:
-    """Whether a rank gets a token more than once from Megatron's dispatcher."""
-    return 1 < num_ranks < case.experts and case.topk > 1
+def exchanges_of_case(case: Case, *, num_ranks: int, ranks_per_node: int | None) -> tuple[Exchange, ...]:
+    """What the layers of a case can choose from; all but Megatron's own send fewer copies of a token."""
+    return useful_exchanges(
+        experts=case.experts,
+        expert=num_ranks,
+        expert_tensor=1,
+        topk=case.topk,
+        dispatcher="alltoall",
+        ranks_per_node=ranks_per_node,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
