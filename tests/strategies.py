@@ -3,7 +3,8 @@
 :func:`ampipe_time` is the closed form of AMPipe's appendix C, :class:`FsmoeLayer` the four cases of FSMoE
 section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1, :func:`mpipemoe_cost` its
 equation 10. Each takes times or sizes as its
-paper does. ``docs/planner.md`` shows where they differ from the simulator. Not used by ``ampipe plan``.
+paper does. ``docs/planner.md`` shows where they differ from the simulator. Plans of two hops name FSMoE's
+case (``plan/fsmoe.py``); the planner uses none of this to choose.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.fsmoe import fsmoe_case
 from megatron_ampipe.plan.workload import Workload
 
 
@@ -68,17 +70,7 @@ class FsmoeLayer:
 
     def case(self, degree: int) -> int:
         """Which of the four cases of section 4.2 a degree falls into, by the questions Q1 to Q7."""
-        exchange, gather, scatter, experts = self._parts(degree)
-        inside = gather + scatter
-        # What the experts, and what the links inside a node, have beyond the exchanges they can hide.
-        beyond = degree * experts - 2 * (degree - 1) * exchange
-        if exchange > gather:
-            if beyond > 0:
-                return 1 if self.reduction > beyond + inside else 2
-            return 1 if self.reduction > inside else 3
-        if degree * experts > (degree - 1) * inside:
-            return 1 if self.reduction > beyond + inside else 2
-        return 1 if self.reduction > degree * inside - 2 * (degree - 1) * exchange else 4
+        return fsmoe_case(*self._parts(degree), degree=degree, reduction=self.reduction)
 
     def time(self, degree: int) -> float:
         """The time of the MoE layer in the case that the degree falls into."""

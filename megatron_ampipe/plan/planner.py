@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan import fsmoe
 from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.plan_file import Plan
@@ -26,7 +27,7 @@ from megatron_ampipe.plan.search import (
     in_one_chunk,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, Exchange, build
+from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -107,7 +108,21 @@ def make_plans(
         return best
     compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
     reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
+    if best.chosen.exchange is Exchange.NODES:
+        reason += f" By FSMoE's inequalities: {_fsmoe(predictor.with_exchange(Exchange.NODES), best.chosen)}."
     return replace(best, chosen=replace(best.chosen, reason=reason))
+
+
+def _fsmoe(predictor: Predictor, plan: Plan) -> str:
+    """The cases of both directions, with one layer's stages."""
+    one = predictor.of_layers(1)
+    lengths = tuple(round(share * one.workload.rows) for share in plan.shares)
+    found = []
+    for direction in Direction:
+        degree = plan.schedule.degree_of(direction)
+        costs = one.costs(lengths, len(lengths) // degree, False)
+        found.append(fsmoe.described(costs, direction=direction, degree=degree))
+    return "; ".join(found)
 
 
 def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.plan.cluster import Overhead
+from megatron_ampipe.plan.cluster import Overhead, TransferCost
 from megatron_ampipe.plan.exact import best_order
 from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
@@ -267,3 +267,27 @@ def test_the_planner_chooses_the_exchange(topk: int, exchange: Exchange) -> None
     assert alone.predicted_ms is not None and found.predicted_ms is not None
     assert (found.predicted_ms < 0.9 * alone.predicted_ms) == (exchange is Exchange.RANKS)
     assert ("Exchange ranks: predicted are rows " in found.reason) == (exchange is Exchange.RANKS)
+
+
+def test_two_hops_are_chosen_where_they_are_faster_and_fsmoes_case_is_named() -> None:
+    """Two nodes of 8 ranks, 8 of 64 experts: half of what ``ranks`` sends between them at most."""
+    source = cluster("dgx-h100")
+    slow = dataclasses.replace(
+        source, inter={name: replace_rate(line, 40) for name, line in (source.inter or {}).items()}
+    )
+    block = workload(expert=16, experts=64, topk=8)
+    found = make_plan(Predictor(block, slow), full=False, exchanges=tuple(Exchange))
+    assert found.exchange is Exchange.NODES
+    assert "By FSMoE's inequalities: forward case 3, longest are transfers between nodes" in found.reason
+    # Where the links within a node are the slow ones, a second hop over them helps nothing.
+    assert source.intra is not None and source.inter is not None
+    turned = dataclasses.replace(
+        source, intra={name: replace_rate(line, 400) for name, line in source.intra.items()}
+    )
+    other = make_plan(Predictor(block, turned), full=False, exchanges=tuple(Exchange))
+    assert other.exchange is not Exchange.NODES and "FSMoE" not in other.reason
+
+
+def replace_rate(line: TransferCost, factor: float) -> TransferCost:
+    """The same collective, so many times slower for each byte."""
+    return dataclasses.replace(line, beta_us_per_mb=factor * line.beta_us_per_mb)
