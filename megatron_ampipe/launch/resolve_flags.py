@@ -85,7 +85,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         pipeline=_pipeline(args, shares, stack, exchange),
         automatic=args.ampipe_degree == AUTO,
         chooses_exchange=args.ampipe_exchange == AUTO,
-        ranks_per_node=_ranks_per_node(args, Exchange.NODES if args.ampipe_exchange == AUTO else exchange),
+        ranks_per_node=_ranks_per_node(args, exchange),
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
@@ -149,7 +149,7 @@ def _exchange(args: argparse.Namespace) -> Exchange:
 
 
 def _ranks_per_node(args: argparse.Namespace, exchange: Exchange) -> int | None:
-    """Ranks of a node, for this exchange."""
+    """Ranks of a node, for this exchange, or for one that is chosen or was chosen by an earlier run."""
     given = args.ampipe_ranks_per_node
     if given is not None and given < 1:
         raise BadInput(
@@ -158,7 +158,7 @@ def _ranks_per_node(args: argparse.Namespace, exchange: Exchange) -> int | None:
             rule="must be a whole number of ranks, at least 1",
             remedy="Give the number of GPUs of a node, or leave it out.",
         )
-    if given is not None and exchange is not Exchange.NODES:
+    if given is not None and exchange is not Exchange.NODES and args.ampipe_exchange != AUTO:
         raise BadInput(
             "--ampipe-ranks-per-node",
             given,

@@ -204,13 +204,21 @@ def test_a_plan_has_an_exchange(tmp_path: Path) -> None:
         parse(*restart, "rows")
 
 
-def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     nodes = ("--ampipe-exchange", "nodes")
     assert parse(*nodes).ranks_per_node == 8
     assert parse(*nodes, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
     assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+    file = tmp_path / "plan.yaml"
+    schedule = build("ampipe", degree=2, features=BlockFeatures(chunked_qkv=True))
+    Plan(schedule=schedule, shares=(0.5, 0.5), reason="chosen").write(file, head="a test")
+    # The same command line again, once a run has chosen another exchange.
+    restart = (*automatic, "--ampipe-save-plan", str(file), "--ampipe-ranks-per-node", "4")
+    assert parse(*restart).pipeline.exchange is Exchange.ROWS
     with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be a whole number of ranks"):
         parse(*nodes, "--ampipe-ranks-per-node", "0")
     for other in ((), ("--ampipe-exchange", "ranks")):
