@@ -248,3 +248,10 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     useful = useful_exchanges(experts=expert, topk=2, dispatcher="alltoall", **sizes)
     assert (Exchange.NODES in useful) == (layout is not None)
     assert useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes) == (Exchange.ROWS,)
+
+
+def test_two_hops_send_rows_as_they_are() -> None:
+    words = ("--ampipe-degree", "4", "--ampipe-wire", "fp8", "--ampipe-exchange")
+    assert parse(*words, "ranks").wire == "fp8"
+    with pytest.raises(BadInput, match="--ampipe-wire fp8: with --ampipe-exchange nodes, the second hop"):
+        parse(*words, "nodes")
