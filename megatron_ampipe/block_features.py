@@ -48,7 +48,13 @@ def features_of_settings(
         context_ranks=settings.context_parallel_size,
         shares_schedule=shares_schedule,
         flex=settings.moe_token_dispatcher_type == "flex",
+        latent=has_latent_experts(settings),
     )
+
+
+def has_latent_experts(settings: Any) -> bool:
+    """Whether experts work on fewer columns than the rest of the layer (``--moe-latent-size``)."""
+    return bool(getattr(settings, "moe_latent_size", None))
 
 
 def block_features(
@@ -62,6 +68,7 @@ def block_features(
     context_ranks: int,
     shares_schedule: bool = False,
     flex: bool = False,
+    latent: bool = False,
 ) -> BlockFeatures:
     """The features of a block.
 
@@ -75,6 +82,7 @@ def block_features(
         context_ranks: Over how many ranks context parallelism does.
         shares_schedule: Several layers share a schedule.
         flex: The flex dispatcher.
+        latent: Tokens are projected to fewer columns for the experts, and back.
     """
     has_capacity = capacity_factor is not None and capacity_factor >= 0
     chunked_qkv = context_ranks == 1 and (
@@ -89,6 +97,7 @@ def block_features(
         ordered_routing=has_capacity and not capacity_per_chunk,
         chunked_qkv=chunked_qkv,
         flex=flex,
+        latent=latent,
     )
 
 
@@ -105,6 +114,10 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
         return "with tensor parallelism, which tokens a capacity drops depends on the whole sequence"
     if settings.tensor_model_parallel_size > 1 and whole_attention:
         return "with tensor parallelism, attention of the whole sequence needs Megatron's order of the rows"
+    if settings.tensor_model_parallel_size > 1 and any(
+        getattr(settings, name, None) for name in ("moe_enable_routing_replay", "moe_routing_trace_path")
+    ):
+        return "with tensor parallelism, records of the routing need Megatron's order of the rows"
     if settings.recompute_granularity == "full":
         return "Megatron's full recompute works around one layer"
     return None

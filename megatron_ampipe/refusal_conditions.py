@@ -131,13 +131,6 @@ def trace_without_training(arguments: Any) -> object:
     return is_set("ampipe_trace_dir")(arguments)
 
 
-def pads_with_expert_bias(arguments: Any) -> object:
-    """Refuses padding to capacity together with an expert bias."""
-    if not getattr(arguments, "moe_router_enable_expert_bias", False):
-        return None
-    return is_set("moe_pad_expert_input_to_capacity")(arguments)
-
-
 def tensor_without_sequence_parallel(arguments: Any) -> object:
     """Refuses tensor parallelism without sequence parallelism."""
     if getattr(arguments, "sequence_parallel", False):
@@ -186,17 +179,20 @@ def unsupported_cp_comm_type(arguments: Any) -> object:
         return None
     chosen = getattr(arguments, "cp_comm_type", None)
     chosen = chosen if isinstance(chosen, list) else [chosen]
-    taken = {"all_gather", "p2p", *(["a2a"] if _ranks_divide_heads(arguments) else [])}
+    levels = getattr(arguments, "hierarchical_context_parallel_sizes", None) or [1]
+    taken = {"all_gather", "p2p"}
+    taken |= {"a2a"} if _divide_heads(arguments, arguments.context_parallel_size) else set()
+    taken |= {"a2a+p2p"} if _divide_heads(arguments, levels[0]) else set()
     return next((mode for mode in chosen if mode not in taken), None)
 
 
-def _ranks_divide_heads(arguments: Any) -> bool:
-    """Whether the heads of a rank are divisible by the context-parallel size, as ``a2a`` requires."""
+def _divide_heads(arguments: Any, ranks: int) -> bool:
+    """Whether the heads of a rank are divisible by the ranks that exchange heads."""
     tensor = getattr(arguments, "tensor_model_parallel_size", 1) or 1
     heads = [getattr(arguments, "num_attention_heads", None) or 1]
     if getattr(arguments, "group_query_attention", False):
         heads.append(getattr(arguments, "num_query_groups", None) or 1)
-    return all(number // tensor % arguments.context_parallel_size == 0 for number in heads)
+    return all(number // tensor % ranks == 0 for number in heads)
 
 
 def recomputes(*modules: str) -> Callable[[Any], object]:

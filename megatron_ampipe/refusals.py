@@ -24,12 +24,14 @@ class Refusal:
             supported.
         rule: Why it is refused, as one clause.
         remedy: What to use instead.
+        needs: What would have to be there for the combination to run; if nothing can be done, why.
     """
 
     setting: str
     applies: Callable[[Any], object]
     rule: str
     remedy: str
+    needs: str
 
 
 def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
@@ -79,6 +81,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda arguments: None if getattr(arguments, "num_experts", None) else "(not set)",
         "there is nothing to pipeline: the model has no MoE layer",
         "Set --num-experts, or train with --ampipe-degree 1.",
+        "nothing: no token is sent between ranks",
     ),
     Refusal(
         "--hybrid-layer-pattern",
@@ -86,97 +89,93 @@ REFUSALS: tuple[Refusal, ...] = (
         "there is nothing to pipeline: no attention layer (* or +) has an MoE layer (E) right after it in its"
         " pipeline stage",
         "Use a pattern such as M*EM*E, or train with --ampipe-degree 1.",
+        "a block that begins with a Mamba layer, whose state passes from chunk to chunk",
     ),
     Refusal(
         "--tensor-model-parallel-size",
         when.tensor_without_sequence_parallel,
         "Megatron supports MoE layers with tensor parallelism only together with sequence parallelism",
         "Add --sequence-parallel.",
+        "an MoE layer of Megatron that trains that way",
     ),
     Refusal(
         "--expert-model-parallel-size",
         when.expert_parallel_above_ranks,
         "is larger than the number of ranks of a pipeline stage",
         "Use at most the number of ranks divided by --pipeline-model-parallel-size.",
+        "more ranks",
     ),
     Refusal(
         "--moe-router-topk",
         when.topk_above_experts,
         "is larger than the number of experts",
         "Use at most the value of --num-experts.",
+        "more experts",
     ),
     Refusal(
         "--moe-apply-probs-on-input",
         when.probs_on_input_above_top1,
         "probabilities can be applied to the input only if every token has a single expert",
         "Use --moe-router-topk 1, or leave it out.",
+        "a meaning for a token with several experts; Megatron has none",
     ),
     Refusal(
         "--fp32-residual-connection",
         when.fp32_residual_with_local_layers,
         "Megatron's local layers do not support a residual in a different precision",
         "Use --transformer-impl transformer_engine, or leave it out.",
+        "local norms of Megatron that take another precision than their parameters",
     ),
     Refusal(
         "--ampipe-schedule",
         when.weights_apart_without_local_layers,
         "only the linear layers of --transformer-impl local can compute gradients of weights apart",
         "Use --transformer-impl local, or --ampipe-schedule ampipe and --ampipe-degree 4.",
+        "Transformer Engine's delayed weight gradients, kept for each chunk, not for each layer",
     ),
     Refusal(
         "--position-embedding-type",
         when.equal("position_embedding_type", "mrope"),
         "it needs the position ids of a multimodal model",
         "Use --position-embedding-type rope.",
+        "a data loader of Megatron's GPT script that makes such position ids",
     ),
     Refusal(
         "--cpu-offloading-num-layers",
         when.is_set("cpu_offloading_num_layers"),
         "activation offloading is not supported yet",
         _OFF,
+        "copies to the host as stages of a separate lane",
     ),
     Refusal(
         "--cp-comm-type",
         when.unsupported_cp_comm_type,
-        "AMPipe gathers keys and values; this can replace p2p, and a2a if the heads of a rank are divisible "
-        "by --context-parallel-size, but no other type",
+        "AMPipe gathers keys and values; this can replace p2p, and a2a and a2a+p2p if the heads of a rank "
+        "are divisible by the ranks that exchange heads, but no other type",
         "Use --cp-comm-type all_gather.",
+        "a division of the sequence that the method needs, as spans of chunks",
     ),
     Refusal(
         "--hybrid-context-parallel",
         when.is_set("hybrid_context_parallel"),
         "hybrid context parallelism is not supported",
         _OFF,
-    ),
-    Refusal(
-        "--hierarchical-context-parallel-sizes",
-        when.is_set("hierarchical_context_parallel_sizes"),
-        "hierarchical context parallelism is not supported",
-        "Use --cp-comm-type all_gather.",
+        "groups of ranks, and chunks, that change from micro-batch to micro-batch",
     ),
     Refusal(
         "--window-size",
         when.window_looks_ahead,
         "a window that includes later keys is not causal",
         "Use a second number of 0, for example --window-size 128,0.",
+        "chunks whose attention waits for the keys of the next chunk",
     ),
     Refusal(
         "--experimental-attention-variant",
         when.is_set("experimental_attention_variant"),
         "only softmax attention over all earlier tokens is supported",
         _OFF,
-    ),
-    Refusal(
-        "--softmax-type",
-        when.not_equal("softmax_type", "vanilla"),
-        "attention sinks are not supported",
-        "Use --softmax-type vanilla.",
-    ),
-    Refusal(
-        "--attention-output-gate",
-        when.is_set("attention_output_gate"),
-        "gated attention is not supported yet",
-        _OFF,
+        "stages for each variant: a state between chunks (gated delta net), an index over all keys "
+        "(sparse attention)",
     ),
     Refusal(
         "--reset-attention-mask",
@@ -184,12 +183,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron applies the mask of the data loader only in local layers, with one or two pipeline stages, "
         "without a window and without context parallelism",
         "Use --dataloader-inter-document-masking.",
+        "attention of Megatron that applies the mask there",
     ),
     Refusal(
         "--context-parallel-size",
         when.packs_documents_of_context_ranks,
         "chunks of packed documents are not supported with context parallelism yet",
         "Use --context-parallel-size 1, or leave out --sft and --dataloader-inter-document-masking.",
+        "Transformer Engine's division of every document over the ranks, as spans of chunks",
     ),
     Refusal(
         "--micro-batch-size",
@@ -197,6 +198,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "packed sequences are several documents already; more than one sequence is not supported with tensor "
         "parallelism, nor with fused rotary embeddings of latent attention",
         "Use --micro-batch-size 1 and a larger --seq-length.",
+        "an exchange of rows at both ends of a block: a rank then holds parts of several sequences",
     ),
     Refusal(
         "--moe-router-load-balancing-type",
@@ -204,12 +206,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
         "Use aux_loss, seq_aux_loss, global_aux_loss or none; or sinkhorn with --ampipe-router-scope chunk, "
         "which balances each chunk.",
+        "all tokens before the first is sent, which leaves nothing to overlap",
     ),
     Refusal(
         "--ampipe-router-scope",
         when.router_scope_without_router,
         "has no effect: Megatron's router looks at one token at a time",
         "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
+        "nothing: there is nothing that a scope would change",
     ),
     Refusal(
         "--moe-token-dispatcher-type",
@@ -217,24 +221,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "of its backends only deepep is supported, without --ampipe-memory: with others, chunks would share "
         "buffers",
         "Use --moe-flex-dispatcher-backend deepep, or --moe-token-dispatcher-type alltoall.",
-    ),
-    Refusal(
-        "--moe-expert-capacity-factor",
-        when.negative("moe_expert_capacity_factor"),
-        "Megatron treats a negative factor as no capacity limit",
-        "Leave it out for no capacity limit, or use for example 1.25.",
+        "buffers for each chunk in flight; for ncclep also an interface to test against",
     ),
     Refusal(
         "--moe-aux-loss-coeff",
         when.negative("moe_aux_loss_coeff"),
         "Megatron silently ignores a loss with a negative coefficient",
         "Use for example 0.01, or leave it out.",
+        "a meaning of negative coefficients in Megatron",
     ),
     Refusal(
         "--moe-z-loss-coeff",
         when.negative("moe_z_loss_coeff"),
         "with a negative coefficient the loss would increase the logits that it should keep small",
         "Use for example 0.001, or leave it out.",
+        "a use for it",
     ),
     Refusal(
         "--moe-token-drop-policy",
@@ -242,90 +243,91 @@ REFUSALS: tuple[Refusal, ...] = (
         "dropping by probability needs the scores of all tokens before any token can be sent",
         "Use --moe-token-drop-policy position, which is exact, or --ampipe-capacity-scope chunk, which "
         "drops different tokens than stock Megatron.",
+        "all tokens before the first is sent, which leaves nothing to overlap",
     ),
     Refusal(
         "--ampipe-capacity-scope",
         when.capacity_scope_without_capacity,
         "has no effect without an expert capacity",
         "Add --moe-expert-capacity-factor, or leave it out.",
+        "nothing: there is nothing that a scope would change",
     ),
     Refusal(
         "--skip-train",
         when.auto_degree_without_training,
         "degrees are measured in training iterations, and there are none",
         "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans without measuring.",
+        "nothing: nothing is measured",
     ),
     Refusal(
         "--ampipe-trace-dir",
         when.trace_without_training,
         "has no effect with --skip-train: only training iterations are recorded",
         "Leave it out.",
-    ),
-    Refusal(
-        "--moe-pad-expert-input-to-capacity",
-        when.pads_with_expert_bias,
-        "the stock router counts padding as tokens when it updates the expert bias, AMPipe does not",
-        "Leave it out; then only the kept tokens are sent.",
-    ),
-    Refusal(
-        "--moe-routing-trace-path",
-        when.is_set("moe_routing_trace_path"),
-        "it records the calls of the stock router, and chunks call the router differently",
-        _OFF,
+        "a trace of evaluations",
     ),
     Refusal(
         "--moe-router-padding-for-fp8",
         when.is_set("moe_router_padding_for_fp8"),
         "padding for quantization is not supported yet",
         _OFF,
+        "8-bit training",
     ),
     Refusal(
-        "--qk-clip", when.is_set("qk_clip"), "AMPipe's attention does not return the maximum logit", _OFF
+        "--qk-clip",
+        when.is_set("qk_clip"),
+        "AMPipe's attention does not return the maximum logit",
+        _OFF,
+        "the largest score of each head from the kernels of chunks",
     ),
     Refusal(
         "--log-max-attention-logit",
         when.is_set("log_max_attention_logit"),
         "AMPipe's attention does not return the maximum logit",
         _OFF,
-    ),
-    Refusal("--moe-latent-size", when.is_set("moe_latent_size"), "latent MoE is not supported yet", _OFF),
-    Refusal(
-        "--moe-router-force-biased",
-        when.is_set("moe_router_force_biased"),
-        "random routing would differ from that of a stock run",
-        _OFF,
-    ),
-    Refusal(
-        "--moe-enable-routing-replay",
-        when.is_set("moe_enable_routing_replay"),
-        "routing replay is not supported",
-        _OFF,
+        "the largest score of each head from the kernels of chunks",
     ),
     Refusal(
         "--moe-router-padding-for-quantization",
         when.is_set("moe_router_padding_for_quantization"),
         "padding for quantization is not supported yet",
         _OFF,
+        "8-bit training",
     ),
-    Refusal("--fp8-format", when.is_set("fp8"), "8-bit training is not supported yet", "Use --bf16."),
-    Refusal("--fp4-format", when.is_set("fp4"), "4-bit training is not supported yet", "Use --bf16."),
+    Refusal(
+        "--fp8-format",
+        when.is_set("fp8"),
+        "8-bit training is not supported yet",
+        "Use --bf16.",
+        "scaling factors that the chunks of a layer share, tested on a GPU",
+    ),
+    Refusal(
+        "--fp4-format",
+        when.is_set("fp4"),
+        "4-bit training is not supported yet",
+        "Use --bf16.",
+        "scaling factors that the chunks of a layer share, tested on a GPU",
+    ),
     Refusal(
         "--te-precision-config-file",
         when.is_given("te_precision_config_file"),
         _QUANTIZED,
         "Leave it out and use --bf16.",
+        "weights that are quantized once for all chunks of an iteration, tested on a GPU",
     ),
     Refusal(
         "--kitchen-config-file",
         when.is_given("kitchen_config_file"),
         _QUANTIZED,
         "Leave it out and use --bf16.",
+        "the same, and the library, which is internal to NVIDIA",
     ),
     Refusal(
         "--kitchen-recipe-number",
         when.is_given("kitchen_recipe_number"),
         _QUANTIZED,
         "Leave it out and use --bf16.",
+        "the same, and the library, which is internal to NVIDIA",
     ),
     Refusal(
         "--ampipe-ranks-per-node",
@@ -333,6 +335,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--ampipe-exchange nodes needs expert-parallel ranks that are spread equally over several nodes, "
         "with several of them on each",
         "Use --ampipe-exchange ranks, or say how many ranks a node has.",
+        "groups of ranks for nodes that hold different numbers of expert-parallel ranks",
     ),
     Refusal(
         "--ampipe-exchange",
@@ -340,12 +343,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "no rank gets a token twice: that needs several expert-parallel ranks with several experts each (for "
         "nodes: several ranks on each of several nodes), a top-k above 1 and the dispatcher alltoall",
         "Use --ampipe-exchange rows.",
+        "nothing: every row is sent once already",
     ),
     Refusal(
         "--ampipe-grad-reduce",
         when.places_no_reductions,
         "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward passes",
         "Add --overlap-grad-reduce, or leave it out.",
+        "nothing: there is nothing left to place",
     ),
     Refusal(
         "--num-distributed-optimizer-instances",
@@ -353,12 +358,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "several instances reduce gradients on a separate stream, which --ampipe-grad-reduce placed does not "
         "hold back",
         "Use --ampipe-grad-reduce stock.",
+        "reductions of all instances on a stream that the schedule orders",
     ),
     Refusal(
         "--ampipe-wire",
         when.wire_has_nothing_to_encode,
         "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
         "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
+        "an encoding of the rows of the other dispatchers, whose libraries send them",
     ),
     Refusal(
         "--ampipe-condense",
@@ -367,12 +374,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "weighted, not their inputs",
         "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
         "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
+        "a comparison of tokens that knows where documents begin, and the rows of other dispatchers",
     ),
     Refusal(
         "--recompute-modules",
         when.recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
+        "outputs that are released after the last stage that reads them, and stages that compute them again",
     ),
     Refusal(
         "--ampipe-memory",
@@ -380,42 +389,42 @@ REFUSALS: tuple[Refusal, ...] = (
         "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
         "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
         "core_attn.",
+        "nothing: there is nothing left to save",
     ),
     Refusal(
         "--cuda-graph-impl",
         when.not_equal("cuda_graph_impl", "none"),
         "CUDA graphs are not supported",
         "Use --cuda-graph-impl none.",
+        "graphs of single stages, and numbers of tokens that the host need not read",
     ),
     Refusal(
         "--fine-grained-activation-offloading",
         when.is_set("fine_grained_activation_offloading"),
         "activation offloading is not supported yet",
         _OFF,
+        "copies to the host as stages of a separate lane",
     ),
     Refusal(
         "--mlp-chunks-for-training",
         when.above_one("mlp_chunks_for_training"),
         "AMPipe already splits the MLP into chunks",
         "Leave it out.",
+        "nothing: Megatron would route, and count losses, by its own chunks",
     ),
     Refusal(
         "--use-megatron-fsdp",
         when.is_set("use_megatron_fsdp"),
         "fully sharded parameters are not supported",
         "Use --use-distributed-optimizer.",
+        "gathers of parameters as stages of a lane",
     ),
     Refusal(
         "--use-torch-fsdp2",
         when.is_set("use_torch_fsdp2"),
         "fully sharded parameters are not supported",
         "Use --use-distributed-optimizer.",
-    ),
-    Refusal(
-        "--fused-residual-rmsnorm",
-        when.is_set("fused_residual_rmsnorm"),
-        "norms that are fused with the residual connection are not supported yet",
-        _OFF,
+        "gathers of parameters as stages of a lane",
     ),
 )
 """All combinations that this version refuses; no other module refuses one."""

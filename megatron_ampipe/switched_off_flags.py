@@ -1,4 +1,4 @@
-"""Megatron's other overlaps, which AMPipe switches off. Imports neither torch nor Megatron.
+"""Megatron's other overlaps, and a fusion, which AMPipe switches off. Imports neither torch nor Megatron.
 
 Called by ``launch`` after parsing, before Megatron validates its arguments.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOffFlag:
-    """A flag that only requests a different overlap: without it the run computes the same function.
+    """A flag that requests a different overlap or a fusion: without it the run computes the same function.
 
     Attributes:
         setting: The Megatron flag.
@@ -36,6 +36,10 @@ SWITCHED_OFF: tuple[SwitchedOffFlag, ...] = (
     SwitchedOffFlag("--ep-overlap-early-attn-memory-release", _SAME_EXCHANGES),
     SwitchedOffFlag("--overlap-dispatch-backward-with-experts-wgrad", _SAME_WEIGHTS),
     SwitchedOffFlag("--delay-wgrad-compute", _SAME_WEIGHTS),
+    SwitchedOffFlag(
+        "--fused-residual-rmsnorm",
+        "stages call the norm and the residual addition one after the other, with the same result",
+    ),
 )
 """The flags that are switched off if layers are pipelined; the start-up table has a line for each."""
 

@@ -203,7 +203,7 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     """Position dropping keeps the tokens that a CapacityCounter keeps over two chunks."""
     import torch
 
-    from megatron_ampipe.layers.router import CapacityCounter
+    from megatron_ampipe.layers.capacity import CapacityCounter
 
     scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
     routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
@@ -287,7 +287,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.Attention",
-        "layers/chunk_attention.py",
+        "layers/chunk_attention.py layers/attention_extras.py layers/megatron_stages.py",
         "`forward` is mirrored around core attention",
         "rotary embedding, scale or projection differ from stock",
         (
@@ -295,8 +295,11 @@ INTERNALS = [
             sets("hidden_size_per_attention_head", "checkpoint_core_attention"),
             says(
                 "(self.linear_proj)(core_attn_out)",
+                "output_gate=self.config.attention_output_gate",
+                "self._apply_output_gate(core_attn_out, gate)",
                 method="forward",
             ),
+            begins_with("x", "gate", method="_apply_output_gate"),
         ),
     ),
     Internal(
@@ -314,6 +317,7 @@ INTERNALS = [
         (
             begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
             says("return (query, key, value)", method="get_query_key_value_tensors"),
+            says("return (query, key, value, gate)", method="get_query_key_value_tensors"),
         ),
     ),
     Internal(
@@ -338,7 +342,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.dot_product_attention.DotProductAttention",
-        "layers/chunk_attention.py launch/host/core_attention.py",
+        "layers/chunk_attention.py layers/attention_extras.py launch/host/core_attention.py",
         (
             "tells a local layer from one of Transformer Engine; scale and dropout are read; the "
             "host platform subclasses it"
@@ -350,6 +354,7 @@ INTERNALS = [
             says("if not self.config.sequence_parallel:", "get_cuda_rng_tracker().fork()", method="forward"),
             says("config.context_parallel_size == 1", method="__init__"),
             takes("softmax_scale", "pg_collection", method="__init__"),
+            says("self.softmax_offset", method="forward"),
         ),
     ),
     Internal(
@@ -688,17 +693,55 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.get_capacity",
-        "layers/router.py",
+        "layers/router.py layers/capacity.py",
         "capacity of the whole block",
         "other tokens dropped",
         (begins_with("num_tokens", "num_experts", "capacity_factor"), behaves(_rounds_capacity_up)),
     ),
     Internal(
-        "core.transformer.moe.moe_utils.apply_router_token_dropping",
-        "layers/router.py layers/gates launch/host/megatron.py launch/host/dropping.py",
+        "core.transformer.moe.moe_utils",
+        "layers/router.py",
+        "random logits, and the bias of `--moe-router-force-biased`, which a block draws once",
+        "random routing has another distribution",
+        (has("apply_random_logits", "RandomSTEShared"),),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.apply_biased_logits",
+        "layers/router.py",
+        "what a chunk does in place of it: random logits for every token, one bias for the block",
+        "random routing has another distribution",
         (
-            "what `CapacityLedger` reproduces; called for a capacity per chunk; its ties are broken by index "
-            "on the host platform"
+            begins_with("logits", "std", "layer_number"),
+            says("apply_random_logits(logits)", "RandomSTEShared.apply(logits, std, layer_number)"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.router_replay.RouterReplay",
+        "layers/routing_records.py",
+        "mirrored for the tokens of a chunk",
+        "a replay prescribes or records other experts",
+        (
+            begins_with("scores", "topk", "num_groups", "group_topk", method="get_replay_topk"),
+            sets("target_topk_idx", "router_replay_action", "replay_backward_list"),
+            begins_with("topk_indices", method="record_indices"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.router_trace.RouterTracer",
+        "layers/routing_records.py",
+        "its hook is called once for all chunks of a block",
+        "`--moe-routing-trace-path` writes nothing",
+        (
+            says("module.register_forward_hook(self.make_hook(module_name))", method="register_hooks"),
+            says("len(outputs) != 2", method="_record"),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.moe_utils.apply_router_token_dropping",
+        "layers/capacity.py layers/gates launch/host/megatron.py launch/host/dropping.py",
+        (
+            "what `CapacityCounter` reproduces; called for a capacity per chunk; its ties are broken by "
+            "index on the host platform"
         ),
         "other tokens dropped",
         (
@@ -1351,6 +1394,13 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.moe_layer",
+        "launch/host/latent_projection.py",
+        "the linear layer before and after latent experts is replaced here",
+        "`--moe-latent-size` fails on a CPU host",
+        (has("HAVE_TE", "TELinear"),),
+    ),
+    Internal(
         "core.tensor_parallel.mappings._gather_along_first_dim",
         "launch/host/megatron.py launch/host/uneven_collectives.py",
         "replaced: gloo gathers equal parts only",
@@ -1386,7 +1436,10 @@ INTERNALS = [
         "launch/host/hybrid_layers.py",
         "its names of the package mamba-ssm are replaced by torch functions",
         "Mamba layers fail on a CPU host",
-        (has("HAVE_MAMBA_SSM", "mamba_split_conv1d_scan_combined", "ExtendedRMSNorm"),),
+        (
+            has("HAVE_MAMBA_SSM", "mamba_split_conv1d_scan_combined", "ExtendedRMSNorm"),
+            has("_check_mamba_sequence_packing_support"),
+        ),
     ),
     Internal(
         "core.ssm.mamba_mixer.MambaMixer",

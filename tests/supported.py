@@ -48,8 +48,8 @@ the stock run, also with `--sft`.
 SWITCHED_OFF_HEAD = """\
 ## Switched off
 
-With `--ampipe-degree` above 1 these flags, which only request another overlap, are switched off. The
-start-up table lists them.
+With `--ampipe-degree` above 1 these flags, which request another overlap or a fusion and change no result,
+are switched off. The start-up table lists them.
 
 | setting | why |
 |---|---|\
@@ -65,14 +65,18 @@ with exit code 2.
 NOT_BITWISE = """\
 ## Same distribution, but different random numbers
 
-Hidden and attention dropout, `--moe-input-jitter-eps` and `--moe-router-force-load-balancing` draw random
-numbers for each chunk. A run is reproducible from its seed, also with recompute, but differs from the stock
-run with the same seed.
+Hidden and attention dropout, `--moe-input-jitter-eps`, `--moe-router-force-load-balancing` and the random
+logits of `--moe-router-force-biased` draw random numbers for each chunk. A run is reproducible from its seed,
+also with recompute, but differs from the stock run with the same seed.
 """
 
 
 def _model(name: str, *values: object) -> Callable[[Case], bool]:
     return lambda case: name in case.model and (not values or case.model[name] in values)
+
+
+def _both(*names: str) -> Callable[[Case], bool]:
+    return lambda case: all(case.model.get(name) for name in names)
 
 
 def _parallel(*names: str) -> Callable[[Case], bool]:
@@ -111,6 +115,8 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("grouped-query and multi-query attention", _model("num_query_groups")),
     ("multi-head latent attention", _model("multi_latent_attention", True)),
     ("sliding window", _model("window_size")),
+    ("attention sinks", _model("softmax_type", "learnable", "off-by-one")),
+    ("output gate of attention", _model("attention_output_gate", True)),
     ("RoPE", lambda case: case.rope),
     ("documents that share a sequence, packed or masked", lambda case: bool(case.documents)),
     ("query-key norm", _model("qk_layernorm", True)),
@@ -129,6 +135,13 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("per-token loss", _model("calculate_per_token_loss", True)),
     ("capacity, dropping by position", _model("moe_token_drop_policy", "position")),
     ("capacity with padding", _model("moe_pad_expert_input_to_capacity", True)),
+    (
+        "capacity with padding and expert bias",
+        _both("moe_pad_expert_input_to_capacity", "moe_router_enable_expert_bias"),
+    ),
+    ("latent experts", _model("moe_latent_size")),
+    ("routing replay, and hooks of routers", lambda case: case.replay is not None),
+    ("random routing with a bias of the experts", _model("moe_router_force_biased")),
     ("flex dispatcher, over a stand-in of DeepEP", _model("moe_token_dispatcher_type", "flex")),
     ("all-gather dispatcher", _model("moe_token_dispatcher_type", "allgather")),
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
@@ -166,9 +179,9 @@ def render() -> Iterator[str]:
     for flag in SWITCHED_OFF:
         yield f"| `{flag.setting}` | {flag.reason} |"
     yield f"\n{REFUSED_HEAD}"
-    yield "| setting | why | instead |\n|---|---|---|"
+    yield "| setting | why | instead | what would be needed |\n|---|---|---|---|"
     for refusal in REFUSALS:
-        yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} |"
+        yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} | {refusal.needs} |"
 
 
 if __name__ == "__main__":

@@ -287,10 +287,12 @@ def _nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
-    if not args.moe_router_force_load_balancing:
+    biased = getattr(args, "moe_router_force_biased", None) is not None
+    if not (args.moe_router_force_load_balancing or biased):
         return []
+    flag = "--moe-router-force-biased" if biased else "--moe-router-force-load-balancing"
     note = (
-        "--moe-router-force-load-balancing: routing is random, which is for benchmarks. Each chunk draws its "
+        f"{flag}: routing is random, which is for benchmarks. Each chunk draws its "
         "own numbers: the distribution is that of a stock run, the numbers are not"
     )
     return [("warning", note)]
@@ -316,6 +318,7 @@ def _attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str,
         latent=args.multi_latent_attention,
         dropout=args.attention_dropout > 0,
         window=args.window_size is not None,
+        sinks=getattr(args, "softmax_type", "vanilla") != "vanilla",
     )
     return "attention", describe_kernel(choice.name), choice.reason
 

@@ -143,6 +143,8 @@ def _packing(batch: Batch) -> PackedSeqParams | None:
         max_seqlen_kv=longest,
         local_cp_size=int(local_cp_size.item()) if local_cp_size is not None else None,
         cp_group=batch["hybrid_cp_group"],
+        # From it follows the document of every row, which Mamba layers ask for.
+        total_tokens=int(bounds[-1].item()) if args.hybrid_layer_pattern is not None else None,
         tokens_per_sample=args.seq_length,
     )
 

@@ -210,16 +210,14 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         if (value := getattr(args, flag.replace("-", "_"), None)) is not None
     }
     if values.get("moe-expert-capacity-factor", 0.0) < 0:
-        # Megatron treats a negative factor as none; AMPipe does not refuse it at degree 1.
+        # Megatron treats a negative factor as none.
         del values["moe-expert-capacity-factor"]
     if getattr(args, "ampipe_recomputes", False):
         # Set aside: the layers recompute in place of Megatron.
         values["recompute-granularity"] = "full"
     pattern = HybridPattern.of_arguments(args)
-    if pattern is not None and pattern.runs:
-        # Pairs share schedules in runs; the longest run is planned for, in every stage.
-        stages = args.pipeline_model_parallel_size
-        run = max(pattern.runs, key=lambda one: (sum(one), len(one)))
-        values["num-layers"], values["moe-layer-freq"] = len(run) * stages, list(map(int, run)) * stages
+    if pattern is not None and not pattern.runs:
+        # Nothing is pipelined.
+        del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
     return ModelFile(Path("arguments"), values, {}, _capacity_scope(args))

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.block_features import has_latent_experts
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.deep_ep import DeepEPChunk
 from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
@@ -67,6 +68,7 @@ class BlockModules:
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.dense = not moe_layer.is_moe_layer
+        self.is_latent = not self.dense and has_latent_experts(moe_layer.config)
         self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
         self._ranks_per_node = ranks_per_node
         self.recomputed_stages = self._take_over_recompute()
@@ -96,6 +98,11 @@ class BlockModules:
         result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
         return result
 
+    @property
+    def has_router_hook(self) -> bool:
+        """Whether somebody looks at what the router gives, such as ``--moe-routing-trace-path``."""
+        return not self.dense and bool(self.moe.router._forward_hooks)
+
     @cached_property
     def _stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
         """The modules with parameters that each kind of stage calls."""
@@ -117,9 +124,10 @@ class BlockModules:
             used[kinds.MLP] = [moe]
         else:
             used |= {
-                kinds.ROUTE: [moe.router],
+                kinds.ROUTE: [moe.router, *([moe.fc1_latent_proj] if self.is_latent else [])],
                 kinds.SHARED: [moe.shared_experts],
                 kinds.EXPERT: [moe.experts],
+                kinds.MERGE: [moe.fc2_latent_proj] if self.is_latent else [],
             }
         return {kind: [module for module in modules if module is not None] for kind, modules in used.items()}
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.layers.attention_extras import gate_option, has_sinks, join_gate, read_sinks
 from megatron_ampipe.layers.document_reader import rotary_of_documents
 from megatron_ampipe.layers.kernel_choice import choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
@@ -58,8 +59,8 @@ def project_qkv(
         documents: Of the micro-batch, if rows attend to their own document only.
 
     Returns:
-        Queries ``[R, B, H, C]``; keys ``[R, B, G, C]`` and values ``[R, B, G, V]``, under context parallelism
-        those of the whole sequence.
+        Queries ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]`` (:func:`.join_gate`); keys
+        ``[R, B, G, C]`` and values ``[R, B, G, V]``, under context parallelism those of the whole sequence.
     """
     rows = functools.partial(rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
@@ -67,8 +68,11 @@ def project_qkv(
             query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
-        query, key, value = attention.get_query_key_value_tensors(normed, None)
+        query, key, value, *gate = attention.get_query_key_value_tensors(
+            normed, None, **gate_option(attention)
+        )
         query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, rows))
+        query = join_gate(query, *gate)
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
@@ -190,7 +194,7 @@ class ChunkAttention:
         self._kernel = None if kernel == "te" else KERNELS[kernel]
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
-        self._dropout = config.attention_dropout
+        self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
         self._sequence_parallel = config.sequence_parallel
         self._window: int | None = None
         if is_layer_window_attention(
@@ -237,6 +241,8 @@ class ChunkAttention:
         settings: Any = {
             "scale": self._scale, "dropout": dropout, "window": self._window, "sums": sums,
         }  # fmt: skip
+        if self._has_sinks:
+            settings["sinks"] = read_sinks(self._core)
         with fork:
             if documents is None:
                 return self._kernel(query, key, value, spans=spans, **settings)
@@ -284,4 +290,5 @@ def kernel_of(attention: Attention, *, on_gpu: bool, documents: bool = False) ->
         latent=isinstance(attention, MultiLatentAttention),
         dropout=config.attention_dropout > 0,
         window=config.window_size is not None,
+        sinks=has_sinks(config),
     ).name

@@ -41,6 +41,7 @@ def choose_kernel(
     latent: bool = False,
     dropout: bool = False,
     window: bool = False,
+    sinks: bool = False,
 ) -> KernelChoice:
     """Choose the kernel for all chunks of a layer.
 
@@ -59,10 +60,16 @@ def choose_kernel(
         latent: Latent attention: values may have a different head size than keys.
         dropout: Attention dropout is used.
         window: Sliding-window attention is used.
+        sinks: The softmax has one more score (``--softmax-type``).
     """
     if not local and not context_parallel and not documents:
         return KernelChoice("te")
-    features = {"latent attention": latent, "attention dropout": dropout, "sliding window": window}
+    features = {
+        "latent attention": latent,
+        "attention dropout": dropout,
+        "sliding window": window,
+        "attention sinks": sinks,
+    }
     used = [name for name, is_used in features.items() if is_used]
     if not on_gpu:
         if not used and compat.has_cpu_flash():
@@ -72,7 +79,7 @@ def choose_kernel(
         return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
     if used:
         # The public function of flash-attn supports dropout and windows.
-        name = "flash-attn" if compat.has_flash_attn() and not latent else "sdpa"
+        name = "flash-attn" if compat.has_flash_attn() and not latent and not sinks else "sdpa"
         return KernelChoice(name, f"merged flash kernels: {_unsupported(used)}")
     assert head_size is not None
     return _fastest_kernel(compat.current_gpu(), head_size, documents=documents)

@@ -50,6 +50,11 @@ class LayerRun:
         config, pipeline = self._blocks[0].modules.config, self._context.pipeline
         if boundary(config, whole_attention=pipeline.whole_attention) is not None:
             return 1
+        if config.tensor_model_parallel_size > 1 and any(
+            block.modules.has_router_hook for block in self._blocks
+        ):
+            # As for the records of the routing that only the arguments of a launch know.
+            return 1
         return pipeline.stack_of(len(self._blocks))
 
 

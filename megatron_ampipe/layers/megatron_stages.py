@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_ampipe.layers.attention_extras import split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import (
     ChunkAttention,
@@ -88,8 +89,13 @@ class MegatronStages:
     def _begin(self) -> None:
         modules = self._modules
         if not modules.dense:
+            rows = sum(span.length for span in self._whole.hidden)
             self._routing = modules.moe.router.begin_block(
-                self._num_tokens, per_chunk=modules.capacity_per_chunk
+                self._num_tokens,
+                per_chunk=modules.capacity_per_chunk,
+                first_tokens=[
+                    chunk.hidden[0].local_start * (self._num_tokens // rows) for chunk in self.chunks
+                ],
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
             dispatcher = modules.dispatcher(self._kind_of_exchange)
@@ -102,6 +108,7 @@ class MegatronStages:
         found._is_again = True
         found._begin()
         if not self._modules.dense:
+            found._routing.forced_bias = self._routing.forced_bias
             for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
                 copy_counts(first, second)
         return found
@@ -174,7 +181,10 @@ class MegatronStages:
         modules = self._modules
         layer = modules.attention_layer
         spans, documents = self._rows_of(chunk).queries, self._documents
+        query, gate = split_gate(query, layer.self_attention)
         context = self._attend(query, key, value, spans=spans, documents=documents, sums=sums)
+        if gate is not None:
+            context = layer.self_attention._apply_output_gate(context, gate)
         output_with_bias = layer.self_attention.linear_proj(context)
         residual = modules.add_residual(layer.self_attn_bda, output_with_bias, hidden)
         return residual, modules.moe_layer.pre_mlp_layernorm(residual)
@@ -186,7 +196,7 @@ class MegatronStages:
         """
         probs, routing_map, logits = self._modules.moe.router(normed, block=self._routing, chunk=chunk)
         dispatcher = self._dispatchers[chunk]
-        tokens, token_probs = dispatcher.dispatch_preprocess(normed, routing_map, probs)
+        tokens, token_probs = dispatcher.dispatch_preprocess(self._narrowed(normed), routing_map, probs)
         return tokens, token_probs, logits
 
     def condense(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
@@ -204,6 +214,14 @@ class MegatronStages:
         self._condensed[chunk], dispatcher.counts = found, found.counts
         # The probability of a token that takes another one's result is its own.
         return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), probs.clone()
+
+    def _narrowed(self, normed: Tensor) -> Tensor:
+        """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
+        if not self._modules.is_latent:
+            return normed
+        narrowed: Tensor
+        narrowed, _ = self._modules.moe.fc1_latent_proj(normed)
+        return narrowed
 
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
@@ -266,7 +284,7 @@ class MegatronStages:
 
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
-        return (self._dispatchers[chunk].tokens_again(normed),)
+        return (self._dispatchers[chunk].tokens_again(self._narrowed(normed)),)
 
     def rebuild(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
         """The experts once more without their last product, for ``inner``."""
@@ -286,10 +304,12 @@ class MegatronStages:
 
     def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
+        modules = self._modules
         output = self._dispatchers[chunk].combine_postprocess(combined)
+        if modules.is_latent:
+            output, _ = modules.moe.fc2_latent_proj(output)
         for part in shared:
             output = output + part
-        modules = self._modules
         return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
 
     def mlp(self, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:

@@ -133,6 +133,7 @@ class PipelinedBlock:
             or config.hidden_dropout
             or config.moe_input_jitter_eps
             or config.moe_router_force_load_balancing
+            or getattr(config, "moe_router_force_biased", None)
             or self._context.gate
             or self._context.added
         )

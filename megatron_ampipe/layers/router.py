@@ -9,72 +9,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import (
-    apply_router_token_dropping,
-    compute_routing_scores_for_aux_loss,
-    get_capacity,
-)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, get_capacity
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers.capacity import Capacity, CapacityCounter, ChunkCapacity
+from megatron_ampipe.layers.routing_records import ChunkReplay, Hook, JoinedChunks, hook_of_block
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
-
-
-class Capacity(Protocol):
-    """Decides which tokens of a chunk are within the experts' capacity; one object per block and pass."""
-
-    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """The kept entries of ``routing_map`` ``[tokens, E]``; called once per chunk, in order."""
-        ...
-
-
-class CapacityCounter:
-    """Counts how much of each expert's capacity the chunks of a block have used so far.
-
-    Dropping by position keeps an expert's first ``capacity`` tokens of the sequence, so a count that is
-    carried from chunk to chunk, in order, keeps exactly the tokens that are kept without chunks.
-
-    Args:
-        capacity: Tokens per expert, for the whole sequence.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._used: Tensor | int = 0
-
-    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """See :class:`Capacity`."""
-        position = routing_map.long().cumsum(dim=0) + self._used
-        self._used = position[-1]
-        return routing_map & (position <= self._capacity)
-
-
-class ChunkCapacity:
-    """A separate capacity for every chunk, in proportion to its tokens. A stock run drops other tokens.
-
-    Args:
-        topk: Experts per token.
-        factor: Megatron's capacity factor.
-        policy: Megatron's drop policy.
-    """
-
-    def __init__(self, *, topk: int, factor: float, policy: str) -> None:
-        self._topk, self._factor, self._policy = topk, factor, policy
-
-    def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
-        """See :class:`Capacity`."""
-        with torch.no_grad():
-            _, kept = apply_router_token_dropping(
-                probs, routing_map, self._topk, self._factor, drop_policy=self._policy
-            )
-        return kept
 
 
 @dataclass(slots=True)
@@ -120,17 +70,33 @@ class ChunkLosses:
         return [part.to(tensor.dtype) for part, tensor in zip(parts, self.tensors, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockRouting:
     """Routing state that the chunks of one block share; one per forward pass.
 
     Attributes:
         capacity: Which tokens are kept; None for dropless routing.
+        num_tokens: Tokens of the block on this rank.
+        first_tokens: The first token of each chunk in the block.
         losses: By chunk, what its losses are computed from.
+        forced_bias: ``[E]``, added to the logits of all tokens (``--moe-router-force-biased``); None before
+            it was drawn.
+        prescribed: The experts that a routing replay prescribes, ``[T, K]``; None without.
+        recorded: What a routing replay records.
+        hooked: What each forward hook of the router will be called with.
     """
 
     capacity: Capacity | None
+    num_tokens: int
+    first_tokens: Sequence[int]
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
+    forced_bias: Tensor | None = None
+    prescribed: Tensor | None = None
+    recorded: JoinedChunks = field(init=False)
+    hooked: dict[Any, JoinedChunks] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recorded = JoinedChunks(self.num_tokens)
 
 
 class ChunkRouting:
@@ -146,22 +112,41 @@ class ChunkRouting:
 
     _noted: ChunkLosses | None = None
     """Where the losses of the chunk that is being routed are noted; None outside."""
+    _block: BlockRouting | None = None
+    """The block of the chunk that is being routed; None outside."""
+    _forced_std: float | None = None
+    """``--moe-router-force-biased`` while a chunk is being routed."""
 
-    def begin_block(self, num_tokens: int, *, per_chunk: bool) -> BlockRouting:
+    def begin_block(
+        self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
+    ) -> BlockRouting:
         """The argument ``block`` of :meth:`forward` for all chunks of a block.
 
         Args:
             num_tokens: Tokens of the whole block on this rank.
             per_chunk: Every chunk has a separate capacity, if a capacity is set.
+            first_tokens: The first token of each chunk in the block.
         """
-        factor = self.config.moe_expert_capacity_factor
+        block = BlockRouting(self._capacity(num_tokens, per_chunk=per_chunk), num_tokens, first_tokens)
+        if self._replay is not None:
+            block.prescribed = ChunkReplay.prescribed_by(self._replay)
+        return block
+
+    @property
+    def _replay(self) -> Any:
+        """Megatron's routing replay, which older versions do not have."""
+        return getattr(self, "router_replay", None)
+
+    def _capacity(self, num_tokens: int, *, per_chunk: bool) -> Capacity | None:
+        config, experts = self.config, self.config.num_moe_experts
+        factor = config.moe_expert_capacity_factor
         if factor is None:
-            return BlockRouting(None)
+            return None
         if per_chunk:
-            policy = self.config.moe_token_drop_policy
-            return BlockRouting(ChunkCapacity(topk=self.topk, factor=factor, policy=policy))
-        capacity = get_capacity(num_tokens * self.topk, self.config.num_moe_experts, factor)
-        return BlockRouting(CapacityCounter(capacity))
+            return ChunkCapacity(
+                topk=self.topk, num_experts=experts, factor=factor, policy=config.moe_token_drop_policy
+            )
+        return CapacityCounter(get_capacity(num_tokens * self.topk, experts, factor))
 
     def forward(
         self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, chunk: int = 0, **kwargs: Any
@@ -184,14 +169,41 @@ class ChunkRouting:
             return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
-        with self._noting(losses):
+        with self._noting(losses, block, chunk):
             probs, routing_map = super().forward(hidden)
+        counted = routing_map
         if block.capacity is not None:
-            routing_map = block.capacity.keep(probs, routing_map)
+            routing_map = counted = block.capacity.keep(probs, routing_map)
             probs = probs * routing_map
+            if self.config.moe_pad_expert_input_to_capacity:
+                # The stock router counts the padding: every expert has the same number of rows.
+                counted = torch.ones_like(routing_map[: block.capacity.slots(len(routing_map))])
         if losses.counts_experts:
-            super()._apply_expert_bias(routing_map)
+            super()._apply_expert_bias(counted)
         return probs, routing_map, losses.packed(hidden)
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As in Megatron; in a chunk with the random numbers of ``--moe-router-force-biased``.
+
+        Every token draws logits; the bias of the experts is drawn once for a block.
+        """
+        block, std = self._block, self._forced_std
+        if block is not None and std is not None:
+            logits = moe_utils.apply_random_logits(logits)
+            if block.forced_bias is None:
+                zeros = logits.new_zeros(logits.shape[-1])
+                block.forced_bias = moe_utils.RandomSTEShared.apply(zeros, std, self.layer_number)
+            logits = logits + block.forced_bias
+        return super().routing(logits, *args, **kwargs)
+
+    def register_forward_hook(self, hook: Hook, **options: Any) -> RemovableHandle:
+        """As in torch; the hook is called once for all chunks of a block, with what a stock router gets.
+
+        Hooks that want keyword arguments, or to be called after an error, see chunks.
+        """
+        if options.get("with_kwargs") or options.get("always_call"):
+            return super().register_forward_hook(hook, **options)
+        return super().register_forward_hook(hook_of_block(hook), **options, with_kwargs=True)
 
     def block_losses(self, packed: Tensor, block: BlockRouting) -> Tensor:
         """All losses of the router, computed once for the whole block and logged as in a stock run.
@@ -240,16 +252,28 @@ class ChunkRouting:
         return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
 
     @contextlib.contextmanager
-    def _noting(self, losses: ChunkLosses) -> Iterator[None]:
-        """Have the class's ``forward`` drop no token and add no loss."""
-        config, self._noted = self.config, losses
-        if config.moe_expert_capacity_factor is not None:
+    def _noting(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> Iterator[None]:
+        """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts."""
+        config, replay = self.config, self._replay
+        self._noted, self._block = losses, block
+        self._forced_std = getattr(config, "moe_router_force_biased", None)
+        if config.moe_expert_capacity_factor is not None or self._forced_std is not None:
             self.config = copy.copy(config)
-            self.config.moe_expert_capacity_factor = None
+            self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
+        if replay is not None:
+            self.router_replay = ChunkReplay(
+                replay,
+                block.recorded,
+                block.prescribed,
+                first_token=block.first_tokens[chunk],
+                chunk=chunk,
+            )
         try:
             yield
         finally:
-            self.config, self._noted = config, None
+            self.config, self._noted, self._block, self._forced_std = config, None, None, None
+            if replay is not None:
+                self.router_replay = replay
 
     def is_aux_loss_enabled(self) -> bool:
         """As in Megatron; the losses of Megatron's own choice are computed from the logits later."""

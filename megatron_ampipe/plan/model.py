@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from megatron_ampipe.block_features import router_has_losses
 from megatron_ampipe.config import SETTING_NAMES
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.stage_layers import StageLayers, busiest_stage, pattern_of
 from megatron_ampipe.plan.workload import Workload
@@ -36,6 +37,7 @@ SIZE_FLAGS = (
     "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
     "fp8-format", "no-gradient-accumulation-fusion", "num-layers", "moe-layer-freq",
     "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "transformer-impl",
+    "hybrid-layer-pattern", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
 )  # fmt: skip
 """The flags that determine the sizes of a block and how many there are, and so their plan."""
 _LARGEST = 10**7
@@ -203,6 +205,10 @@ class _Builder:
         return workload, tuple(self._assumed)
 
     def layers(self) -> StageLayers:
+        first = self._whole("decoder-first-pipeline-num-layers", default=0) or None
+        last = self._whole("decoder-last-pipeline-num-layers", default=0) or None
+        if "hybrid-layer-pattern" in self._model.values:
+            return self._hybrid_layers(first, last)
         num_layers = self._whole("num-layers", default=1)
         frequency = self._model.values.get("moe-layer-freq", 1)
         try:
@@ -216,6 +222,19 @@ class _Builder:
         else:
             stages *= self._whole("num-virtual-stages-per-pipeline-rank", default=1)
         return busiest_stage(pattern, stages=stages)
+
+    def _hybrid_layers(self, first: int | None, last: int | None) -> StageLayers:
+        """Pairs of a hybrid model share schedules in runs; every stage is planned as its longest run."""
+        key, stages = "hybrid-layer-pattern", self._whole("pipeline-model-parallel-size", default=1)
+        text = self._model.values[key]
+        pattern = None
+        if isinstance(text, str):
+            pattern = HybridPattern.of(text, stages=stages, first=first, last=last)
+        if pattern is None or not pattern.runs:
+            rule = "has no attention layer (* or +) with an MoE layer (E) right after it"
+            self._refuse(key, rule, "Use a pattern such as M*EM*E.")
+        run = max(pattern.runs, key=lambda one: (sum(one), len(one)))
+        return busiest_stage(run * stages, stages=stages)
 
     def _misspelt(self) -> dict[str, str]:
         """Keys of the file that are probably misspelled, with the key that was probably meant."""

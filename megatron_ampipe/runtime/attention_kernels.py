@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ class AttentionKernel(Protocol):
         dropout: float = 0.0,
         window: int | None = None,
         sums: RowSums | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -56,6 +57,8 @@ class AttentionKernel(Protocol):
             window: How many keys before its own position a query sees; None for all.
             sums: Where a kernel that supports it accumulates the gradients of keys and values; it then
                 returns None for both. Other kernels ignore it.
+            sinks: ``[H]``, the score of one more key that every query sees, whose value is zero
+                (``--softmax-type``). For ``exact`` and ``sdpa`` only.
 
         Returns:
             ``[R, B, H * V]``.
@@ -73,6 +76,7 @@ def exact(
     dropout: float = 0.0,
     window: int | None = None,
     sums: RowSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference implementation, which the other kernels are compared with.
 
@@ -84,7 +88,11 @@ def exact(
         keys, values = (repeat_heads(x, rows.shape[2]) for x in (keys, values))
         scores = torch.einsum("rbhc,sbhc->bhrs", rows, keys).float() * scale
         scores = scores.masked_fill(~visible, -math.inf)
-        weights = F.dropout(scores.softmax(dim=-1).to(values.dtype), p=dropout)
+        if sinks is not None:
+            of_rows = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, of_rows], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
+        weights = F.dropout(weights.to(values.dtype), p=dropout)
         return torch.einsum("bhrs,sbhv->rbhv", weights, values)
 
     return _each_span(attend, query, key, value, spans=spans, window=window)
@@ -100,11 +108,16 @@ def sdpa(
     dropout: float = 0.0,
     window: int | None = None,
     sums: RowSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
 
     def attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if window is None:
+        bias: Any
+        if sinks is not None:
+            bias = _bias_with_sink(_visible(rows, keys, window), sinks)
+            keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (keys, values))
+        elif window is None:
             bias = causal_lower_right(rows.shape[0], keys.shape[0])
         else:
             bias = _visible(rows, keys, window)
@@ -132,6 +145,7 @@ def sdpa_efficient(
     dropout: float = 0.0,
     window: int | None = None,
     sums: RowSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """:func:`sdpa` on a GPU, restricted to torch's memory-efficient kernel for all shapes and dtypes.
 
@@ -140,7 +154,7 @@ def sdpa_efficient(
     """
     key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return sdpa(query, key, value, spans=spans, scale=scale, dropout=dropout, window=window)
+        return sdpa(query, key, value, spans=spans, scale=scale, dropout=dropout, window=window, sinks=sinks)
 
 
 def _each_span(
@@ -166,6 +180,14 @@ def _visible(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
     offset = keys.shape[0] - rows.shape[0]
     visible = visible.tril(offset)
     return visible if window is None else visible.triu(offset - window)
+
+
+def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
+    """``[1, H, R, S + 1]``: what is added to the scores; one more key, of a score of zero, is at the end."""
+    bias = torch.zeros_like(visible, dtype=sinks.dtype).masked_fill_(~visible, -math.inf)
+    num_heads, num_rows = len(sinks), len(visible)
+    of_rows = sinks.view(1, -1, 1, 1).expand(1, num_heads, num_rows, 1)
+    return torch.cat([bias.expand(1, num_heads, *bias.shape), of_rows], dim=-1)
 
 
 KERNELS: dict[str, AttentionKernel] = {

@@ -31,6 +31,7 @@ def attend_to_documents(
     dropout: float = 0.0,
     window: int | None = None,
     sums: KeyValueSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend with the kernel of a name in ``KERNELS``, in one call if it can take several documents.
 
@@ -44,14 +45,25 @@ def attend_to_documents(
         dropout: Probability of dropping an attention weight.
         window: How many keys before its own position a query sees; None for all of its document.
         sums: See :class:`.attention_kernels.AttentionKernel`.
+        sinks: Likewise.
 
     Returns:
         ``[R, B, H * V]``.
     """
     if name in VARLEN_KERNELS:
+        assert sinks is None, "another kernel is chosen for sinks"
         return VARLEN_KERNELS[name](query, key, value, rows=rows, scale=scale, dropout=dropout, window=window)
     return by_document(
-        KERNELS[name], query, key, value, rows=rows, scale=scale, dropout=dropout, window=window, sums=sums
+        KERNELS[name],
+        query,
+        key,
+        value,
+        rows=rows,
+        scale=scale,
+        dropout=dropout,
+        window=window,
+        sums=sums,
+        sinks=sinks,
     )
 
 
@@ -66,6 +78,7 @@ def by_document(
     dropout: float = 0.0,
     window: int | None = None,
     sums: KeyValueSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One call of ``kernel`` for each document; arguments as in :func:`attend_to_documents`."""
     outputs: list[list[Tensor]] = [[] for _ in range(query.shape[1])]
@@ -85,6 +98,7 @@ def by_document(
             dropout=dropout,
             window=window,
             sums=None if sums is None else SequenceSums(sums, sequence=sequence, first=one.first_key),
+            sinks=sinks,
         )
         outputs[sequence].append(output)
     joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in outputs]

@@ -31,8 +31,10 @@ def flash_attn(
     dropout: float = 0.0,
     window: int | None = None,
     sums: RowSums | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The public function of flash-attn 2.1 or later: for dropout, windows and older versions."""
+    assert sinks is None, "another kernel is chosen for sinks"
     from flash_attn import flash_attn_func
 
     outputs = []

@@ -132,9 +132,10 @@ class MergedAttention:
         dropout: float = 0.0,
         window: int | None = None,
         sums: RowSums | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :class:`.attention_kernels.AttentionKernel`; supports neither dropout nor a window."""
-        assert dropout == 0.0 and window is None, "pieces have neither dropout nor window"
+        """See :class:`.attention_kernels.AttentionKernel`; supports no dropout, no window and no sinks."""
+        assert dropout == 0.0 and window is None and sinks is None, "pieces are of plain attention"
         output: Tensor = _Merged.apply(query, key, value, self._kernel, tuple(spans), scale, sums)
         return output
 

@@ -42,6 +42,7 @@ class BlockFeatures:
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
         nodes: A token is sent once to a node, and handed on inside it.
+        latent: ``merge`` projects what the experts return, so its backward needs their values.
         added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
@@ -56,6 +57,7 @@ class BlockFeatures:
     flex: bool = False
     reduces: bool = False
     nodes: bool = False
+    latent: bool = False
     added: tuple[StageKind, ...] = ()
 
     @property
@@ -88,6 +90,11 @@ class BlockFeatures:
     def respread(self) -> bool:
         """Whether tokens that are sent once more take two hops."""
         return self.nodes and self.redispatch
+
+    @property
+    def merges_sums(self) -> bool:
+        """Whether ``merge`` only adds what the experts return."""
+        return not self.latent
 
     def has(self, field: str | None) -> bool:
         """Whether the field that a row names is set; True for a row that names none."""
@@ -177,7 +184,7 @@ def data_flow(features: BlockFeatures) -> DataFlow:
             kind.scope is Scope.CHUNK
             and not kind.lane.computes
             and all(
-                value in taker.by_shape and taker.scope is Scope.CHUNK
+                value in taker.by_shape and features.has(taker.by_shape_if) and taker.scope is Scope.CHUNK
                 for value, source in given[kind]
                 for taker in takers.get(source, ())
             )

@@ -108,6 +108,7 @@ class StageKind:
         directions: In which passes it runs.
         by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
             linear in them. A transfer that gives nothing else does not run again in a recomputed block.
+        by_shape_if: The field of :class:`~.graph.BlockFeatures` without which ``by_shape`` does not hold.
         feature: The field of :class:`~.graph.BlockFeatures` without which a block has no such stage.
         chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
             sequence in every schedule.
@@ -130,6 +131,7 @@ class StageKind:
     gives: tuple[Value, ...] = field(default=(), repr=False)
     directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
     by_shape: tuple[Value, ...] = field(default=(), repr=False)
+    by_shape_if: str | None = field(default=None, repr=False)
     feature: str | None = field(default=None, repr=False)
     chunked_by: str | None = field(default=None, repr=False)
     ordered_by: str | None = field(default=None, repr=False)
@@ -253,9 +255,10 @@ MERGE = StageKind(
     takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
     gives=(HIDDEN_STATES,),
     by_shape=(_EXPERT_OUTPUT,),
+    by_shape_if="merges_sums",
     feature="experts",
 )
-"""Unpermutation, shared expert output, residual."""
+"""Unpermutation, projection of latent experts, shared expert output, residual."""
 MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), feature="dense", covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 

@@ -11,6 +11,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -30,7 +31,7 @@ from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, Thre
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.tools.measuring.blocks import Layers
-from tests.dist import changed_functions, logged_losses
+from tests.dist import changed_functions, logged_losses, routing_records
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
 
@@ -68,6 +69,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         "params_dtype": torch.float32,
     }
     fields |= case.model
+    fields["moe_enable_routing_replay"] = case.replay is not None
     # With top-1 routing, a softmax after the selection would always be 1; Megatron requires this.
     fields.setdefault("moe_router_pre_softmax", fields["moe_router_topk"] == 1)
     if fields.get("activation_func") == "silu":
@@ -226,8 +228,10 @@ def run(
     if seed is not None:
         # Noise that is drawn chunk by chunk on a CPU continues a series.
         torch.manual_seed(seed)
-    output, hidden = run_pass(layer, inputs)
-    found = {"output": output.detach(), "input gradient": hidden.grad}
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    with routing_records.watched(layer, case) as records:
+        output, hidden = run_pass(layer, inputs)
+    found = {**records, "output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if getattr(parameter, "sequence_parallel", False):

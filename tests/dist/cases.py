@@ -56,6 +56,9 @@ class Case:
     """As ``--ampipe-wire``."""
     condense: float | None = None
     """As ``--ampipe-condense``."""
+    replay: str | None = None
+    """What Megatron's routing replay does: ``record``, ``replay_forward`` or ``replay_backward``. A forward
+    hook of each router looks on."""
     stock: dict[str, Any] = field(default_factory=dict)
     """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
@@ -559,6 +562,7 @@ MEMORY = [
 ]  # fmt: skip
 
 MANY = tuple(range(0, 29, 2)), (0, 1, 2, 3, 17, 31), (0, 5)
+SINKS = {"softmax_type": "learnable"}
 DOCUMENTS = [
     Case("documents-one", documents=((0,),), rope=True, kernel="cpu-flash", model=LARGE),
     Case("documents-three", documents=((0, 9, 24),), rope=True, kernel="cpu-flash", model=LARGE),
@@ -578,7 +582,7 @@ DOCUMENTS = [
         stack=0, recompute=UNIFORM, model=LARGE,
     ),
     Case("documents-mla", documents=MANY, batch=3, model=LATENT | LARGE),
-    Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)}),
+    Case("documents-window", documents=MANY, batch=3, kernel="sdpa", model={"window_size": (5, 0)} | SINKS),
 ]  # fmt: skip
 
 # Four local experts on two ranks: most rows have several copies.
@@ -712,7 +716,36 @@ CHANGED = [
          layers="mm", stack=0, recompute=UNIFORM, model=TOP2),
 ]  # fmt: skip
 
+# What other launches have: GPT-OSS (sinks, windows), Qwen3-Next (gate), Nemotron 3 (latent experts).
+LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
+LAUNCHES = [
+    Case(
+        "gate-of-attention-sinks", kernel="sdpa", rope=True, parallel=TP, layers="mm", stack=0, batch=3,
+        model=SINKS | {"attention_output_gate": True, "num_query_groups": 2},
+    ),
+    Case(
+        "sinks-off-by-one-window-cp", parallel=CP, rope=True,
+        model={"softmax_type": "off-by-one", "window_size": (5, 0)},
+    ),
+    Case("latent-experts-tp", parallel=TP, batch=3, memory="redispatch", model=LATENT_EXPERTS | SEVERAL_AUX),
+    Case(
+        "latent-experts-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM,
+        model=LATENT_EXPERTS | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
+    ),
+    Case(
+        "capacity-padded-expert-bias", batch=3,
+        model=LOOSE | BIASED | {"moe_pad_expert_input_to_capacity": True},
+    ),
+    Case(
+        "routing-forced-biased", layers="mm", stack=0, recompute=UNIFORM,
+        model={"moe_router_force_biased": 1.5, "moe_router_topk": 2},
+    ),
+    Case("replay-recorded", replay="record", layers="mm", stack=0, batch=3, model=TOP2 | SEVERAL_AUX),
+    Case("replay-prescribed", replay="replay_forward", parallel=TP, layers="mm", stack=0, model=TOP2),
+]  # fmt: skip
+
 PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
-PARITY += ONCE_PER_RANK + ONCE_PER_NODE
+PARITY += ONCE_PER_RANK + ONCE_PER_NODE + LAUNCHES
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

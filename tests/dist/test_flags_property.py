@@ -58,6 +58,8 @@ FEATURES = (
         "--add-qkv-bias",
         "--window-size 8,0",
         "--window-size 8,0 --window-attn-skip-freq 2",
+        "--softmax-type learnable",
+        "--softmax-type off-by-one --window-size 8,0",
     ),
     (
         "--position-embedding-type rope",
@@ -98,7 +100,13 @@ FEATURES = (
         "--moe-shared-expert-intermediate-size 48",
         "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate",
     ),
-    ("--swiglu", "--squared-relu", "--moe-ffn-hidden-size 48", "--normalization RMSNorm"),
+    (
+        "--swiglu",
+        "--moe-latent-size 16",
+        "--squared-relu",
+        "--moe-ffn-hidden-size 48",
+        "--normalization RMSNorm",
+    ),
     (
         "--recompute-activations",
         "--recompute-granularity selective --recompute-modules core_attn moe",
@@ -135,12 +143,9 @@ REFUSED = {
     "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
     "--cp-comm-type": "--context-parallel-size 2 --cp-comm-type ring",
     "--hybrid-context-parallel": "--hybrid-context-parallel",
-    "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 1",
     "--window-size": "--window-size 8,8",
     "--hybrid-layer-pattern": "--hybrid-layer-pattern E*-",
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
-    "--softmax-type": "--softmax-type off-by-one",
-    "--attention-output-gate": "--attention-output-gate",
     "--reset-attention-mask": "--reset-attention-mask --window-size 16,0",
     "--context-parallel-size": "--context-parallel-size 2 --sft",
     "--micro-batch-size": "--micro-batch-size 2 --sft --tensor-model-parallel-size 2 --sequence-parallel",
@@ -148,7 +153,6 @@ REFUSED = {
     "--moe-token-dispatcher-type": "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep",
     "--moe-token-drop-policy": "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy probs "
     "--ampipe-capacity-scope sequence",
-    "--moe-expert-capacity-factor": "--moe-expert-capacity-factor -1",
     "--moe-aux-loss-coeff": "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff -0.1",
     "--moe-z-loss-coeff": "--moe-z-loss-coeff -0.1",
     "--ampipe-capacity-scope": "--ampipe-capacity-scope chunk",
@@ -162,16 +166,9 @@ REFUSED = {
     "--ampipe-ranks-per-node": "--ampipe-exchange nodes --ampipe-ranks-per-node 2",
     "--ampipe-memory": "--ampipe-memory rebuild --recompute-granularity selective --recompute-modules moe",
     "--ampipe-trace-dir": "--skip-train --ampipe-trace-dir traces",
-    "--moe-pad-expert-input-to-capacity": "--moe-pad-expert-input-to-capacity "
-    "--moe-expert-capacity-factor 1 --moe-token-drop-policy position "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-    "--moe-routing-trace-path": "--moe-routing-trace-path trace",
     "--moe-router-padding-for-fp8": "--moe-router-padding-for-fp8",
     "--qk-clip": "--qk-clip",
     "--log-max-attention-logit": "--log-max-attention-logit",
-    "--moe-latent-size": "--moe-latent-size 16",
-    "--moe-router-force-biased": "--moe-router-force-biased 1.0",
-    "--moe-enable-routing-replay": "--moe-enable-routing-replay",
     "--moe-router-padding-for-quantization": "--moe-router-padding-for-quantization",
     "--fp8-format": "--fp8-format hybrid",
     "--fp4-format": "--fp4-format e2m1",
@@ -181,7 +178,6 @@ REFUSED = {
     "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
-    "--fused-residual-rmsnorm": "--fused-residual-rmsnorm",
 }
 """A setting for each row of ``refusals.REFUSALS``, refused at a degree above 1."""
 

@@ -21,13 +21,12 @@ VALUES = {
     "--expert-model-parallel-size": [["64"]],
     "--moe-router-topk": [["5"]],
     "--position-embedding-type": [["mrope", "--mrope-section", "2", "3", "3"]],
-    "--cp-comm-type": [["ring"], ["a2a+p2p"]],
+    "--cp-comm-type": [["ring"]],
     "--window-size": [["8,8"]],
     "--hybrid-layer-pattern": [["E*-"], ["*|E", "--pipeline-model-parallel-size", "2"]],
     "--moe-router-load-balancing-type": [["sinkhorn"], ["quantile_balancing"], ["aux_loss", "sinkhorn"]],
     "--moe-token-dispatcher-type": [["flex"]],
     "--moe-token-drop-policy": [["probs"]],
-    "--moe-expert-capacity-factor": [["-1"]],
     "--moe-aux-loss-coeff": [["-0.1"]],
     "--moe-z-loss-coeff": [["-0.1"]],
     "--ampipe-capacity-scope": [["chunk"]],
@@ -64,10 +63,6 @@ COMPANIONS = {
     "--ampipe-trace-dir": ["--skip-train"],
     "--num-distributed-optimizer-instances": shlex.split(
         "--ampipe-grad-reduce placed --overlap-grad-reduce --use-distributed-optimizer"
-    ),
-    "--moe-pad-expert-input-to-capacity": shlex.split(
-        "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position "
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ),
     "--recompute-modules": ["--recompute-granularity", "selective"],
     "--ampipe-memory": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],

@@ -182,8 +182,8 @@ WRONG_LAUNCHES = {
     "warm-up-too-long": (["--train-iters", "4"], "--lr-warmup-iters 20: is not less than the 4 iterations"),
     "no-iterations": ([], "--train-iters (not given): training needs it"),
     "refused-combination": (
-        ["--train-iters", "30", "--moe-enable-routing-replay", "--ampipe-degree", "4"],
-        "--moe-enable-routing-replay True: with --ampipe-degree",
+        ["--train-iters", "30", "--fine-grained-activation-offloading", "--ampipe-degree", "4"],
+        "--fine-grained-activation-offloading True: with --ampipe-degree",
     ),
     "megatrons-own-check": (["--train-iters", "30", "--global-batch-size", "3"], "(refused by Megatron)"),
     "heads-do-not-divide": (

@@ -203,8 +203,8 @@ def test_a_script_is_needed(words: list[str], expected: str, capfd: pytest.Captu
         ),
         (
             "from megatron.training.arguments import parse_and_validate_args as p\np()",
-            [*FLAGS, *DEGREE_4, "--attention-output-gate", "--expert-model-parallel-size", "1"],
-            "gated attention is not supported yet",
+            [*FLAGS, *DEGREE_4, "--mlp-chunks-for-training", "2", "--expert-model-parallel-size", "1"],
+            "AMPipe already splits the MLP into chunks",
         ),
     ],
     ids=["no-parser", "no-model", "refused"],

@@ -6,17 +6,16 @@ All runs of a layout have the same mock data and seed and share their ranks; the
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
+from tests.megatron.pairs import assert_resumed, assert_same_digits, runs_of
 
 pytestmark = pytest.mark.timeout(300)
 
-TOLERANCE = 1e-5
-"""Relative difference of a loss due to fp32 rounding."""
-LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 SAVED_ITERATION = 2
 COMMON = [
     *TINY_GPT,
@@ -49,17 +48,17 @@ def test_runs_and_their_restarts_equal_stock(tmp_path: Path) -> None:
     found = _train(runs)
     stock = found["stock"]
     for kind in ("one-chunk", "chunks"):
-        _assert_same_digits(stock, found[kind])
+        assert_same_digits(stock, found[kind], iterations=4)
         assert "exchange ranks a row for each rank that has experts of a token" in found[kind].table
     for name in list(runs)[len(KINDS) :]:
-        _assert_continues(stock, found[name])
+        assert_resumed(found[name], stock, first=SAVED_ITERATION + 1)
 
 
 def test_tensor_parallel_runs_equal_stock() -> None:
     """Experts whole on each rank, in stacks; the parity cases have those that are spread over ranks."""
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
     found = _train({kind: f"{layout} {KINDS[kind]}" for kind in ("stock", "chunks")})
-    _assert_same_digits(found["stock"], found["chunks"])
+    assert_same_digits(found["stock"], found["chunks"], iterations=4)
 
 
 def test_two_hops_equal_stock() -> None:
@@ -67,28 +66,10 @@ def test_two_hops_equal_stock() -> None:
     layout = "--expert-model-parallel-size 4"
     nodes = f"{layout} --ampipe-exchange nodes --ampipe-ranks-per-node 2 --ampipe-degree 4"
     found = _train({"stock": layout, "nodes": nodes}, num_ranks=4)
-    _assert_same_digits(found["stock"], found["nodes"])
+    assert_same_digits(found["stock"], found["nodes"], iterations=4)
     assert "exchange nodes a row for each node that has experts of a token" in found["nodes"].table
 
 
-def _train(runs: dict[str, str], *, num_ranks: int = 2) -> dict[str, Run]:
-    words = {name: [*COMMON, *shlex.split(flags)] for name, flags in runs.items()}
-    found = pretrain_several(words, num_ranks=num_ranks, timeout_s=280)
-    for name, run in found.items():
-        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
-    assert found.keys() == runs.keys()
-    return dict(found)
-
-
-def _assert_continues(stock: Run, resumed: Run) -> None:
-    assert resumed.iterations == [3, 4]
-    # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
-    assert resumed.lm_loss[0] == pytest.approx(stock.lm_loss[2], rel=TOLERANCE)
-    assert resumed.grad_norm == pytest.approx(stock.grad_norm[2:], abs=LAST_DIGIT_OF_GRAD_NORM)
-
-
-def _assert_same_digits(stock: Run, ours: Run) -> None:
-    assert ours.iterations == stock.iterations == [1, 2, 3, 4]
-    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE)
-    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE)
-    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
+def _train(runs: dict[str, str], *, num_ranks: int = 2) -> Mapping[str, Run]:
+    lines = {name: [*COMMON, *shlex.split(flags)] for name, flags in runs.items()}
+    return runs_of(lines, num_ranks=num_ranks)

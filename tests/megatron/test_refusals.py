@@ -245,7 +245,10 @@ def test_rules_and_remedies_have_the_right_form(row: Refusal) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([*ACCEPTED, "--attention-output-gate"], "--attention-output-gate True: with --ampipe-degree 4, "),
+        (
+            [*ACCEPTED, "--mlp-chunks-for-training", "2"],
+            "--mlp-chunks-for-training 2: with --ampipe-degree 4, ",
+        ),
         ([*ACCEPTED, "--ampipe-degree", "0"], "--ampipe-degree 0: "),
     ],
     ids=["refused-combination", "degree-0"],

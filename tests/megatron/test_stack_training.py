@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.schedule import Pipeline
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
+from tests.megatron.pairs import TOLERANCE, assert_resumed, assert_same_digits, numbered, runs_of
 
 pytestmark = pytest.mark.timeout(400)
 
-TOLERANCE = 1e-5
-"""Relative difference of a loss due to fp32 rounding; measured: 0."""
-LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 NUM_ITERATIONS = 4
 SAVED_ITERATION = 2
 
@@ -98,35 +96,30 @@ PAIRS = {name: (layout, pair) for layout, pairs in LAYOUTS.items() for name, pai
 
 
 @cache
-def runs_of(layout: str) -> Mapping[str, Run]:
+def layout_runs(layout: str) -> Mapping[str, Run]:
     """All runs of a layout, by case and number; the stock run is number 0."""
-    runs = {
-        f"{name} {number}": [*COMMON, *shlex.split(pair.flags), *shlex.split(added)]
-        for name, pair in LAYOUTS[layout].items()
-        for number, added in enumerate(("", *pair.added))
-    }
-    found = pretrain_several(runs, num_ranks=2, timeout_s=380)
-    for name, run in found.items():
-        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
-    assert found.keys() == runs.keys()
-    return found
+    return runs_of(
+        numbered(
+            {
+                name: ([*COMMON, *shlex.split(pair.flags)], *map(shlex.split, pair.added))
+                for name, pair in LAYOUTS[layout].items()
+            }
+        )
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_layers_that_share_a_schedule_train_like_stock(name: str) -> None:
     layout, pair = PAIRS[name]
-    stock = runs_of(layout)[f"{name} 0"]
-    assert stock.iterations == list(range(1, NUM_ITERATIONS + 1))
-    assert stock.lm_loss[-1] < stock.lm_loss[0], "a run that learns nothing proves little"
-    for number in range(1, len(pair.added) + 1):
-        _assert_same_digits(stock, runs_of(layout)[f"{name} {number}"])
-    table = runs_of(layout)[f"{name} 1"].table
+    stock, *ours = (layout_runs(layout)[f"{name} {number}"] for number in range(len(pair.added) + 1))
+    assert_same_digits(stock, *ours, iterations=NUM_ITERATIONS)
+    table = layout_runs(layout)[f"{name} 1"].table
     assert "layers per schedule all " in table
     assert pair.boundary in table
 
 
 def test_an_evaluation_runs_through_the_stack() -> None:
-    stock, *stacked = (runs_of("ep2")[f"overlaps {number}"] for number in range(4))
+    stock, *stacked = (layout_runs("ep2")[f"overlaps {number}"] for number in range(4))
     assert len(stock.validation_loss) == NUM_ITERATIONS // 2
     for ours in stacked:
         assert ours.validation_loss == pytest.approx(stock.validation_loss, rel=TOLERANCE)
@@ -154,24 +147,10 @@ def test_checkpoints_of_stacks_and_of_stock_interchange(tmp_path: Path) -> None:
         if other != kind
     }
     runs["rebuild from stack"] = [*runs["stock from stack"], *REBUILD.split()]
-    found = pretrain_several(runs, num_ranks=2, timeout_s=280)
-    for name, run in found.items():
-        assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
-    unbroken = found["stock"]
-    _assert_same_digits(unbroken, found["stack"])
+    found = runs_of(runs)
+    assert_same_digits(found["stock"], found["stack"])
     for name in ("stock from stack", "stack from stock", "rebuild from stack"):
-        resumed = found[name]
-        assert resumed.iterations == [3, 4]
-        # Of the second iteration after a resume, Megatron prints the mean of the first two losses.
-        assert resumed.lm_loss[0] == pytest.approx(unbroken.lm_loss[2], rel=TOLERANCE)
-        assert resumed.grad_norm == pytest.approx(unbroken.grad_norm[2:], abs=LAST_DIGIT_OF_GRAD_NORM)
-
-
-def _assert_same_digits(stock: Run, ours: Run) -> None:
-    assert ours.iterations == stock.iterations
-    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE)
-    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE)
-    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM)
+        assert_resumed(found[name], found["stock"], first=SAVED_ITERATION + 1)
 
 
 ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn import functional
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.host.mamba import GroupedRMSNorm, mamba_split_conv1d_scan, state_space
 
 ROWS, BATCH, HEADS, WIDTH, STATE, GROUPS = 150, 2, 4, 3, 5, 2
@@ -72,13 +70,22 @@ def test_the_whole_mixer_equals_its_definition() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_documents_that_share_a_sequence_are_refused() -> None:
-    one = torch.ones(1)
-    with pytest.raises(BadInput, match="do not separate packed documents"):
-        mamba_split_conv1d_scan(
-            one, one, one, one, one, D=one, headdim=WIDTH, ngroups=GROUPS, activation="silu",
-            norm_before_gate=False, chunk_size=128, seq_idx=torch.zeros(1, 1, dtype=torch.int32),
-        )  # fmt: skip
+def test_documents_that_share_a_sequence_are_separate() -> None:
+    torch.manual_seed(3)
+    inner, shared, lengths = HEADS * WIDTH, 2 * GROUPS * STATE, (70, 1, 2, 77)
+    packed = torch.randn(1, ROWS, 2 * inner + shared + HEADS)
+    arrays = [torch.randn(inner + shared, 4), *map(torch.randn, (inner + shared, HEADS)), -torch.rand(HEADS)]
+    settings = {
+        "D": torch.randn(HEADS), "headdim": WIDTH, "ngroups": GROUPS, "activation": "silu",
+        "norm_before_gate": False, "chunk_size": 128,
+    }  # fmt: skip
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    found = mamba_split_conv1d_scan(packed, *arrays, **settings, seq_idx=numbers.unsqueeze(0))
+    alone = [mamba_split_conv1d_scan(rows, *arrays, **settings) for rows in packed.split(lengths, dim=1)]
+    torch.testing.assert_close(found, torch.cat(alone, dim=1))
+    whole = mamba_split_conv1d_scan(packed, *arrays, **settings)
+    torch.testing.assert_close(found[:, :70], whole[:, :70])
+    assert not torch.isclose(found[:, 70], whole[:, 70]).all()
 
 
 def test_the_norm_is_of_each_group() -> None:

@@ -214,6 +214,16 @@ def test_the_planner_reads_the_listed_flags_and_no_others(tmp_path: Path) -> Non
         ("pipeline-model-parallel-size: 2\nnum-layers-per-virtual-pipeline-stage: 2\n", 2, ()),
         ("pipeline-model-parallel-size: 2\nnum-virtual-stages-per-pipeline-rank: 3\n", 2, ()),
         ("pipeline-model-parallel-size: 5\n", 3, ()),
+        ("hybrid-layer-pattern: M*E*EM*E-\n", 2, ()),
+        ("hybrid-layer-pattern: M*-*EM*-*E*E/*E\n", 3, (0,)),
+        ("hybrid-layer-pattern: '*E*E*EM|*EM'\npipeline-model-parallel-size: 2\n", 3, ()),
+        ("hybrid-layer-pattern: '*E*E*EMM'\npipeline-model-parallel-size: 2\n", 2, ()),
+        (
+            "hybrid-layer-pattern: '*EM*E*E'\npipeline-model-parallel-size: 2\n"
+            "decoder-first-pipeline-num-layers: 5\n",
+            1,
+            (),
+        ),
     ],
 )
 def test_layers_of_a_pipeline_stage(text: str, layers: int, dense: tuple[int, ...], tmp_path: Path) -> None:
@@ -241,8 +251,16 @@ def test_a_model_file_without_layers_has_one(tmp_path: Path) -> None:
         ("0", "is neither a whole number nor a pattern"),
     ],
 )
-def test_a_wrong_pattern_of_layers_is_refused(value: str, rule: str, tmp_path: Path) -> None:
+def test_a_wrong_frequency_of_layers_is_refused(value: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text(f"{PLAIN}moe-layer-freq: {value}\n")
     with pytest.raises(BadInput, match=rf"model\.yaml:\d+: moe-layer-freq .*: {rule}"):
+        layers_of(read_model(path))
+
+
+@pytest.mark.parametrize("value", ["ME*-", "7", "[1, 0]", "'*|E'"])
+def test_a_hybrid_model_without_pairs_is_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.yaml"
+    path.write_text(f"{PLAIN}hybrid-layer-pattern: {value}\n")
+    with pytest.raises(BadInput, match=r"model\.yaml:\d+: hybrid-layer-pattern .*: has no attention layer"):
         layers_of(read_model(path))

@@ -87,4 +87,5 @@ class HostDotProductAttention(DotProductAttention):
             scale=self.softmax_scale,
             dropout=self.attention_dropout.p if self.training else 0.0,
             window=self._window,
+            sinks=self.softmax_offset,
         )

@@ -45,6 +45,8 @@ def install() -> None:
         mamba_mixer.HAVE_MAMBA_SSM = True
         mamba_mixer.mamba_split_conv1d_scan_combined = mamba_split_conv1d_scan
         mamba_mixer.ExtendedRMSNorm = GroupedRMSNorm
+        # Of the versions of packages that the function above stands in for.
+        mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
 
 
 def local_submodules() -> HybridStackSubmodules:

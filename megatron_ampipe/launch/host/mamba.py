@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_ampipe.errors import BadInput
-
 _PIECE = 64
 """Rows of a piece; the result does not depend on it, except for rounding."""
 
@@ -51,22 +49,24 @@ def mamba_split_conv1d_scan(
         activation: After the convolution; always ``silu``.
         norm_before_gate: Has no effect here: the caller's norm follows.
         chunk_size: Of the GPU kernel; has no effect on the result.
-        seq_idx: Document of every row; refused.
+        seq_idx: ``[1, S]``, the document of every row, in order; None for whole sequences.
 
     Returns:
         ``[B, S, H * P]`` in the dtype of ``zxbcdt``, computed in fp32.
-
-    Raises:
-        BadInput: documents share a sequence.
     """
     assert activation == "silu", "Megatron's Mamba layers use no other"
     if seq_idx is not None:
-        raise BadInput(
-            "--hybrid-layer-pattern",
-            "M",
-            rule="Mamba layers do not separate packed documents on a CPU",
-            remedy="Leave out --sft and --dataloader-inter-document-masking.",
-        )
+        # Neither the convolution nor the state reaches beyond the document.
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        settings: Any = {
+            "D": D, "headdim": headdim, "ngroups": ngroups, "activation": activation,
+            "norm_before_gate": norm_before_gate, "chunk_size": chunk_size,
+        }  # fmt: skip
+        documents = [
+            mamba_split_conv1d_scan(rows, conv1d_weight, conv1d_bias, dt_bias, A, **settings)
+            for rows in zxbcdt.split(lengths, dim=1)
+        ]
+        return torch.cat(documents, dim=1)
     num_heads = A.shape[0]
     width = headdim or D.shape[-1]
     inner = num_heads * width

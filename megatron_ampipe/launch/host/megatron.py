@@ -64,6 +64,7 @@ def install() -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from megatron_ampipe.launch.host import latent_projection
     from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 
     # For modules of Megatron that are imported later.
@@ -95,6 +96,9 @@ def install() -> None:
 
     # Local layers under context parallelism, and local latent attention.
     LocalSpecProvider.core_attention = lambda self: HostDotProductAttention
+
+    # MoELayer, with --moe-latent-size.
+    latent_projection.install()
 
     # LocalSpecProvider.layer_norm, TransformerBlock's final norm, QK norm. The class is patched, because many
     # modules hold a reference to it.
