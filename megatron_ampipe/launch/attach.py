@@ -17,6 +17,7 @@ from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
+from megatron_ampipe.launch.degrees_file import DegreesFile
 from megatron_ampipe.launch.gate import router_rows
 from megatron_ampipe.launch.grad_reduce import placing
 from megatron_ampipe.launch.memory_budget import MemoryChoice, choose_memory
@@ -149,12 +150,17 @@ def _choose(
             )
         rows = args.seq_length // (layout.tensor_ranks * layout.context_ranks)
         shape = (rows, args.micro_batch_size)
+        keep, tried = [keeper_of(args, config.save_plan, shape)], None
+        if planner is None:
+            tried = DegreesFile(args, config.pipeline, exchanges)
+            keep.append(tried.keep)
         auto = AutoDegree(
             context,
             planner=planner,
             exchanges=exchanges,
             say=print_on_first_rank,
-            keep=keeper_of(args, config.save_plan, shape),
+            keep=keep,
+            earlier=tuple if tried is None else tried.read,
             in_one_chunk=_in_one_chunk(args),
             iterations_left=functools.partial(iterations_left, args),
         )

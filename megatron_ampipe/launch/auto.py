@@ -1,13 +1,15 @@
 """``--ampipe-degree auto``: chooses the pipeline of the blocks, between iterations.
 
-With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations.
-Measured times are reduced over all ranks before they are used, and plans are compared between the ranks,
-because every rank must issue the same collectives. Called by :mod:`.attach`.
+With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations of
+each size of input that :mod:`.size_ranges` does not know. Measured
+times are reduced over all ranks before they are used, and plans are compared between the ranks, because every
+rank must issue the same collectives. Called by :mod:`.attach`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
+from megatron_ampipe.launch.size_ranges import ChosenSize, Shape, SizeRanges
 from megatron_ampipe.launch.trials import Choice, Trials, candidates, most_iterations
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
-
-Shape = tuple[int, int]
-"""Rows of the residual stream that a rank holds, and batch."""
 
 Planner = Callable[[Shape], Choice]
 """Chooses a pipeline from a cluster file, without measuring; the same one on every rank."""
@@ -37,7 +37,8 @@ class AutoDegree:
         planner: Chooses without measuring; if None, degrees are tried in the first iterations.
         exchanges: What trials choose from; the first is tried with every degree.
         say: Prints a line to the log; called on every rank.
-        keep: Called with every new choice and its shape, on every rank.
+        keep: Each is called with every new choice and its shape, on every rank.
+        earlier: Returns what an earlier run chose. Called once, on the first rank, which tells the others.
         in_one_chunk: Name of the schedule that is tried at degree 1; that of the flags if None.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
@@ -50,13 +51,16 @@ class AutoDegree:
         planner: Planner | None,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
         say: Callable[[str], None],
-        keep: Callable[[Shape, Choice], None] = lambda shape, choice: None,
+        keep: Sequence[Callable[[Shape, Choice], None]] = (),
+        earlier: Callable[[], Sequence[ChosenSize]] = tuple,
         in_one_chunk: str | None = None,
         iterations_left: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
-        self._keep, self._iterations_left = keep, iterations_left
+        self._keep, self._earlier, self._iterations_left = keep, earlier, iterations_left
+        self._remembered: dict[Shape, Pipeline] = {}
+        self._ranges = SizeRanges()
         self._choices: dict[Shape, Choice] = {}
         self._shape: Shape | None = None
         self._trials: Trials | None = None
@@ -69,7 +73,7 @@ class AutoDegree:
             return None
         choice = self._planner(shape)
         self._shape, self._choices[shape] = shape, choice
-        self._keep(shape, choice)
+        self._tell(shape, choice)
         self._next = choice
         self._use_next()
         return choice
@@ -81,6 +85,7 @@ class AutoDegree:
         def step(*args: Any, **kwargs: Any) -> Any:
             if not self._agreed:
                 require_agreement(self._context.pipeline)
+                self._recall()
                 self._agreed = True
             # Set here, not right after the choice: an iteration is logged after its step, with its pipeline.
             self._use_next()
@@ -95,6 +100,19 @@ class AutoDegree:
             return result
 
         return step
+
+    def _tell(self, shape: Shape, choice: Choice) -> None:
+        for keep in self._keep:
+            keep(shape, choice)
+
+    def _recall(self) -> None:
+        """Learn what an earlier run chose. The first rank tells the others, which may not see its files."""
+        found = [self._earlier() if dist.get_rank() == 0 else ()]
+        dist.broadcast_object_list(found, src=0)
+        for one in found[0]:
+            pipeline = one.pipeline(self._context.config.pipeline)
+            self._remembered[one.shape] = pipeline
+            self._ranges.add(math.prod(one.shape), pipeline)
 
     def _use_next(self) -> None:
         self._context.pipeline = self._next.pipeline
@@ -130,8 +148,13 @@ class AutoDegree:
             choice = self._planner(shape)
             require_agreement(choice.pipeline)
             self._settle(choice)
+        elif shape in self._remembered:
+            self._settle(Choice(self._remembered[shape], "an earlier run tried this size"))
+        elif (known := self._ranges.find(math.prod(shape), candidates(shape[0]))) is not None:
+            pipeline, sizes = known
+            self._settle(Choice(pipeline, f"as for {sizes}"))
         else:
-            degrees = candidates(shape[0])
+            degrees = self._ranges.left(math.prod(shape), candidates(shape[0]))
             given = self._context.config.pipeline
             self._trials = Trials(
                 degrees,
@@ -159,9 +182,10 @@ class AutoDegree:
         self._next = choice
         if self._choices.get(self._shape) is not choice:
             self._choices[self._shape] = choice
+            self._ranges.add(math.prod(self._shape), choice.pipeline)
             rows, batch = self._shape
             self._say(f"input of {rows} rows x {batch}: {choice.pipeline}: {choice.reason}")
-            self._keep(self._shape, choice)
+            self._tell(self._shape, choice)
 
 
 def agreed_upon(pipeline: Pipeline, train_step: TrainStep) -> TrainStep:

@@ -14,7 +14,8 @@ from typing import Any
 from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
-from megatron_ampipe.launch.auto import Planner, Shape
+from megatron_ampipe.launch.auto import Planner
+from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.made_for import MadeFor, differences

@@ -32,6 +32,7 @@ def main() -> None:
             "predicted": _follow_plans(),
             "short": _run_for(5),
             "long": _run_for(25),
+            "ranges": _remember(rank),
         }
     )
 
@@ -114,7 +115,7 @@ def _run_for(iterations: int) -> dict[str, object]:
         context,
         planner=None,
         say=said.append,
-        keep=lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks]),
+        keep=[lambda shape, choice: kept.append([shape, choice.pipeline.num_chunks])],
         iterations_left=lambda: left,
     )
     step = auto.around(lambda: layer(hidden_states=torch.randn(LONG, 1, 32), attention_mask=None))
@@ -122,6 +123,29 @@ def _run_for(iterations: int) -> dict[str, object]:
         step()
         left -= 1
     return {"said": said, "kept": kept}
+
+
+def _remember(rank: int) -> dict[str, object]:
+    """Sizes that an earlier run tried, of which only the first rank knows, and sizes around them."""
+    from megatron_ampipe.launch.auto import AutoDegree
+    from megatron_ampipe.launch.size_ranges import ChosenSize
+    from megatron_ampipe.schedule import Pipeline
+
+    layer, context = _layer()
+    said: list[str] = []
+    tried = [ChosenSize.of((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
+    auto = AutoDegree(context, planner=None, say=said.append, earlier=lambda: tried if rank == 0 else [None])
+    ran = []
+
+    def train_step(rows: int) -> None:
+        ran.append(context.pipeline.num_chunks)
+        layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None)
+
+    step = auto.around(train_step)
+    # Tried before; between two that chose the same; between two that did not; and again.
+    for rows in (48, 48, 32, 32, 64, 64, 64, 48, 48):
+        step(rows)
+    return {"ran": ran, "said": said}
 
 
 def _layer() -> tuple[torch.nn.Module, object]:

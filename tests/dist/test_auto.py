@@ -46,6 +46,18 @@ def test_it_chooses_once_for_each_shape(reports: list[Any]) -> None:
         assert run["ran"][-1] == run["ran"][26]
 
 
+def test_sizes_that_are_known_or_between_two_that_are_need_no_trials(reports: list[Any]) -> None:
+    for report in reports:
+        found = report["ranges"]
+        assert found["said"] == [
+            "input of 48 rows x 1: degree 2, schedule ampipe: an earlier run tried this size",
+            "input of 32 rows x 1: degree 2, schedule ampipe: as for 24 and 48 tokens",
+            # Degree 1 and 8 are not tried.
+            "input of 64 rows x 1: trying degrees 2, 4, one per iteration",
+        ]
+        assert found["ran"] == [1, 2, 2, 2, 2, 2, 4, 2, 2]
+
+
 def test_trials_do_not_change_results(reports: list[Any]) -> None:
     for report in reports:
         assert all(run["difference"] <= 1e-5 for run in report["runs"])
