@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_check.torch_trace import MARK, read_profile
-from megatron_ampipe.tools.benchmark import result
+from megatron_ampipe.tools.benchmark import result_file
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 from megatron_ampipe.tools.measuring.rank_worker import start_torch
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="receives what was found")
     chosen = parser.parse_args()
     (case,) = read_grid(find_grid(chosen.grid)).only(chosen.case).cases
-    result.write(examine(_job(case, chosen.link, chosen.device), trace=chosen.trace), chosen.json)
+    result_file.write(examine(_job(case, chosen.link, chosen.device), trace=chosen.trace), chosen.json)
     return 0
 
 
