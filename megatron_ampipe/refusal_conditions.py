@@ -251,7 +251,7 @@ def packs_several_sequences(arguments: Any) -> object:
 def exchange_without_copies(arguments: Any) -> object:
     """Refuses an exchange that saves copies where no rank, or no node, gets a token twice."""
     chosen = getattr(arguments, "ampipe_exchange", None)
-    return None if chosen in (None, AUTO, *exchanges_of(arguments)) else chosen
+    return None if chosen in (None, AUTO) or chosen in exchanges_of(arguments) else chosen
 
 
 def nodes_without_layout(arguments: Any) -> object:

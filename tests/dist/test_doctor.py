@@ -77,11 +77,12 @@ def test_overlap_is_measured_only_if_there_is_overlap(
     code = f"""
 import json, time, torch, torch.distributed as dist
 from megatron_ampipe.runtime import executors
+from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.tools.checkup import overlap
 overlap.ThreadExecutor = executors.{executor}
 class Sleep:
     wait = staticmethod(lambda: time.sleep(0.012))
-overlap._Work._exchange = lambda work: Sleep
+overlap._Work._exchange = lambda work: Transfer((), (Sleep,))
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 print(json.dumps(overlap.measure("cpu")))
