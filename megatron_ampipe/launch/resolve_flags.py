@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.config import AUTO, GRAD_REDUCES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
@@ -85,17 +86,10 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
         pipeline=_pipeline(args, shares, stack, exchange),
         automatic=args.ampipe_degree == AUTO,
         chooses_exchange=args.ampipe_exchange == AUTO,
-        ranks_per_node=_ranks_per_node(args, exchange),
         cluster=args.ampipe_cluster,
         save_plan=args.ampipe_save_plan,
         memory_budget=args.ampipe_memory_budget,
-        grad_reduce=args.ampipe_grad_reduce or GRAD_REDUCES[0],
-        capacity_scope=args.ampipe_capacity_scope or "sequence",
-        router=args.ampipe_router,
-        router_scope=args.ampipe_router_scope or "sequence",
-        wire=args.ampipe_wire,
-        condense=args.ampipe_condense,
-        trace_dir=args.ampipe_trace_dir,
+        **_beside_a_plan(args, exchange),
     )
     if config.save_plan is not None and Path(config.save_plan).is_file():
         return _of_saved_plan(args, read_plan)
@@ -259,15 +253,22 @@ def _of_plan(args: argparse.Namespace, file: str, read_plan: PlanReader) -> AMPi
     return AMPipeConfig(
         pipeline=pipeline,
         plan=file,
-        grad_reduce=args.ampipe_grad_reduce or GRAD_REDUCES[0],
-        ranks_per_node=_ranks_per_node(args, pipeline.exchange),
-        capacity_scope=args.ampipe_capacity_scope or "sequence",
-        router=args.ampipe_router,
-        router_scope=args.ampipe_router_scope or "sequence",
-        wire=args.ampipe_wire,
-        condense=args.ampipe_condense,
-        trace_dir=args.ampipe_trace_dir,
+        **_beside_a_plan(args, pipeline.exchange),
     )
+
+
+def _beside_a_plan(args: argparse.Namespace, exchange: Exchange) -> dict[str, Any]:
+    """The settings that a plan says nothing of, as fields of ``AMPipeConfig``."""
+    return {
+        "grad_reduce": args.ampipe_grad_reduce or GRAD_REDUCES[0],
+        "ranks_per_node": _ranks_per_node(args, exchange),
+        "capacity_scope": args.ampipe_capacity_scope or "sequence",
+        "router": args.ampipe_router,
+        "router_scope": args.ampipe_router_scope or "sequence",
+        "wire": args.ampipe_wire,
+        "condense": args.ampipe_condense,
+        "trace_dir": args.ampipe_trace_dir,
+    }
 
 
 def _refuse_next_to_plan(args: argparse.Namespace) -> None:
