@@ -17,6 +17,7 @@ from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 
 COMPUTE = "compute"
+COPY = "copy"
 DIRECTIONS = ("forward", "backward")
 PREDICTED = "predicted"
 """The label of a simulated timeline; its value is the source of the prediction."""
@@ -123,7 +124,10 @@ class Timeline:
 
     def _intervals(self, *, communication: bool) -> Iterable[tuple[float, float]]:
         return (
-            (span.begin_us, span.end_us) for span in self.spans if (span.lane != COMPUTE) is communication
+            (span.begin_us, span.end_us)
+            for span in self.spans
+            # Copies to host memory are neither.
+            if span.lane != COPY and (span.lane != COMPUTE) is communication
         )
 
     def write_chrome(self, path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
+from megatron_ampipe.runtime.exact_pieces import ExactPieces
 from megatron_ampipe.runtime.flash_attn_packages import FlashAttn2, FlashAttn3, flash_attn
 from megatron_ampipe.runtime.key_value_sums import RowSums
 from megatron_ampipe.runtime.merged import MergedAttention
@@ -84,7 +85,7 @@ def exact(
     """
 
     def attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        visible = _visible(rows, keys, window)
+        visible = visible_keys(rows, keys, window)
         keys, values = (repeat_heads(x, rows.shape[2]) for x in (keys, values))
         scores = torch.einsum("rbhc,sbhc->bhrs", rows, keys).float() * scale
         scores = scores.masked_fill(~visible, -math.inf)
@@ -115,12 +116,12 @@ def sdpa(
     def attend(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         bias: Any
         if sinks is not None:
-            bias = _bias_with_sink(_visible(rows, keys, window), sinks)
+            bias = _bias_with_sink(visible_keys(rows, keys, window), sinks)
             keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (keys, values))
         elif window is None:
             bias = causal_lower_right(rows.shape[0], keys.shape[0])
         else:
-            bias = _visible(rows, keys, window)
+            bias = visible_keys(rows, keys, window)
         output = F.scaled_dot_product_attention(
             rows.permute(1, 2, 0, 3),
             keys.permute(1, 2, 0, 3),
@@ -174,7 +175,7 @@ def _each_span(
     return join_spans(outputs)
 
 
-def _visible(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """``[R, S]`` bool: which row sees which key; the last row is at the position of the last key."""
     visible = torch.ones(rows.shape[0], keys.shape[0], dtype=torch.bool, device=rows.device)
     offset = keys.shape[0] - rows.shape[0]
@@ -192,6 +193,7 @@ def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
 
 KERNELS: dict[str, AttentionKernel] = {
     "exact": exact,
+    "exact-pieces": MergedAttention(ExactPieces()),
     "sdpa": sdpa,
     "sdpa-efficient": sdpa_efficient,
     "cpu-flash": MergedAttention(CpuFlash()),

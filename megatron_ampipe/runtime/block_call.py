@@ -22,11 +22,12 @@ from megatron_ampipe.runtime.block_stages import BlockStages, CompiledBlock, Com
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.gradients import Gradients
+from megatron_ampipe.runtime.host_memory import HostCopies
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.segment import GradientSums, Segment, with_history
 from megatron_ampipe.runtime.values import BlockLayout, KeyValueRows, Note, Values
 from megatron_ampipe.runtime.weight_products import WeightProducts
-from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind
+from megatron_ampipe.schedule import Direction, Layout, Stage, StageKind, kinds
 
 # S sequence rows, B batch, D hidden size.
 
@@ -60,6 +61,7 @@ class BlockCall:
         self._segments: dict[tuple[StageKind, int | None], Segment] = {}
         self._note: Note = _nothing if crossing is None else crossing.note_use
         self._inner: dict[tuple[StageKind, int | None], InnerTensors] = {}
+        self._stored: dict[int | None, HostCopies] = {}
         self._restores = self._keep_graph and block.restores
         self._apart = block.apart
         self._products: dict[tuple[StageKind, int | None], WeightProducts] = {}
@@ -90,7 +92,14 @@ class BlockCall:
         if self._restores:
             self.values = self._left
             del self._left
-        self.gradients = Gradients(self._layout, above, self._keys, device=device, note=self._note)
+        self.gradients = Gradients(
+            self._layout,
+            above,
+            self._keys,
+            device=device,
+            note=self._note,
+            note_transfer=_nothing if self._crossing is None else self._crossing.note_transfer,
+        )
         return self.gradients
 
     def end_backward(self) -> None:
@@ -109,6 +118,8 @@ class BlockCall:
             direction: Forward for a stage that computes values, in whichever pass.
         """
         kind = parts[0].kind
+        if kind.copies:
+            return self._copy(kind, [part.chunk for part in parts])
         if not kind.lane.computes:
             return self._communicate(kind, [part.chunk for part in parts], direction)
         if kind.weights_of is not None:
@@ -127,8 +138,12 @@ class BlockCall:
             self._give_shapes(kind, chunk)
         inputs = self.values.take(kind, chunk)
         crossed = self._crossing.note_use(inputs) if self._crossing is not None else ()
+        if kind.own_backward:
+            with torch.no_grad():
+                self.values.give(kind, chunk, self._stages.compute(kind)(chunk, *inputs))
+            return
         extra: dict[str, Any] = {}
-        if any(value.layout is Layout.KEYS for value in kind.takes):
+        if any(value.layout is Layout.KEYS for value, _ in self._flow.taken[kind]):
             extra["sums"] = self._keys.sums
         function = self._stages.compute(kind)
         if self._keep_graph and kind in self._apart:
@@ -136,8 +151,13 @@ class BlockCall:
             apart = functools.partial(self._stages.weights_apart, kind, products)
             function = functools.partial(_within, apart, function)
         hooks: AbstractContextManager[None] = contextlib.nullcontext()
-        if self._restores and self._layout.flow_of(chunk).is_restored(kind):
-            inner = self._inner[kind, chunk] = InnerTensors(self._stages.parameters.get(kind, ()))
+        flow = self._layout.flow_of(chunk)
+        if self._restores and kind is kinds.EXPERT and flow.is_restored(kind):
+            inner = self._inner[kind, chunk] = InnerTensors(
+                self._stages.parameters.get(kind, ()),
+                copied=kinds.STORE in flow.kinds,
+                resorted=kinds.RESORT in flow.kinds,
+            )
             extra["inner"], hooks = inner, inner.dropped()
         with hooks:
             segment = Segment(
@@ -145,6 +165,8 @@ class BlockCall:
                 *inputs,
                 keep_graph=self._keep_graph,
                 recompute=kind in self._stages.recomputed,
+                # What it computes with is several times as wide, so this is where most memory is held.
+                releases=kind is kinds.EXPERT,
             )
         outputs, segment.values = segment.values, ()
         if self._keep_graph:
@@ -162,7 +184,7 @@ class BlockCall:
             with torch.no_grad():
                 self.values.give(kind, chunk, function(chunk, *inputs))
             return
-        inner = self._inner.pop((kind.restores, chunk))
+        inner = self._inner[kind.restores, chunk]
         with inner.restored():
             function(chunk, *with_history(inputs), inner=inner)
         if self._crossing is not None:
@@ -171,7 +193,15 @@ class BlockCall:
     def _differentiate(self, kind: StageKind, chunk: int | None) -> None:
         """The backward of :meth:`_compute`."""
         gradients = self.gradients.take(kind, chunk)
+        if kind.own_backward:
+            recalled = self.values.recall(kind)
+            self._note((*gradients, *recalled))
+            sums = self.gradients.block_sums(kind, recalled)
+            found = self._stages.differentiate(kind)(chunk, gradients, recalled, sums)
+            self.gradients.add(kind, chunk, found)
+            return
         segment = self._segments.pop((kind, chunk))
+        self._inner.pop((kind, chunk), None)
         if self._crossing is not None:
             self._crossing.note_use(gradients)
             self._crossing.note_backward(self._crossed_inputs.pop((kind, chunk)))
@@ -190,6 +220,30 @@ class BlockCall:
             self._note(part.tensors)
             part.add_to(self.sums)
 
+    def _copy(self, kind: StageKind, chunks: Sequence[int | None]) -> Transfer:
+        """Start copies to host memory or back, of those chunks of which something is copied."""
+        found = [
+            self._copy_chunk(kind, chunk) for chunk in chunks if kind in self._layout.flow_of(chunk).kinds
+        ]
+        transfer = found[0] if len(found) == 1 else Transfer.all_of(found)
+        if self._crossing is not None:
+            self._crossing.note_transfer(transfer.uses)
+            for chunk in chunks if kind is kinds.LOAD else ():
+                self._crossed_inputs[kinds.EXPERT, chunk] += self._crossing.note_use(transfer.uses)
+        return transfer
+
+    def _copy_chunk(self, kind: StageKind, chunk: int | None) -> Transfer:
+        if kind is kinds.STORE:
+            return self._inner[kinds.EXPERT, chunk].store()
+        if kind is kinds.LOAD:
+            return self._inner[kinds.EXPERT, chunk].load()
+        if kind is kinds.STORE_TOKENS:
+            copies = self._stored[chunk] = HostCopies(self.values.take(kind, chunk))
+            return copies.store(_nothing)
+        transfer = self._stored.pop(chunk).load()
+        self.values.give(kind, chunk, transfer.outputs)
+        return transfer
+
     def _communicate(self, kind: StageKind, chunks: Sequence[int | None], direction: Direction) -> Transfer:
         """Start the transfer of some chunks: of values forward, of their gradients backward."""
         forward = direction is Direction.FORWARD
@@ -205,6 +259,9 @@ class BlockCall:
             give(kind, chunk, outputs)
         if self._crossing is not None:
             self._crossing.note_transfer((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
+            if kind.restores is kinds.QKV:
+                for chunk in chunks:
+                    self._crossed_inputs[kinds.QKV, chunk] += self._crossing.note_use(transfer.uses)
         return transfer
 
     def _give_shapes(self, kind: StageKind, chunk: int | None) -> None:
@@ -226,5 +283,5 @@ def _within(
 _Shape = tuple[torch.Size, torch.dtype, torch.device]
 
 
-def _nothing(tensors: Sequence[Tensor | None]) -> None:
-    """In place of a crossing where no stream is crossed."""
+def _nothing(tensors: Sequence[Tensor | None] = ()) -> None:
+    """In place of a crossing where no stream is crossed, and where there is nothing to release."""

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -41,6 +42,30 @@ The chunk is an index, or None for the whole sequence. A kind that takes keys an
 kind that does not keep all that its backward needs, and the kind that restores it, get the same ``inner``, an
 :class:`~.inner_tensors.InnerTensors` that must run its products.
 """
+
+
+class BackwardFunction(Protocol):
+    """The backward of a kind with ``own_backward``."""
+
+    def __call__(
+        self,
+        chunk: int | None,
+        gradients: Sequence[Tensor | None],
+        recalled: Sequence[Tensor],
+        sums: KeyValueSums,
+    ) -> Sequence[Tensor | None]:
+        """Differentiate one stage.
+
+        Args:
+            chunk: Index; None for the whole sequence.
+            gradients: Of what the stage gave.
+            recalled: Keys and values that it took.
+            sums: Where the gradients of these are added.
+
+        Returns:
+            The gradients of what it took; None for keys and values.
+        """
+        ...
 
 
 class CommunicationFunction(Protocol):
@@ -74,6 +99,9 @@ class BlockStages(Protocol):
 
     def compute(self, kind: StageKind) -> ComputeFunction:
         """The function of a kind that is computed."""
+
+    def differentiate(self, kind: StageKind) -> BackwardFunction:
+        """The backward of a kind that has its own."""
 
     def communicate(self, kind: StageKind) -> CommunicationFunction:
         """The function of a kind that is started and waited for."""

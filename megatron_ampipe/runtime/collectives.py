@@ -49,6 +49,21 @@ class Transfer:
             self.unpack()
 
     @classmethod
+    def all_of(cls, transfers: Sequence[Transfer]) -> Transfer:
+        """Several transfers without operations of other ranks, as one."""
+        assert not any(one.works or one.begin for one in transfers)
+
+        def unpack() -> None:
+            for one in transfers:
+                one.wait()
+
+        return cls(
+            tuple(tensor for one in transfers for tensor in one.outputs),
+            unpack=unpack,
+            uses=tuple(tensor for one in transfers for tensor in one.uses),
+        )
+
+    @classmethod
     def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work]) -> Transfer:
         """Make a transfer; on CUDA, make the current stream wait for the operations."""
         if outputs[0].is_cuda:
@@ -233,6 +248,8 @@ def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Tra
     ]
 
     def unpack() -> None:
+        if transfer.unpack is not None:
+            transfer.unpack()
         for index, tensor in enumerate(transfer.outputs):
             parts = tensor.split(sizes)
             for chunk, output in enumerate(outputs[index :: len(transfer.outputs)]):
@@ -270,6 +287,24 @@ def exchange_rows(
     return Transfer.of(received, works)
 
 
+def pass_on(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, back: bool) -> Transfer:
+    """Start to send tensors to the next rank of a ring, or back to the one before it.
+
+    Args:
+        tensors: Of the same shapes on every rank.
+        group: The ranks of the ring, at least 2.
+        back: To the rank before.
+
+    Returns:
+        What the rank on the other side sends.
+    """
+    rows, own, count = tensors[0].shape[0], group.rank(), group.size()
+    step = -1 if back else 1
+    send, receive = [0] * count, [0] * count
+    send[(own + step) % count] = receive[(own - step) % count] = rows
+    return exchange_rows(tensors, send=send, receive=receive, group=group)
+
+
 def exchange_all_to_all(
     tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
 ) -> list[dist.Work]:
@@ -285,16 +320,25 @@ def exchange_send_recv(
     For gloo, whose all-to-all uses one direction of a link at a time and therefore takes twice as long
     (docs/log).
     """
+    return send_receive(tensor.split_with_sizes(send), output.split_with_sizes(receive), group, tag)
+
+
+def send_receive(
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """Start to send a tensor to each rank of ``group``, and to receive one from each; the own one is copied.
+
+    Empty tensors are not sent.
+    """
     own = group.rank()
-    outgoing, incoming = tensor.split_with_sizes(send), output.split_with_sizes(receive)
     incoming[own].copy_(outgoing[own])
     works = []
     # Every rank starts with its next neighbour, so that the first messages do not all go to one rank.
     for step in range(1, group.size()):
         to, source = (own + step) % group.size(), (own - step) % group.size()
-        if receive[source]:
+        if incoming[source].shape[0]:
             works.append(dist.irecv(incoming[source], group=group, group_src=source, tag=tag))
-        if send[to]:
+        if outgoing[to].shape[0]:
             works.append(dist.isend(outgoing[to], group=group, group_dst=to, tag=tag))
     return works
 

@@ -49,7 +49,7 @@ class DeepEPTransport:
         """
         if len(tensors) == 1:
             received, *_ = self._buffer.dispatch(tensors[0].contiguous(), handle=self._handle)
-            return Transfer((received,), uses=_tensors(self._handle))
+            return Transfer((received,), uses=tensors_among(self._handle))
         tokens, probs = tensors
         per_rank, per_node, per_expert, goes_to, _ = self._buffer.get_dispatch_layout(
             self._experts, self._num_experts
@@ -66,7 +66,7 @@ class DeepEPTransport:
             )
         )
         counted = (per_rank, per_node, per_expert, goes_to)
-        uses = (self._experts, self.received_experts, *_tensors(counted), *_tensors(self._handle))
+        uses = (self._experts, self.received_experts, *tensors_among(counted), *tensors_among(self._handle))
         return Transfer((received, weights), uses=uses)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
@@ -78,8 +78,9 @@ class DeepEPTransport:
         given = {"topk_weights": weights[0].float().contiguous()} if weights else {}
         combined, of_weights, _ = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)
         outputs = (combined, of_weights) if weights else (combined,)
-        return Transfer(outputs, uses=_tensors(self._handle))
+        return Transfer(outputs, uses=tensors_among(self._handle))
 
 
-def _tensors(values: Sequence[Any]) -> tuple[Tensor, ...]:
+def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a handle."""
     return tuple(value for value in values if isinstance(value, Tensor))

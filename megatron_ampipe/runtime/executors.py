@@ -239,15 +239,15 @@ class _Lane:
                 with _collecting(call.failures):
                     call.begin = time.perf_counter()
                     call.transfer = call.start(call.stage)
+                    if call.transfer is not None and call.transfer.begin is not None:
+                        while call.places < _MAX_IN_FLIGHT:
+                            self._free.acquire()
+                            call.places += 1
+                        call.begin = time.perf_counter()
             except BaseException as error:
-                self._free.release()
+                self._free.release(call.places)
                 call.future.set_exception(error)
             else:
-                if call.transfer is not None and call.transfer.begin is not None:
-                    while call.places < _MAX_IN_FLIGHT:
-                        self._free.acquire()
-                        call.places += 1
-                    call.begin = time.perf_counter()
                 self._started.put(call)
             # Do not keep a finished call alive while the lane waits for the next one.
             del call

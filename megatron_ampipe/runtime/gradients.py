@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows, write_rows, write_sum
 from megatron_ampipe.runtime.values import BlockLayout, Key, KeyValueRows, Note
 from megatron_ampipe.schedule import Layout, Source, Span, StageKind, Value
@@ -32,6 +33,7 @@ class Gradients:
         keys: Where the gradients of keys and values are added up.
         device: Of all tensors.
         note: Told of what a stage adds up before or after its own backward.
+        note_transfer: Told of what a transfer adds up before it sends it.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Gradients:
         *,
         device: torch.device,
         note: Note,
+        note_transfer: Note,
     ) -> None:
         self._layout, self._keys, self._device, self._note = layout, keys, device, note
+        self._note_transfer = note_transfer
         self._above: Tensor | Gradients | None = above
         self._tensors: dict[Key, Tensor | None] = {}
         self._adds: Counter[Key] = Counter()
@@ -54,6 +58,8 @@ class Gradients:
         # What transfers bring: to which rows of the sum it is added (None: to all), and its parts.
         self._arriving: defaultdict[Key, list[tuple[Sequence[Span] | None, list[Tensor]]]] = defaultdict(list)
         self._lock = threading.Lock()
+        # For each kind that gives keys of one rank, the sums of what the stages that take them add.
+        self._blocks: dict[StageKind, KeyValueSums] = {}
 
     @property
     def hidden(self) -> Tensor:
@@ -90,6 +96,9 @@ class Gradients:
         for value, source in self._layout.flow.taken[kind]:
             if value.layout is Layout.KEYS:
                 of_keys.append(left.pop(0))
+            elif value.layout is Layout.BLOCK and kind.lane.computes:
+                added = left.pop(0)
+                assert added is None, "gradients of keys of one rank are added to their sums"
             elif not kind.lane.computes:
                 self._add_when_taken(value, source, chunk, left)
             elif self._layout.is_kept_whole(source):
@@ -118,9 +127,35 @@ class Gradients:
             return take_rows(gradient, self._layout.spans(value.layout, chunk))
         if value.layout is Layout.KEYS:
             return self._keys.take_gradient(value.name, chunk)
+        if value.layout is Layout.BLOCK:
+            return self._take_block(value, source)
         if value.layout is Layout.SCALAR:
             return torch.zeros((), device=self._device)
         return self._take_sum(source, chunk) if self._layout.gradient_givers(source) else None
+
+    def block_sums(self, kind: StageKind, recalled: Sequence[Tensor]) -> KeyValueSums:
+        """Where the backward of a stage adds the gradients of the keys and values that it has recalled."""
+        taken = self._layout.flow.taken[kind]
+        giver = next(source.giver for value, source in taken if value.layout is Layout.BLOCK)
+        assert giver is not None
+        if giver not in self._blocks:
+            self._blocks[giver] = KeyValueSums(*recalled)
+        return self._blocks[giver]
+
+    def _take_block(self, value: Value, source: Source) -> Tensor:
+        """The gradient of keys or values of one rank: what was added here, and what the ring has brought."""
+        giver = source.giver
+        assert giver is not None
+        names = [one.name for one, _ in self._layout.flow.given[giver] if one.layout is Layout.BLOCK]
+        sums, index = self._blocks[giver], names.index(value.name)
+        total = sums.totals()[index]
+        self._note_transfer((total,))
+        for _, parts in self._arriving.pop((source, None), ()):
+            self._note_transfer(parts)
+            total.add_(_whole(parts))
+        if index == len(names) - 1:
+            del self._blocks[giver]
+        return sums.rounded(total, index)
 
     def _add_when_taken(
         self, value: Value, source: Source, chunk: int | None, left: list[Tensor | None]
@@ -194,7 +229,8 @@ class Gradients:
 
     def _add_to_whole(self, value: Value, source: Source, chunk: int | None, gradient: Tensor | None) -> None:
         """Add to the gradient of a value that is one tensor for the whole sequence."""
-        assert gradient is not None
+        if gradient is None:
+            return
         if chunk is None:
             earlier = self._tensors.get((source, None))
             self._note((earlier, gradient))

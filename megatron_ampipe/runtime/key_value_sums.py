@@ -67,6 +67,10 @@ class KeyValueSums:
         self._zero_unwritten()
         return self._totals
 
+    def rounded(self, total: Tensor, index: int) -> Tensor:
+        """A sum in the dtype of the keys (index 0) or values (1)."""
+        return total.to(self._like[index].dtype)
+
     def _allocate(self) -> None:
         if not self._totals:
             self._totals = tuple(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums, RowSums, sum_dtype
-from megatron_ampipe.runtime.rows import join_spans, split_spans
+from megatron_ampipe.runtime.rows import split_spans
 from megatron_ampipe.schedule.chunks import Span
 
 
@@ -140,6 +140,11 @@ class MergedAttention:
         return output
 
     @property
+    def pieces(self) -> PieceKernel:
+        """What computes every piece."""
+        return self._kernel
+
+    @property
     def num_calls(self) -> int:
         """Kernel calls for a short chunk that is not the first one."""
         return len(self._kernel.pieces(Span(0, 1, 1), backward=False))
@@ -163,26 +168,10 @@ class _Merged(torch.autograd.Function):
         scale: float,
         sums: RowSums | None,
     ) -> Tensor:
-        outputs, exponents = [], []
-        for rows, span in split_spans(query, spans):
-            for same_rows in _group_by_rows(kernel, span):
-                parts = [
-                    kernel.forward(
-                        rows[piece.first_row : piece.last_row],
-                        key[piece.first_key : piece.last_key],
-                        value[piece.first_key : piece.last_key],
-                        causal=piece.causal,
-                        scale=scale,
-                    )
-                    for piece in same_rows
-                ]
-                ctx.state = parts[-1].state
-                output, lse = _merge(parts)
-                outputs.append(output)
-                exponents.append(lse)
-        joined = join_spans(outputs)
-        lse = exponents[0] if len(exponents) == 1 else torch.cat(exponents, dim=-1)
-        ctx.save_for_backward(query, key, value, joined, lse)
+        found = attend_in_pieces(kernel, query, key, value, spans=spans, scale=scale)
+        joined = found.output.reshape(*query.shape[:2], -1)
+        ctx.save_for_backward(query, key, value, joined, found.lse)
+        ctx.state = found.state
         ctx.kernel, ctx.spans, ctx.scale, ctx.sums = kernel, spans, scale, sums
         return joined
 
@@ -191,24 +180,83 @@ class _Merged(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         gradient, output = (x.reshape(*query.shape[:3], -1) for x in (gradient, output))
 
-        def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
-            keys = slice(piece.first_key, piece.last_key)
-            piece_gradients: tuple[Tensor, Tensor, Tensor] = ctx.kernel.backward(
-                gradient[rows],
-                query[rows],
-                key[keys],
-                value[keys],
-                output[rows],
-                lse[..., rows],
-                ctx.state,
-                causal=piece.causal,
-                scale=ctx.scale,
-            )
-            return piece_gradients
+        found = PieceOutput(output, lse, ctx.state)
+        gradients = differentiate_in_pieces(
+            ctx.kernel, gradient, query, key, value, found, spans=ctx.spans, scale=ctx.scale, sums=ctx.sums
+        )
+        return gradients[0].to(query.dtype), *gradients[1:], None, None, None, None
 
-        pieces = _pieces_with_rows(ctx.kernel, ctx.spans)
-        gradients = _sum_gradients(pieces, differentiate, query, key, value, ctx.sums)
-        return *gradients, None, None, None, None
+
+def attend_in_pieces(
+    kernel: PieceKernel, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span], scale: float
+) -> PieceOutput:
+    """Attention of the rows of some spans ``[R, B, H, C]``, merged over the pieces of each row."""
+    outputs, exponents, state = [], [], ()
+    for rows, span in split_spans(query, spans):
+        for same_rows in _group_by_rows(kernel, span):
+            parts = [
+                kernel.forward(
+                    rows[piece.first_row : piece.last_row],
+                    key[piece.first_key : piece.last_key],
+                    value[piece.first_key : piece.last_key],
+                    causal=piece.causal,
+                    scale=scale,
+                )
+                for piece in same_rows
+            ]
+            state = parts[-1].state
+            output, lse = merge_pieces(parts)
+            outputs.append(output)
+            exponents.append(lse)
+    if len(outputs) == 1:
+        return PieceOutput(outputs[0], exponents[0], state)
+    return PieceOutput(torch.cat(outputs), torch.cat(exponents, dim=-1), state)
+
+
+def differentiate_in_pieces(
+    kernel: PieceKernel,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    found: PieceOutput,
+    *,
+    spans: Sequence[Span],
+    scale: float,
+    sums: RowSums | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key and value; None for the last two if they were added to ``sums``.
+
+    Args:
+        kernel: As in :func:`attend_in_pieces`.
+        gradient: Of the output, ``[R, B, H, V]``.
+        query: ``[R, B, H, C]``.
+        key: ``[S, B, G, C]``.
+        value: ``[S, B, G, V]``.
+        found: Merged over all keys that the rows see, of which ``key`` may be a part.
+        spans: Positions of the rows in ``key``.
+        scale: Factor on the scores.
+        sums: Where the gradients of keys and values are added.
+
+    Returns:
+        The gradient of the query may have the dtype of sums.
+    """
+
+    def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
+        keys = slice(piece.first_key, piece.last_key)
+        return kernel.backward(
+            gradient[rows],
+            query[rows],
+            key[keys],
+            value[keys],
+            found.output[rows],
+            found.lse[..., rows],
+            found.state,
+            causal=piece.causal,
+            scale=scale,
+        )
+
+    return _sum_gradients(_pieces_with_rows(kernel, spans), differentiate, query, key, value, sums)
 
 
 def _pieces_with_rows(kernel: PieceKernel, spans: Sequence[Span]) -> list[tuple[slice, AttentionPiece]]:
@@ -228,8 +276,7 @@ def _sum_gradients(
     key: Tensor,
     value: Tensor,
     sums: RowSums | None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key and value; None for the last two if they were added to ``sums``."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rows, piece = pieces[0]
     if len(pieces) == 1 and sums is None and piece.last_key - piece.first_key == key.shape[0]:
         # The whole sequence in one piece, as in a stock layer: there is nothing to sum.
@@ -246,10 +293,10 @@ def _sum_gradients(
             query_gradient[rows] = dq
         else:
             query_gradient[rows] += dq
-    query_gradient = query_gradient.to(query.dtype)
     if sums is not None:
         return query_gradient, None, None
-    return query_gradient, *(total.to(key.dtype) for total in target.totals())
+    of_key, of_value = (total.to(key.dtype) for total in target.totals())
+    return query_gradient, of_key, of_value
 
 
 def _group_by_rows(kernel: PieceKernel, span: Span) -> list[list[AttentionPiece]]:
@@ -259,10 +306,10 @@ def _group_by_rows(kernel: PieceKernel, span: Span) -> list[list[AttentionPiece]
     return [list(same_rows) for _, same_rows in groups]
 
 
-def _merge(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
+def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
     """Merge the outputs of the same rows over several ranges of keys; returns output and log-sum-exp.
 
-    Scaled and added in the dtype of the log-sum-exp, rounded once.
+    Scaled and added in the dtype of the log-sum-exp, rounded once; the first output may be overwritten.
     """
     first, *others = parts
     if not others:

@@ -2,17 +2,18 @@
 
 Unlike the recorder it does not time stages: only the begin and the end of each pass, and only while
 :attr:`PassTimer.measuring` is set. On CUDA these are events that are read when a sum is requested, so
-measuring never synchronizes between blocks. Called by :mod:`.autograd_block` through the recorder; read by
-``launch.auto``.
+measuring never synchronizes between blocks. Called by :mod:`.stack_call` through the recorder, and by
+``layers.pipelined_block`` for Megatron's own layers; read by ``launch.auto``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from megatron_ampipe.schedule.kinds import Direction
 
@@ -47,6 +48,27 @@ class PassTimer:
         begin = self._now()
         yield
         self._passes.append((direction, begin, self._now()))
+
+    def timed_layer(
+        self, layer: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call a layer that is not a schedule of stages; its two directions are passes as well.
+
+        The backward pass lasts from the gradient of the output to that of ``hidden [S, B, D]``.
+        """
+        if not (self.measuring and torch.is_grad_enabled()):
+            return layer(hidden)
+        if not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        began: list[Timestamp] = []
+        # Hooks, as a pipeline schedule of Megatron wants outputs that are not views.
+        hidden.register_hook(
+            lambda _: self._passes.append((Direction.BACKWARD, began.pop(), self._now())),
+        )
+        with self.timed(Direction.FORWARD):
+            output, context = layer(hidden)
+        output.register_hook(lambda _: began.append(self._now()))
+        return output, context
 
     def sum_us(self, direction: Direction) -> float:
         """Microseconds of all passes since :meth:`restart`; synchronizes with the device if there is one."""

@@ -26,9 +26,11 @@ class Segment:
         keep_graph: Whether :meth:`backward` will be called. If not, nothing is kept.
         recompute: Keep only the inputs, and run the stage again in :meth:`backward`. Only for stages that
             draw no random numbers and have no side effects.
+        releases: :meth:`backward` releases the gradients that it is given after their first use. Only for
+            stages with one output.
     """
 
-    __slots__ = ("_function", "_input_edges", "_inputs", "_output_edges", "values")
+    __slots__ = ("_function", "_given", "_input_edges", "_inputs", "_output_edges", "values")
 
     def __init__(
         self,
@@ -36,7 +38,9 @@ class Segment:
         *inputs: Tensor,
         keep_graph: bool,
         recompute: bool = False,
+        releases: bool = False,
     ) -> None:
+        self._given: list[Tensor | None] | None = [] if releases else None
         self._function: Callable[..., tuple[Tensor, ...]] | None = None
         self._inputs: tuple[Tensor, ...] = ()
         self._input_edges: tuple[GradientEdge, ...] = ()
@@ -50,12 +54,13 @@ class Segment:
             self.values = self._build_graph(function, inputs)
 
     def backward(
-        self, gradients: Sequence[Tensor | None], *, parameters: Sequence[Parameter], sums: GradientSums
+        self, gradients: list[Tensor | None], *, parameters: Sequence[Parameter], sums: GradientSums
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients and release the graph; can be called once.
 
         Args:
-            gradients: One per output; None if nothing depends on that output.
+            gradients: One per output; None if nothing depends on that output. Emptied here: where nobody else
+                refers to them, they are freed when they are no longer needed.
             parameters: The parameters that the stage uses; their gradients are added to ``sums``.
             sums: Accumulates the parameter gradients of the chunks.
 
@@ -65,11 +70,16 @@ class Segment:
         if self._function is not None:
             self._build_graph(self._function, self._inputs)
             self._function, self._inputs = None, ()
+        if self._given is not None:
+            assert len(gradients) == 1, "a stage with several outputs cannot release their gradients"
+            self._given += gradients
+            gradients[:] = [None if gradients[0] is None else gradients[0].new_empty(0)]
         pairs = [
             (edge, gradient)
             for edge, gradient in zip(self._output_edges, gradients, strict=True)
             if gradient is not None and edge is not None
         ]
+        gradients.clear()
         assert pairs, "backward of a stage that nothing depends on, or a second backward"
         computed = torch.autograd.grad(
             [edge for edge, _ in pairs],
@@ -89,11 +99,10 @@ class Segment:
         with torch.enable_grad():
             detached = with_history(inputs)
             outputs = function(*detached)
+            ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
         # The output edges keep the graph alive, including the node that the input edges point to.
         self._input_edges = tuple(GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in detached)
-        self._output_edges = tuple(
-            get_gradient_edge(output) if output.requires_grad else None for output in outputs
-        )
+        self._output_edges = tuple(get_gradient_edge(end) if end.requires_grad else None for end in ends)
         return tuple(output.detach() for output in outputs)
 
 
@@ -123,6 +132,27 @@ class _DetachInputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> None:
         """Never called: the gradients of a stage end at this node."""
         raise AssertionError("backward went past the inputs of a stage")
+
+
+class _TakeGradients(torch.autograd.Function):
+    """The last node of a stage's graph: its backward begins with the gradients in a list, and empties it.
+
+    The caller of ``torch.autograd.grad`` and the engine refer to what they begin with until the end. So they
+    begin with the gradient of an empty tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: list[Tensor | None], *outputs: Tensor) -> Tensor:
+        """``[0]``, of the device of the outputs."""
+        ctx.given = given
+        return outputs[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """What the list holds."""
+        found = (None, *ctx.given)
+        ctx.given.clear()
+        return found
 
 
 class GradientSums:

@@ -74,9 +74,10 @@ class BlockLayout:
         if chunk is not None:
             return len(self.flow_of(chunk).takers[source])
         every = range(len(self.chunks))
-        return sum(
+        recalls = [1 if kind in self.whole else len(every) for kind in self.flow.recallers.get(source, ())]
+        return sum(recalls) + sum(
             1 if kind in self.whole else sum(kind in self.flow_of(each).takers[source] for each in every)
-            for kind in self.flow.takers[source]
+            for kind in self.flow.takers.get(source, ())
         )
 
     def num_summed(self, source: Source) -> int:
@@ -182,7 +183,7 @@ class Values:
                 write_rows(self.output, self._layout.spans(value.layout, chunk), tensor)
             elif value.layout is Layout.KEYS:
                 self._keys.give(value.name, chunk, tensor)
-            elif source in self._layout.flow.takers:
+            elif source in (flow := self._layout.flow_of(chunk)).takers or source in flow.recallers:
                 self._tensors[source, chunk] = tensor
 
     def take(self, kind: StageKind, chunk: int | None) -> list[Tensor]:
@@ -192,6 +193,10 @@ class Values:
             for value, source in self._layout.flow_of(chunk).taken[kind]
             for tensor in self._take(value, source, chunk)
         ]
+
+    def recall(self, kind: StageKind) -> list[Tensor]:
+        """What the backward of a stage takes besides gradients (``DataFlow.recalled``)."""
+        return [self._read((source, None)) for _, source in self._layout.flow.recalled[kind]]
 
     @property
     def given(self) -> Tensor:
@@ -219,7 +224,7 @@ class Values:
             return (self._keys.take(value.name, chunk),)
         if layout.is_kept_whole(source):
             tensor = self._read((source, None))
-            if chunk is None:
+            if chunk is None or value.layout is Layout.BLOCK:
                 return (tensor,)
             spans = layout.spans(value.layout, chunk)
             if len(spans) > 1:

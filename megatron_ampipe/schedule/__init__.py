@@ -10,7 +10,14 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
-from megatron_ampipe.schedule.exchange import Exchange, NodeLayout, useful_exchanges, with_exchange
+from megatron_ampipe.schedule.exchange import (
+    ALL_EXCHANGES,
+    Exchange,
+    NodeLayout,
+    parse_exchanges,
+    useful_exchanges,
+    with_exchange,
+)
 from megatron_ampipe.schedule.graph import (
     BlockFeatures,
     DataFlow,
@@ -33,7 +40,9 @@ from megatron_ampipe.schedule.kinds import (
     Value,
 )
 from megatron_ampipe.schedule.memory_strategy import (
+    COPYING,
     KEEP,
+    PAPER_NAMES,
     STRATEGIES,
     check_memory,
     memory_to_text,
@@ -46,11 +55,14 @@ from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
+    "ALL_EXCHANGES",
     "ALL_KINDS",
     "ALL_LAYERS",
+    "COPYING",
     "IN_ONE_CHUNK",
     "KEEP",
     "MOE_BLOCK",
+    "PAPER_NAMES",
     "SCHEDULE_NAMES",
     "STRATEGIES",
     "WEIGHTS",
@@ -86,6 +98,7 @@ __all__ = [
     "memory_to_text",
     "needs_of",
     "of_chunks",
+    "parse_exchanges",
     "parse_shares",
     "parse_stack",
     "period",

@@ -8,14 +8,19 @@ adds to it what Lancet does in the backward pass, and is the one that also overl
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule.attention_order import attending, backward_order, exchanges_of_rows, of_chunk
 from megatron_ampipe.schedule.graph import BlockFeatures, data_flow, dependencies, needs_of
 from megatron_ampipe.schedule.issue import completed, issue_order
 from megatron_ampipe.schedule.kinds import (
+    ADD_NORM,
+    ATTEND,
     ATTENTION,
+    CHOOSE,
     COLLECT,
     COMBINE,
     COMM,
@@ -23,18 +28,27 @@ from megatron_ampipe.schedule.kinds import (
     COUNTS,
     DISPATCH,
     EXPERT,
-    INTRA,
+    GATHER,
+    GATHER_INTRA,
+    INPUT_NORM,
     LOSSES,
     MERGE,
     QKV,
     REDISPATCH,
+    REGATHER,
+    REGATHER_INTRA,
+    RERING,
     RESPREAD,
+    RING,
     ROUTE,
+    SCATTER,
+    SCATTER_INTRA,
     SHARED,
     SPREAD,
     WEIGHTS,
     Direction,
     StageKind,
+    step_of,
 )
 from megatron_ampipe.schedule.run_again import with_stages_again
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
@@ -67,7 +81,7 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
     keeping = replace(features, restored=())
     schedule = placed(_BUILDERS[name](degree, keeping), [keeping])
     backward = placed(_BUILDERS[name](backward_degree, features), [features]).backward
-    return replace(schedule, backward=backward, backward_degree=backward_degree)
+    return placed(replace(schedule, backward=backward, backward_degree=backward_degree), [features])
 
 
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
@@ -127,7 +141,11 @@ def _sequential(degree: int, features: BlockFeatures) -> Schedule:
         return -1 if stage in needed else degree
 
     rows = data_flow(features).kinds
-    by_chunk = sorted(needs, key=lambda stage: (chunk_of(stage), rows.index(stage.kind)))
+    # What the router needs to choose for all chunks at once.
+    before = rows[: rows.index(CHOOSE)] if features.chooses else ()
+    by_chunk = sorted(
+        needs, key=lambda stage: (stage.kind not in before, chunk_of(stage), rows.index(stage.kind))
+    )
     forward = completed(by_chunk, needs)
     backward = [stage for stage in reversed(forward) if Direction.BACKWARD in stage.kind.directions]
     return Schedule("sequential", degree, _program(compute=forward), _program(compute=backward), degree)
@@ -139,29 +157,54 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     Backward, unlike in the paper, a chunk's dispatch does not wait for the combines of all chunks: it
     follows ``lead`` chunks later. Where the network is slow, attention then begins while most tokens
     still have to travel, and not after half of the way.
+
+    Where tensor-parallel ranks scatter the rows of a chunk, something of the next one is computed meanwhile
+    (:func:`attending`); backward, the experts of another one.
     """
     chunks = range(degree)
-    of_chunk = [ATTENTION, ROUTE]
-    whole = [Stage(QKV)]
+    attends, routes, choice = [ATTENTION], [ROUTE], _choice(features)
+    adds: list[StageKind] = [ADD_NORM] if features.scatters_rows else []
+    norms = [INPUT_NORM] if features.gathers_rows else []
+    whole = [Stage(kind) for kind in (*norms, QKV)]
+    projects: list[StageKind] = []
     if features.chunked_qkv:
-        of_chunk, whole = [QKV, *of_chunk], []
+        projects, whole = [QKV], []
+    else:
+        norms = []
+    *earlier, last = _attends(features)
+    attends[:0] = last
+    # Backward, each list after a transfer of the chunk, during which another chunk is computed.
+    before = [[*attends[::-1], *projects], *([norms] if norms else [])]
+    if choice:
+        # All attention comes before the first dispatch.
+        forward = attending(degree, norms, projects, attends, adds)
+        later = [routes]
+        ended = backward_order(degree, 1, adds, *before) if adds else backward_order(degree, 0, *before)
+    else:
+        forward = attending(degree, norms, projects, attends, [*adds, *routes])
+        later = [[*routes, *adds], *before] if adds else [[*routes, *before[0]]]
+        ended = []
     lead = max(1, degree // 4)
-
-    def backward(kind: StageKind, *later: StageKind) -> list[Stage]:
-        """``kind`` of every chunk, last chunk first, and ``later`` of the chunk ``lead`` before it."""
-        stages = []
-        for chunk in reversed(range(-lead, degree)):
-            stages += _of_chunk(chunk, kind) if chunk >= 0 else []
-            stages += _of_chunk(chunk + lead, *later) if chunk + lead < degree else []
-        return stages
 
     return _overlapped(
         "ampipe",
         degree,
         features,
-        first_half=[*whole, *(stage for chunk in chunks for stage in _of_chunk(chunk, *of_chunk))],
-        last_half=[*backward(EXPERT, *reversed(of_chunk)), *whole],
-        backward_comm=_redispatched(backward(COMBINE, DISPATCH), features),
+        first_half=[
+            *whole,
+            *(stage for (kind,) in earlier for stage in _each(kind, chunks)),
+            *forward,
+            *choice,
+            *(_each(ROUTE, chunks) if choice else ()),
+        ],
+        last_half=[
+            *backward_order(degree, lead, [EXPERT], *later),
+            *choice,
+            *ended,
+            *(stage for (kind,) in reversed(earlier) for stage in _each(kind, chunks[::-1])),
+            *reversed(whole),
+        ],
+        backward_comm=_redispatched(backward_order(degree, lead, [COMBINE], [DISPATCH]), features),
     )
 
 
@@ -192,7 +235,10 @@ def _lancet(degree: int, features: BlockFeatures) -> Schedule:
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
-    attention = [Stage(QKV), Stage(ATTENTION)]
+    attends = itertools.chain(*_attends(features))
+    norms = [INPUT_NORM] if features.gathers_rows else []
+    adds = [ADD_NORM] if features.scatters_rows else []
+    attention = [*(Stage(kind) for kind in (*norms, QKV, *attends, ATTENTION, *adds)), *_choice(features)]
     last_first = chunks[::-1]
     return _overlapped(
         "moe-only",
@@ -243,17 +289,29 @@ def _overlapped(
             *_each(MERGE, chunks),
         ],
         comm=[
-            *(stage for chunk in chunks for stage in _of_chunk(chunk, *counts, DISPATCH)),
+            *(Stage(step_of(RING, step)) for step in range(1, features.ring_ranks)),
+            *exchanges_of_rows(first_half, features, Direction.FORWARD),
+            *(stage for chunk in chunks for stage in of_chunk(chunk, *counts, DISPATCH)),
             *_each(COMBINE, chunks),
         ],
         features=features,
+        direction=Direction.FORWARD,
     )
     backward = _program(
         compute=[*_each(MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
-        comm=backward_comm,
+        comm=[
+            *_with_ring(backward_comm, features),
+            *exchanges_of_rows(last_half, features, Direction.BACKWARD),
+        ],
         features=features,
+        direction=Direction.BACKWARD,
     )
     return Schedule(name, degree, forward, backward, degree)
+
+
+def _choice(features: BlockFeatures) -> list[Stage]:
+    """The choice for all chunks at once, where there is one."""
+    return [Stage(CHOOSE)] if features.chooses else []
 
 
 def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
@@ -266,8 +324,30 @@ def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[S
     return found
 
 
-def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
-    return [Stage(kind, chunk) for kind in kinds]
+def _attends(features: BlockFeatures) -> list[list[StageKind]]:
+    """Attention to the keys of one rank after another, step by step; one empty step without a ring."""
+    if not features.ring:
+        return [[]]
+    return [[step_of(ATTEND, step)] for step in range(features.ring_ranks)]
+
+
+def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
+    """The collectives of a backward pass, with those of a ring.
+
+    The first keys travel before the first tokens go back, and the next ones after the last; from then on keys
+    of a step travel before the gradients of an earlier one, which have to wait for their computation.
+    """
+    if not features.ring:
+        return backward_comm
+    steps = [step_of(RERING, step) for step in reversed(range(1, features.ring_ranks))]
+    found = list(backward_comm)
+    first = next((place for place, stage in enumerate(found) if stage.kind is DISPATCH), len(found))
+    found.insert(first, Stage(steps[0]))
+    for step in reversed(range(1, features.ring_ranks)):
+        if step > 1:
+            found.append(Stage(step_of(RERING, step - 1)))
+        found.append(Stage(step_of(RING, step)))
+    return found
 
 
 def _each(kind: StageKind, chunks: Iterable[int]) -> list[Stage]:
@@ -275,20 +355,45 @@ def _each(kind: StageKind, chunks: Iterable[int]) -> list[Stage]:
 
 
 def _program(
-    *, compute: list[Stage], comm: list[Stage] | None = None, features: BlockFeatures | None = None
+    *,
+    compute: list[Stage],
+    comm: list[Stage] | None = None,
+    features: BlockFeatures | None = None,
+    direction: Direction = Direction.FORWARD,
 ) -> Program:
-    """The lanes of a program; what is handed on inside nodes, in the order in which it crosses them."""
-    lanes = [LaneOrder(COMPUTE, tuple(compute))]
+    """The lanes of a program.
+
+    Args:
+        compute: The stages of the compute lane.
+        comm: The transfers to and from the ranks of other experts; None for a program of one lane.
+        features: Of the block. What it hands on and gathers next to the experts follows such a transfer, or
+            goes before it, in the order of the transfers and on its own lane.
+        direction: Of the program.
+    """
+    lanes: dict[str, list[Stage]] = {COMPUTE: compute}
     if comm is not None:
-        lanes.append(LaneOrder(COMM, tuple(comm)))
-        if features is not None and features.nodes:
-            intra = (Stage(_INSIDE[one.kind], one.chunk) for one in comm if one.kind in _INSIDE)
-            lanes.append(LaneOrder(INTRA, tuple(intra)))
-    return Program(tuple(lanes))
+        assert features is not None
+        lanes[COMM] = []
+        for stage in comm:
+            for one in _with_near(stage, features, direction):
+                lanes.setdefault(one.kind.lane.name, []).append(one)
+    return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
 
 
-_INSIDE = {DISPATCH: SPREAD, COMBINE: COLLECT, REDISPATCH: RESPREAD}
-"""For each transfer between nodes the one inside them that goes with it."""
+def _with_near(stage: Stage, features: BlockFeatures, direction: Direction) -> list[Stage]:
+    """A transfer with those that go with it next to the experts, in the order in which they run."""
+    near = (kind for kind in _NEAR.get(stage.kind, ()) if features.has(kind.feature))
+    found = [stage, *(Stage(kind, stage.chunk) for kind in near)]
+    to_experts = (stage.kind is COMBINE) == (direction is Direction.BACKWARD)
+    return found if to_experts or stage.kind is REDISPATCH else found[::-1]
+
+
+_NEAR = {
+    DISPATCH: (SPREAD, GATHER, GATHER_INTRA),
+    COMBINE: (COLLECT, SCATTER, SCATTER_INTRA),
+    REDISPATCH: (RESPREAD, REGATHER, REGATHER_INTRA),
+}
+"""For each transfer to or from other experts those that go with it, away from it towards the experts."""
 
 
 _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {

@@ -72,6 +72,11 @@ class Documents:
             assert all(start < end for start, end in zip(starts, ends, strict=True)), "an empty document"
 
     @property
+    def masked(self) -> bool:
+        """Whether a mask of the data loader separates them; otherwise they are packed."""
+        return not self.own_positions
+
+    @property
     def num_sequences(self) -> int:
         """How many sequences the micro-batch has."""
         return len(self.starts)

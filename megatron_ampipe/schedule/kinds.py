@@ -9,13 +9,16 @@ may need.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import functools
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, StrEnum
 
 from megatron_ampipe.timeline import COMPUTE as COMPUTE
+from megatron_ampipe.timeline import COPY as COPY
 
 COMM = "comm"
 INTRA = "comm.intra"
+TENSOR = "comm.tensor"
 
 
 class Direction(StrEnum):
@@ -51,6 +54,13 @@ COMM_LANE = Lane(COMM, "network")
 """What ranks send one another; where :data:`INTRA_LANE` is used as well, what nodes send one another."""
 INTRA_LANE = Lane(INTRA, "node")
 """What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
+TENSOR_LANE = Lane(TENSOR, COMM_LANE.resource)
+"""What tensor-parallel ranks send one another. A separate lane, because rows of a chunk must not wait for the
+tokens of an earlier one; with a separate process group (``runtime.row_scatter``)."""
+TENSOR_INTRA_LANE = Lane(TENSOR, INTRA_LANE.resource)
+"""The same, where these ranks are on one node and the ranks of the experts on several."""
+COPY_LANE = Lane(COPY, "bus")
+"""Copies to host memory and back (MPipeMoE, section III-D). No other rank takes part in them."""
 
 
 class Scope(Enum):
@@ -75,6 +85,8 @@ class Layout(Enum):
     """Every chunk has its own; a stage of the whole sequence takes all of them, in order."""
     SCALAR = "scalar"
     """One number that no stage takes. Its gradient is zero: its function adds other gradients."""
+    BLOCK = "block"
+    """Keys or values of one rank: every stage takes all of them, whichever its chunk."""
     STATE = "state"
     """No tensor: something that the layer keeps from one stage to the next."""
 
@@ -122,6 +134,14 @@ class StageKind:
             program of its schedule does; without it, the stage of the kind itself computes them.
         of_parameters: It transfers no value of a block but gradients of parameters that are complete: those
             of all blocks that the pass has run before. It needs nothing of the block it is in.
+        takes_with: A field of ``BlockFeatures``, and what it takes in place of ``takes`` in a block with it.
+        gives_with: The same of what it gives.
+        own_backward: Its backward is a function of the layer, not of autograd. It is given what the stage
+            took of ``Layout.BLOCK``, or what restored that, and adds its gradients up itself.
+        follows: For a kind that restores: it waits for the backward of this one, so that only a part of
+            what is restored is in memory.
+        step_of: The kind of which it is one of several steps; the layer has one function for all of them.
+        step: Which.
     """
 
     name: str
@@ -141,16 +161,34 @@ class StageKind:
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
     of_parameters: bool = field(default=False, repr=False)
+    takes_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
+    gives_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
+    own_backward: bool = field(default=False, repr=False)
+    follows: StageKind | None = field(default=None, repr=False)
+    step_of: StageKind | None = field(default=None, repr=False)
+    step: int = field(default=0, repr=False)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it copies to host memory or back. The runtime does that itself, for any layer."""
+        return self.lane is COPY_LANE
 
     @property
     def is_differentiated(self) -> bool:
         """Whether its backward stage computes gradients of what its forward stage takes."""
         return self.directions == tuple(Direction)
 
+    @property
+    def row(self) -> StageKind:
+        """The kind that tables of functions and costs have."""
+        return self if self.step_of is None else self.step_of
+
     def __str__(self) -> str:
         return self.name
 
     def __reduce__(self) -> tuple[object, ...]:
+        if self.step_of is not None:
+            return step_of, (self.step_of, self.step)
         if self in ALL_KINDS:
             # A copy in another process must be the row there.
             return _row, (self.name,)
@@ -163,36 +201,115 @@ def _row(name: str) -> StageKind:
 
 HIDDEN_STATES = Value("hidden", Layout.HIDDEN)
 """The residual stream: what a block takes, and in its last version what it returns."""
+_INPUT, _GATHERED = Value("attention input", Layout.HIDDEN), Value("gathered input", Layout.QUERIES)
 _QUERY = Value("query", Layout.QUERIES)
 _KEY, _VALUE = Value("key", Layout.KEYS), Value("value", Layout.KEYS)
+_RING_KEY, _RING_VALUE = Value("ring key", Layout.BLOCK), Value("ring value", Layout.BLOCK)
+_CONTEXT = Value("context", Layout.QUERIES)
+_PARTIAL, _PROJECTED = Value("partial projection", Layout.QUERIES), Value("projection", Layout.HIDDEN)
 _RESIDUAL, _NORMED = Value("residual", Layout.HIDDEN), Value("normed", Layout.HIDDEN)
 _TOKENS, _PROBS = Value("tokens", Layout.CHUNK), Value("probs", Layout.CHUNK)
 _OWN_PROBS = Value("own probs", Layout.CHUNK)
 _LOGITS, _LOSS = Value("logits", Layout.CHUNK), Value("loss", Layout.SCALAR)
+_CHOICE, _SCORES = Value("choice", Layout.HIDDEN), Value("scores", Layout.HIDDEN)
 _ROUTING, _SPLITS = Value("routing", Layout.STATE), Value("splits", Layout.STATE)
+_INNER = Value("inner tensors", Layout.STATE)
 _SHARED_OUTPUT = Value("shared output", Layout.CHUNK)
 _EXPERT_OUTPUT = Value("expert output", Layout.CHUNK)
 
-QKV = StageKind(
-    "qkv", scope=Scope.EITHER, chunked_by="chunked_qkv", takes=(HIDDEN_STATES,), gives=(_QUERY, _KEY, _VALUE)
+INPUT_NORM = StageKind(
+    "input-norm",
+    scope=Scope.EITHER,
+    chunked_by="chunked_qkv",
+    takes=(HIDDEN_STATES,),
+    gives=(_INPUT,),
+    feature="gathers_rows",
 )
-"""Input norm, query/key/value projection, rotary embedding."""
+"""Input norm of the rows that a tensor-parallel rank owns."""
+GATHER_ROWS = StageKind(
+    "gather-rows",
+    lane=TENSOR_LANE,
+    scope=Scope.EITHER,
+    chunked_by="chunked_qkv",
+    takes=(_INPUT,),
+    gives=(_GATHERED,),
+    feature="gathers_rows_comm",
+)
+"""All-gather of the rows of all tensor-parallel ranks; backward a reduce-scatter."""
+QKV = StageKind(
+    "qkv",
+    scope=Scope.EITHER,
+    chunked_by="chunked_qkv",
+    takes=(HIDDEN_STATES,),
+    takes_with=("gathers_rows", (_GATHERED,)),
+    gives=(_QUERY, _KEY, _VALUE),
+    gives_with=("ring", (_QUERY, _RING_KEY, _RING_VALUE)),
+)
+"""Input norm, unless :data:`INPUT_NORM` does it, query/key/value projection, rotary embedding."""
+REGATHER_ROWS = StageKind(
+    "regather-rows",
+    lane=TENSOR_LANE,
+    scope=Scope.EITHER,
+    chunked_by="chunked_qkv",
+    directions=(Direction.BACKWARD,),
+    feature="regathers_rows_comm",
+    restores=QKV,
+)
+"""The all-gather once more: a rank keeps the rows that it owns."""
+ATTEND = StageKind("attend", scope=Scope.EITHER, feature="ring", covers_wait=True, own_backward=True)
+"""Core attention to the keys of one context-parallel rank, in steps (:func:`step_of`)."""
+RING = StageKind("ring", lane=COMM_LANE, scope=Scope.WHOLE, feature="ring")
+"""Keys and values to the next context-parallel rank; backward, their gradients to the one before."""
+RERING = StageKind(
+    "rering", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,), feature="ring"
+)
+"""In the backward pass, keys and values to the context-parallel rank before: they were not kept."""
 ATTENTION = StageKind(
     "attention",
     scope=Scope.EITHER,
-    takes=(_QUERY, _KEY, _VALUE, HIDDEN_STATES),
+    takes=(_QUERY, _KEY, _VALUE, _CONTEXT, HIDDEN_STATES),
     gives=(_RESIDUAL, _NORMED),
+    takes_with=("scatters_rows", (_QUERY, _KEY, _VALUE, _CONTEXT)),
+    gives_with=("scatters_rows", (_PARTIAL,)),
     covers_wait=True,
 )
-"""Core attention, output projection, residual, pre-MoE norm."""
+"""Core attention and output projection; and residual and pre-MoE norm, unless :data:`ADD_NORM` does these."""
+SCATTER_ROWS = StageKind(
+    "scatter-rows",
+    lane=TENSOR_LANE,
+    scope=Scope.EITHER,
+    takes=(_PARTIAL,),
+    gives=(_PROJECTED,),
+    feature="scatters_rows_comm",
+)
+"""Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
+GATHER_ROWS_INTRA, REGATHER_ROWS_INTRA, SCATTER_ROWS_INTRA = (
+    replace(
+        kind,
+        name=f"{kind.name}-intra",
+        lane=TENSOR_INTRA_LANE,
+        feature=f"{str(kind.feature).removesuffix('_comm')}_intra",
+    )
+    for kind in (GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS)
+)
+ADD_NORM = StageKind(
+    "add-norm",
+    scope=Scope.EITHER,
+    takes=(_PROJECTED, HIDDEN_STATES),
+    gives=(_RESIDUAL, _NORMED),
+    feature="scatters_rows",
+)
+"""Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns."""
+CHOOSE = StageKind("choose", scope=Scope.WHOLE, takes=(_NORMED,), gives=(_CHOICE, _SCORES), feature="chooses")
+"""Router, where its choice for a token depends on tokens of other chunks."""
 ROUTE = StageKind(
     "route",
-    takes=(_NORMED,),
+    takes=(_NORMED, _CHOICE, _SCORES),
     gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING),
     feature="experts",
     ordered_by="ordered_routing",
 )
-"""Router and permutation of the tokens by expert."""
+"""Router, unless there is a :data:`CHOOSE`, and permutation of the tokens by expert."""
 CONDENSE = StageKind(
     "condense",
     takes=(_TOKENS, _PROBS, _ROUTING),
@@ -225,11 +342,36 @@ DISPATCH = StageKind(
 SPREAD = StageKind(
     "spread", lane=INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS), feature="nodes"
 )
-"""All-to-all within a node that hands tokens, which came to it once, on to the ranks of their experts."""
+"""All-to-all within a node that hands tokens, which came to it, on to the ranks of their experts."""
+STORE_TOKENS = StageKind(
+    "store-tokens",
+    lane=COPY_LANE,
+    takes=(_TOKENS,),
+    directions=(Direction.FORWARD,),
+    feature="offload_tokens",
+)
+"""What has arrived, to host memory."""
+GATHER = StageKind(
+    "gather", lane=COMM_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS), feature="gathers_comm"
+)
+"""All-gather over the ranks that share an expert of what has arrived at each; backward a reduce-scatter."""
 EXPERT = StageKind(
-    "expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT,), feature="experts", covers_wait=True
+    "expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT, _INNER), feature="experts", covers_wait=True
 )
 """The local experts."""
+STORE = StageKind(
+    "store", lane=COPY_LANE, takes=(_INNER,), directions=(Direction.FORWARD,), feature="offload"
+)
+"""What the experts have kept for their backward, to host memory."""
+SCATTER = StageKind(
+    "scatter",
+    lane=COMM_LANE,
+    takes=(_EXPERT_OUTPUT,),
+    gives=(_EXPERT_OUTPUT,),
+    by_shape=(_EXPERT_OUTPUT,),
+    feature="gathers_comm",
+)
+"""Reduce-scatter of expert outputs over the ranks that share an expert; backward an all-gather."""
 COLLECT = StageKind(
     "collect",
     lane=INTRA_LANE,
@@ -291,6 +433,34 @@ RESPREAD = StageKind(
     restores=EXPERT,
 )
 """``spread`` once more, likewise."""
+LOAD_TOKENS = StageKind(
+    "load-tokens",
+    lane=COPY_LANE,
+    gives=(_TOKENS,),
+    directions=(Direction.BACKWARD,),
+    feature="offload_tokens",
+    restores=EXPERT,
+)
+"""What had arrived, from host memory."""
+REGATHER = StageKind(
+    "regather",
+    lane=COMM_LANE,
+    takes=(_TOKENS,),
+    gives=(_TOKENS,),
+    directions=(Direction.BACKWARD,),
+    feature="regathers_comm",
+    restores=EXPERT,
+)
+"""``gather`` once more, of what was sent once more or comes from host memory."""
+
+
+def _within_node(kind: StageKind) -> StageKind:
+    """The same transfer on the lane of the node, in a block whose other transfers leave the node."""
+    feature = f"{str(kind.feature).removesuffix('_comm')}_intra"
+    return replace(kind, name=f"{kind.name}-intra", lane=INTRA_LANE, feature=feature)
+
+
+GATHER_INTRA, SCATTER_INTRA, REGATHER_INTRA = map(_within_node, (GATHER, SCATTER, REGATHER))
 REBUILD = StageKind(
     "rebuild",
     takes=(_TOKENS, _PROBS),
@@ -299,6 +469,16 @@ REBUILD = StageKind(
     restores=EXPERT,
 )
 """Sorting, first product and activation of the local experts once more, without the second product."""
+RESORT = StageKind(
+    "resort",
+    takes=(_TOKENS, _PROBS),
+    directions=(Direction.BACKWARD,),
+    feature="resort",
+    restores=EXPERT,
+)
+"""Sorting of what was sent once more; the experts' inner tensors come from host memory."""
+LOAD = StageKind("load", lane=COPY_LANE, directions=(Direction.BACKWARD,), feature="offload", restores=EXPERT)
+"""What :data:`STORE` has copied, from host memory."""
 REDUCE = StageKind(
     "reduce",
     lane=COMM_LANE,
@@ -310,10 +490,61 @@ REDUCE = StageKind(
 """Reduction of the gradients that were complete when the pass had ended the block above."""
 
 MOE_BLOCK = (
-    QKV, ATTENTION, ROUTE, CONDENSE, LOSSES, SHARED, COUNTS, DISPATCH, SPREAD, EXPERT, COLLECT, COMBINE,
-    EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, REBUILD, REDUCE,
+    INPUT_NORM, GATHER_ROWS, GATHER_ROWS_INTRA, QKV, REGATHER_ROWS, REGATHER_ROWS_INTRA, ATTEND, RING, RERING,
+    ATTENTION, SCATTER_ROWS, SCATTER_ROWS_INTRA, ADD_NORM, CHOOSE, ROUTE, CONDENSE,
+    LOSSES, SHARED, COUNTS, DISPATCH, SPREAD, STORE_TOKENS, GATHER, GATHER_INTRA, EXPERT, STORE, SCATTER,
+    SCATTER_INTRA, COLLECT, COMBINE, EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, LOAD_TOKENS,
+    REGATHER, REGATHER_INTRA, REBUILD, RESORT, LOAD, REDUCE,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""
+
+STEPPED = frozenset({ATTEND, RING, RERING})
+"""Kinds that a block has in steps (:func:`step_of`), never as such."""
+OF_ROWS = frozenset(
+    {
+        INPUT_NORM, GATHER_ROWS, GATHER_ROWS_INTRA, REGATHER_ROWS, REGATHER_ROWS_INTRA, SCATTER_ROWS,
+        SCATTER_ROWS_INTRA, ADD_NORM,
+    }
+)  # fmt: skip
+"""Kinds that only blocks have whose tensor-parallel ranks gather or scatter rows of attention as stages."""
+
+
+@functools.cache
+def step_of(kind: StageKind, step: int) -> StageKind:
+    """One step of attention over context-parallel ranks: a kind with the name and number of the step.
+
+    Step 0 attends to the keys of this rank. ``ring<t>`` brings the keys of the rank ``t`` places before, and
+    ``attend<t>`` attends to them. It does not begin before the keys of step ``t - 2`` were used, so a rank
+    has keys of two others at most. The backward pass goes from the last step to the first: ``rering<t>``
+    brings the keys of step ``t`` from the next rank, and the backward of ``ring<t>`` takes their gradients,
+    to which every rank adds its part, one place back.
+    """
+
+    def keys_of(number: int) -> tuple[Value, ...]:
+        # In the backward pass, every step takes what the one before has brought, under the same name.
+        suffix = f" {number}" if number else ""
+        return tuple(Value(value.name + suffix, value.layout) for value in (_RING_KEY, _RING_VALUE))
+
+    def used(number: int) -> Value:
+        return Value(f"used {number}", Layout.STATE)
+
+    found = replace(kind, name=f"{kind.name}{step}", step_of=kind, step=step)
+    if kind is ATTEND:
+        before = (_CONTEXT,) if step else ()
+        return replace(found, takes=(_QUERY, *keys_of(step), *before), gives=(_CONTEXT, used(step)))
+    if kind is RING:
+        turn = (used(step - 2),) if step > 1 else ()
+        return replace(found, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
+    assert kind is RERING, f"{kind} has no steps"
+    attends, follows = step_of(ATTEND, step), step_of(ATTEND, step + 2)
+    return replace(found, takes=keys_of(0), gives=keys_of(0), restores=attends, follows=follows)
+
+
+def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
+    """The rows of attention over context-parallel ranks, in place of :data:`STEPPED`."""
+    steps = range(1, num_ranks)
+    forward = (step_of(kind, step) for step in steps for kind in (RING, ATTEND))
+    return (step_of(ATTEND, 0), *forward, *(step_of(RERING, step) for step in reversed(steps)))
 
 
 def _weights(kind: StageKind) -> StageKind:

@@ -19,13 +19,19 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
     KEEP: (),
     "rebuild": ("rebuild",),
     "redispatch": ("rebuild", "redispatch"),
+    "offload": ("offload",),
+    "S2": ("redispatch", "offload"),
+    "S3": ("rebuild", "offload_tokens"),
 }
-"""What each strategy restores, as in :attr:`~.graph.BlockFeatures.restored`. The first keeps most, the last
-least.
+"""What each strategy restores, as in :attr:`~.graph.BlockFeatures.restored`.
 
-``redispatch`` is S4 of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
-tensors are computed once more.
+``S2`` and ``S3`` are those of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
+tensors are computed once more. Of the first three, each keeps less than the one before.
 """
+PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
+"""Other names of strategies, from the same table."""
+COPYING = tuple(name for name, restored in STRATEGIES.items() if "offload" in " ".join(restored))
+"""The strategies that copy to host memory."""
 
 BETWEEN_CHUNKS = "/"
 """Between the strategies of the chunks, from the first to the last: ``keep/rebuild/rebuild/rebuild``."""
@@ -47,7 +53,7 @@ def with_memory(features: BlockFeatures, memory: str) -> BlockFeatures:
 
 def of_chunks(memory: str) -> tuple[str, ...]:
     """The strategy of each chunk of the backward pass, or one of all."""
-    return tuple(memory.split(BETWEEN_CHUNKS))
+    return tuple(PAPER_NAMES.get(name, name) for name in memory.split(BETWEEN_CHUNKS))
 
 
 def memory_to_text(names: Sequence[str]) -> str:
@@ -72,7 +78,7 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
             raise BadInput(
                 flag,
                 name or "(empty)",
-                rule=f"is not one of {', '.join(STRATEGIES)}",
+                rule=f"is not one of {', '.join((*STRATEGIES, *PAPER_NAMES))}",
                 remedy=f"Use {flag} rebuild, or leave it out to keep everything.",
             )
     if backward_degree is not None and len(names) not in (1, backward_degree):

@@ -12,7 +12,18 @@ from dataclasses import replace
 
 from megatron_ampipe.schedule.build import placed
 from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
-from megatron_ampipe.schedule.kinds import MERGE, MLP, QKV, REDUCE, Direction, StageKind
+from megatron_ampipe.schedule.kinds import (
+    INPUT_NORM,
+    MERGE,
+    MLP,
+    OF_ROWS,
+    QKV,
+    REDUCE,
+    STORE,
+    STORE_TOKENS,
+    Direction,
+    StageKind,
+)
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
@@ -36,10 +47,11 @@ def _merging(
     program: Program, *, before_projections: int | None = None, after_projections: int | None = None
 ) -> Program:
     """The program with each merge next to the projections of its chunk, of a relative layer."""
+    begins = INPUT_NORM if any(stage.kind is INPUT_NORM for stage in program.stages) else QKV
 
     def with_merges(stages: Sequence[Stage]) -> Iterator[Stage]:
         for stage in stages:
-            if stage.kind is not QKV:
+            if stage.kind is not begins:
                 yield stage
                 continue
             if before_projections is not None:
@@ -72,8 +84,9 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     Args:
         schedule: Its stages that a block does not have are left out: a pass without gradients has no losses.
         layers: The features of the blocks. What the period lacks of a dense block is put right before the
-            first stage that needs it, and so are kinds of stages that were added or restore what was not
-            kept. If it runs no stage again, all that are to run again are placed, and so are reductions.
+            first stage that needs it, and so are kinds of stages that were added, restore what was not kept
+            or store it, and those in which tensor-parallel ranks scatter rows. If it runs no stage again, all
+            that are to run again are placed, and so are reductions.
     """
 
     def program(direction: Direction) -> Program:
@@ -96,7 +109,15 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD), repeats=False
     )
     known = {direction: set(found.program(direction).stages) for direction in Direction}
-    added = {MLP, REDUCE, *(kind for features in layers for kind in features.added)}
+    # An order can come from before there were stages of tensor-parallel ranks.
+    added = {
+        MLP,
+        REDUCE,
+        STORE,
+        STORE_TOKENS,
+        *OF_ROWS,
+        *(kind for features in layers for kind in features.added),
+    }
     places_again = not any(stage.again for stage in known[Direction.BACKWARD])
     lacks_others = any(
         stage.kind not in added and stage.kind.restores is None and not (stage.again and places_again)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.kinds import ALL_KINDS, Direction, Scope, StageKind
+from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, Direction, Scope, StageKind, step_of
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.timeline import AGAIN
 
@@ -100,11 +100,18 @@ def stage_from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Sta
         ValueError: there is no such stage.
     """
     found = _STAGE.fullmatch(text)
-    kind = next((kind for kind in kinds if found is not None and kind.name == found["kind"]), None)
+    kind = None if found is None else _kind(found["kind"], found["step"], kinds)
     if found is None or kind is None or not _fits(kind.scope, found["chunk"]):
         raise ValueError(f"{text!r} is not a stage")
     chunk = None if found["chunk"] is None else int(found["chunk"])
     return Stage(kind, chunk, int(found["layer"] or 0), found["again"] is not None)
+
+
+def _kind(name: str, step: str | None, kinds: Sequence[StageKind]) -> StageKind | None:
+    kind = next((kind for kind in kinds if kind.name == name), None)
+    if kind is None or (step is None) is (kind in STEPPED):
+        return None
+    return kind if step is None else step_of(kind, int(step))
 
 
 def _fits(scope: Scope, chunk: str | None) -> bool:
@@ -113,7 +120,7 @@ def _fits(scope: Scope, chunk: str | None) -> bool:
 
 _REPEATS = "repeats"
 _STAGE = re.compile(
-    rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
+    rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",
     re.ASCII,
 )
 
