@@ -16,6 +16,7 @@ SHIPPED_GATES = {
     "cosine": "megatron_ampipe.layers.gates.cosine:CosineRouter",
     "sigmoid": "megatron_ampipe.layers.gates.sigmoid:SigmoidRouter",
     "expert-choice": "megatron_ampipe.layers.gates.expert_choice:ExpertChoiceRouter",
+    "hash": "megatron_ampipe.layers.gates.hashed:HashRouter",
 }
 """Classes by the name under which a user asks for them. Their papers are in docs/gates.md."""
 
@@ -27,7 +28,7 @@ IMPOSSIBLE_GATES = {
     ),
     "sinkhorn": (
         "it is a load-balancing type of Megatron",
-        "Use --moe-router-load-balancing-type sinkhorn with --ampipe-router-scope chunk.",
+        "Use --moe-router-load-balancing-type sinkhorn.",
     ),
 }
 """Names of gates that there are and that cannot be had: why, and what to use."""

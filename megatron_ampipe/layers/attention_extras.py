@@ -40,6 +40,11 @@ def split_gate(query: Tensor, attention: Attention) -> tuple[Tensor, Tensor | No
     return queries, gate
 
 
+def pad_gate(gradient: Tensor, attention: Attention) -> Tensor:
+    """The gradient of what :func:`join_gate` returns, from that of the queries alone."""
+    return torch.cat([gradient, torch.zeros_like(gradient)], dim=-1) if _has_gate(attention) else gradient
+
+
 def has_sinks(config: Any) -> bool:
     """Whether the softmax of the layers has one more score (``--softmax-type``)."""
     return getattr(config, "softmax_type", "vanilla") != "vanilla"

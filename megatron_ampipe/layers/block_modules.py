@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -19,9 +21,13 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.deep_ep import DeepEPChunk
 from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
 from megatron_ampipe.layers.expert_products import ExpertProducts
+from megatron_ampipe.layers.hybrid_ep import HybridEPChunk
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
 from megatron_ampipe.layers.node_dispatcher import NodeChunk
 from megatron_ampipe.layers.rank_dispatcher import RankChunk
+from megatron_ampipe.layers.routing_records import sees_whole_blocks
+from megatron_ampipe.layers.token_ids import TokenIds
+from megatron_ampipe.layers.two_hop_dispatcher import TwoHopChunk
 from megatron_ampipe.runtime.block_stages import AddedStage
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
 
@@ -40,10 +46,12 @@ _DISPATCHERS: Mapping[tuple[str, Exchange], type[ChunkDispatcher]] = {
     ("alltoall", Exchange.ROWS): AllToAllChunk,
     ("alltoall", Exchange.RANKS): RankChunk,
     ("alltoall", Exchange.NODES): NodeChunk,
+    ("alltoall", Exchange.TWO_DIMENSIONAL): TwoHopChunk,
     ("allgather", Exchange.ROWS): AllGatherChunk,
-    ("flex", Exchange.ROWS): DeepEPChunk,
+    ("deepep", Exchange.ROWS): DeepEPChunk,
+    ("hybridep", Exchange.ROWS): HybridEPChunk,
 }
-"""By ``--moe-token-dispatcher-type`` and ``--ampipe-exchange``."""
+"""By ``--moe-token-dispatcher-type``, or the flex dispatcher's backend, and ``--ampipe-exchange``."""
 
 
 class BlockModules:
@@ -53,6 +61,7 @@ class BlockModules:
         attention_layer: Whose norm, attention and residual come first.
         moe_layer: Whose norm, MoE layer and residual follow; a dense layer has an MLP in its place.
         capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
+        chooses: Whether the router chooses for all chunks at once.
         ranks_per_node: As in ``AMPipeConfig``.
         added: Stages beyond those of the table.
     """
@@ -63,6 +72,7 @@ class BlockModules:
         moe_layer: TransformerLayer,
         *,
         capacity_per_chunk: bool,
+        chooses: bool = False,
         ranks_per_node: int | None = None,
         added: Sequence[AddedStage] = (),
     ) -> None:
@@ -70,6 +80,7 @@ class BlockModules:
         self.dense = not moe_layer.is_moe_layer
         self.is_latent = not self.dense and has_latent_experts(moe_layer.config)
         self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
+        self.chooses = chooses and not self.dense
         self._ranks_per_node = ranks_per_node
         self.recomputed_stages = self._take_over_recompute()
         # The exchange can change between two iterations.
@@ -77,8 +88,11 @@ class BlockModules:
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
 
     def _make_dispatcher(self, exchange: Exchange) -> ChunkDispatcher:
-        of_exchange = {"ranks_per_node": self._ranks_per_node} if exchange is Exchange.NODES else {}
-        dispatcher = _DISPATCHERS[self.config.moe_token_dispatcher_type, exchange](
+        of_exchange = {"ranks_per_node": self._ranks_per_node} if exchange.has_two_hops else {}
+        config = self.config
+        flex = config.moe_token_dispatcher_type == "flex"
+        name = config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type
+        dispatcher = _DISPATCHERS[name, exchange](
             self.moe.num_local_experts,
             self.moe.local_expert_indices,
             config=self.config,
@@ -99,9 +113,38 @@ class BlockModules:
         return result
 
     @property
+    def id_source(self) -> TokenIds | None:
+        """Where the router reads the ids of tokens; None if it does not."""
+        return getattr(self.moe.router, "id_source", None) if not self.dense else None
+
+    @property
     def has_router_hook(self) -> bool:
-        """Whether somebody looks at what the router gives, such as ``--moe-routing-trace-path``."""
-        return not self.dense and bool(self.moe.router._forward_hooks)
+        """Whether something reads the routing of whole sequences, such as ``--moe-routing-trace-path``."""
+        return not self.dense and sees_whole_blocks(self.moe.router)
+
+    @cached_property
+    def scatters_rows(self) -> bool:
+        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage.
+
+        Megatron's local layers can leave that to others; those of Transformer Engine do it inside.
+        """
+        projection = self.attention_layer.self_attention.linear_proj
+        return (
+            type(projection) is RowParallelLinear
+            and projection.sequence_parallel
+            and projection.skip_bias_add
+            and projection.tp_group.size() > 1
+        )
+
+    @cached_property
+    def gathers_rows(self) -> bool:
+        """Whether they can also gather what attention is given: one such layer projects queries and keys."""
+        attention = self.attention_layer.self_attention
+        return (
+            self.scatters_rows
+            and isinstance(attention, SelfAttention)
+            and type(attention.linear_qkv) is ColumnParallelLinear
+        )
 
     @cached_property
     def _stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
@@ -120,15 +163,22 @@ class BlockModules:
                 self.moe_layer.pre_mlp_layernorm,
             ],
         }
+        if self.scatters_rows:
+            used[kinds.ADD_NORM] = [used[kinds.ATTENTION].pop()]
+        if self.gathers_rows:
+            # Of the stage ``qkv`` where a block has no such stage.
+            used[kinds.INPUT_NORM] = [self.attention_layer.input_layernorm]
         if self.dense:
             used[kinds.MLP] = [moe]
         else:
             used |= {
-                kinds.ROUTE: [moe.router, *([moe.fc1_latent_proj] if self.is_latent else [])],
+                kinds.CHOOSE if self.chooses else kinds.ROUTE: [moe.router],
                 kinds.SHARED: [moe.shared_experts],
                 kinds.EXPERT: [moe.experts],
-                kinds.MERGE: [moe.fc2_latent_proj] if self.is_latent else [],
             }
+            if self.is_latent:
+                used[kinds.ROUTE] = [*used.get(kinds.ROUTE, ()), moe.fc1_latent_proj]
+                used[kinds.MERGE] = [moe.fc2_latent_proj]
         return {kind: [module for module in modules if module is not None] for kind, modules in used.items()}
 
     @cached_property
@@ -148,6 +198,11 @@ class BlockModules:
             )
             for kind, modules in self._stage_modules.items()
         }
+        if self.scatters_rows:
+            bias = self.attention_layer.self_attention.linear_proj.bias
+            if bias is not None and bias.requires_grad:
+                # Added after the sum, and so once.
+                found[kinds.ADD_NORM] += (bias,)
         return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
 
     def require_linears(self, weights: Iterable[StageKind]) -> None:

@@ -24,13 +24,17 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.block_features import reads_largest_scores, uses_ring_attention
 from megatron_ampipe.layers.attention_extras import gate_option, has_sinks, join_gate, read_sinks
 from megatron_ampipe.layers.document_reader import rotary_of_documents
-from megatron_ampipe.layers.kernel_choice import choose_kernel
+from megatron_ampipe.layers.kernel_choice import IN_RINGS, choose_kernel
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.document_attention import attend_to_documents
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.largest_scores import largest_scores
+from megatron_ampipe.runtime.merged import MergedAttention
+from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
@@ -46,6 +50,7 @@ def project_qkv(
     spans: Sequence[Span],
     num_keys: int,
     documents: Documents | None = None,
+    gathered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of some rows, with the rotary embedding applied.
 
@@ -57,10 +62,11 @@ def project_qkv(
         spans: Which rows of the local queries they are.
         num_keys: Rows of the whole sequence.
         documents: Of the micro-batch, if rows attend to their own document only.
+        gathered: Under context parallelism, return keys and values of the whole sequence.
 
     Returns:
         Queries ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]`` (:func:`.join_gate`); keys
-        ``[R, B, G, C]`` and values ``[R, B, G, V]``, under context parallelism those of the whole sequence.
+        ``[R, B, G, C]`` and values ``[R, B, G, V]``, or gathered ones.
     """
     rows = functools.partial(rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
@@ -73,6 +79,8 @@ def project_qkv(
         )
         query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, rows))
         query = join_gate(query, *gate)
+    if not gathered:
+        return query, key, value
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
@@ -196,6 +204,8 @@ class ChunkAttention:
         self._recompute = bool(attention.checkpoint_core_attention)
         self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
         self._sequence_parallel = config.sequence_parallel
+        # Transformer Engine's attention keeps the maximum over its calls itself.
+        self._keeps_largest_scores = self._kernel is not None and reads_largest_scores(config)
         self._window: int | None = None
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, attention.layer_number
@@ -220,9 +230,32 @@ class ChunkAttention:
             attend = functools.partial(self._transformer_engine, spans)
         else:
             attend = functools.partial(self._ampipe_kernel, spans, documents, sums)
+        if self._keeps_largest_scores:
+            self._keep_largest_scores(query, key, spans, documents)
         if self._recompute and torch.is_grad_enabled():
             return recomputed(attend, query, key, value)
         return attend(query, key, value)
+
+    def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
+        """Attention of one pass to the keys of one rank after another."""
+        merged = self._kernel if isinstance(self._kernel, MergedAttention) else KERNELS[IN_RINGS]
+        assert isinstance(merged, MergedAttention)
+        return RingAttention(merged.pieces, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size())
+
+    def _keep_largest_scores(
+        self, query: Tensor, key: Tensor, spans: tuple[Span, ...], documents: Documents | None
+    ) -> None:
+        """Add to the maximum ``[H]`` that Megatron reads, and clears, after every iteration (``clip_qk``)."""
+        found = largest_scores(
+            query,
+            key,
+            spans=spans,
+            scale=self._scale,
+            window=self._window,
+            documents=None if documents is None else documents.rows_of(spans),
+        )
+        earlier = getattr(self._core, "current_max_attn_logits", None)
+        self._core.current_max_attn_logits = found if earlier is None else torch.maximum(earlier, found)
 
     def _ampipe_kernel(
         self,
@@ -264,6 +297,23 @@ class ChunkAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def reads_mask(attention: Attention) -> bool:
+    """Whether the stock layer applies a mask of the data loader (``--reset-attention-mask``).
+
+    Megatron's ``DotProductAttention`` does, but for a window it makes its own mask. Transformer Engine, on
+    which context parallelism and latent attention depend, reads none where attention is causal.
+    """
+    config = attention.config
+    return (
+        isinstance(attention.core_attention, DotProductAttention)
+        and not isinstance(attention, MultiLatentAttention)
+        and config.context_parallel_size == 1
+        and not is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, attention.layer_number
+        )
+    )
+
+
 def _scale(attention: Attention) -> float:
     """The factor on the attention scores."""
     if isinstance(attention, MultiLatentAttention):
@@ -286,6 +336,7 @@ def kernel_of(attention: Attention, *, on_gpu: bool, documents: bool = False) ->
         dtype=config.params_dtype,
         head_size=config.kv_channels,
         context_parallel=config.context_parallel_size > 1,
+        ring=uses_ring_attention(config) and not documents,
         documents=documents,
         latent=isinstance(attention, MultiLatentAttention),
         dropout=config.attention_dropout > 0,

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+ROUNDING = 1e-6
+"""Rounding may make the cosine of equal rows so much smaller than 1."""
+
 # P rows of a chunk before condensation, one for each pair of a token and an expert; Q rows that are sent;
 # T tokens, E experts, B batch, D hidden size.
 
@@ -62,15 +65,16 @@ class Condenser:
         per_expert = routing_map.sum(dim=0).tolist()
         first, taken = 0, []
         for of_expert, of_token in zip(directions.split(per_expert), tokens.split(per_expert), strict=True):
-            taken.append(first + _representatives(of_expert, of_token % batch, self.threshold))
+            similarity = similarities(of_expert, of_token % batch)
+            taken.append(first + representatives(similarity, self.threshold))
             first += len(of_token)
-        representatives = torch.cat(taken)
-        goes = representatives == torch.arange(first, device=rows.device)
+        taken_from = torch.cat(taken)
+        goes = taken_from == torch.arange(first, device=rows.device)
         sent = goes.nonzero()[:, 0]
         counts = torch.stack([part.sum() for part in goes.split(per_expert)])
         if counted:
             self._rows, self._sent = self._rows + first, self._sent + len(sent)
-        return Condensed(sent, (goes.cumsum(dim=0) - 1)[representatives], counts)
+        return Condensed(sent, (goes.cumsum(dim=0) - 1)[taken_from], counts)
 
     def take_share(self) -> float | None:
         """Share of the rows that were not sent since the last call, 0 to 1; None if there were none."""
@@ -79,23 +83,28 @@ class Condenser:
         return 1 - sent / rows if rows else None
 
 
-def _representatives(directions: Tensor, sequences: Tensor, threshold: float) -> Tensor:
-    """For each row the earliest row that goes and is similar to it; itself for a row that goes.
+def similarities(directions: Tensor, sequences: Tensor) -> Tensor:
+    """The cosine of each row with each earlier row of its sequence, ``[N, N]``; minus infinity elsewhere.
 
     Args:
         directions: ``[N, D]`` of length 1, in the order of the tokens.
         sequences: ``[N]``, of which sequence a row is.
+    """
+    cosines = directions @ directions.T
+    earlier = (sequences[:, None] == sequences).tril(-1)
+    return cosines.masked_fill_(~earlier, float("-inf"))
+
+
+def representatives(similarity: Tensor, threshold: float) -> Tensor:
+    """For each row the earliest row that goes and is similar to it, ``[N]``; itself for a row that goes.
+
+    Args:
+        similarity: From :func:`similarities`.
         threshold: Cosine from which on rows are similar.
     """
-    own = torch.arange(len(directions), device=directions.device)
-    # Rounding may make the cosine of equal rows smaller than 1.
-    similar = directions @ directions.T >= threshold - 1e-6
-    similar &= sequences[:, None] == sequences
-    similar = similar.tril(-1)
-    open_rows, goes = (
-        torch.ones_like(sequences, dtype=torch.bool),
-        torch.zeros_like(sequences, dtype=torch.bool),
-    )
+    own = torch.arange(len(similarity), device=similarity.device)
+    similar = similarity >= threshold - ROUNDING
+    open_rows, goes = torch.ones_like(own, dtype=torch.bool), torch.zeros_like(own, dtype=torch.bool)
     while open_rows.any():
         # A row is decided when all earlier rows that are similar to it are.
         found = open_rows & ~(similar & open_rows).any(dim=1)

@@ -14,7 +14,7 @@ from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.wire import Wire
-from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline
 
 
 @dataclass(slots=True)
@@ -59,6 +59,22 @@ class AMPipeContext:
         self.pipeline = self.config.pipeline
         if self.config.condense is not None:
             self.condenser = Condenser(self.config.condense)
+
+    @property
+    def runs_megatron_layers(self) -> bool:
+        """Whether blocks are Megatron's own layers at present: a schedule would only repeat what they do.
+
+        A gate of the user's may give a token any number of experts, which Megatron's layer does not take.
+        """
+        return (
+            self.pipeline.is_stock
+            and self.pipeline.memory == KEEP
+            and self.gate is None
+            and not self.added
+            and self.reductions is None
+            and self.wire is None
+            and self.condenser is None
+        )
 
     def executor_for(self, *, on_gpu: bool) -> Executor:
         """The executor of the process; created at the first call."""

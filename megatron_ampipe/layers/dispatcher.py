@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -17,10 +18,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor
 
-from megatron_ampipe.layers.deep_ep import DeepEPChunk
+from megatron_ampipe.layers.flex_chunk import FlexChunk
 from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, Transport
+from megatron_ampipe.runtime.row_gather import RowGather
 
-# T tokens of a chunk, D hidden size, E experts.
+# T tokens of a chunk, D hidden size, E experts, L experts of a rank.
 
 
 class AllToAllChunk(MoEAlltoAllTokenDispatcher):
@@ -37,6 +39,9 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         super().__init__(*args, **kwargs)
         # Padding to capacity does not change the result: chunks send only the kept tokens.
         self.drop_and_pad = False
+        self._num_shares = self.tp_size
+        # What the stock dispatcher does over these ranks are separate stages (:meth:`gather`).
+        self.tp_size = 1
 
     @property
     def counts_group(self) -> dist.ProcessGroup:
@@ -73,22 +78,29 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
             del self._gathered
         return AllToAll(self.input_splits, self.output_splits, self.ep_group)
 
+    def gather(self) -> RowGather:
+        """Of the chunk, over the ranks that share an expert; its combine is their reduce-scatter."""
+        return RowGather(self.output_splits_tp.tolist(), self.tp_group)
+
     def _derive(self, gathered: HostCopy) -> None:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
         # [tp, ep, E]
-        by_rank = gathered.wait().view(self.ep_size, self.tp_size, self.num_experts).transpose(0, 1)
+        by_rank = gathered.wait().view(self.ep_size, self._num_shares, self.num_experts).transpose(0, 1)
         by_local_expert = by_rank[:, :, first:last].contiguous()
-        received = by_local_expert.sum(dim=2)
         own = by_rank[self.tp_rank, self.ep_group.rank()]
         self.input_splits = own.view(self.ep_size, self.num_local_experts).sum(dim=1).tolist()
-        self.output_splits = received[self.tp_rank].tolist()
-        self.output_splits_tp = received.sum(dim=1)
+        self.output_splits = by_local_expert[self.tp_rank].sum(dim=1).tolist()
+        self._set_received(by_local_expert, gathered.on_device.device)
+
+    def _set_received(self, by_local_expert: Tensor, device: torch.device) -> None:
+        """Set what arrives: ``[tp, ranks, L]``, in the order in which rows of other ranks arrive."""
+        self.output_splits_tp = by_local_expert.sum(dim=(1, 2))
         self.tokens_per_expert = by_local_expert.sum(dim=(0, 1))
         if self.num_local_experts > 1:
             by_local_expert = by_local_expert.view(-1, self.num_local_experts)
             # The fused permutation reads the counts on the device.
-            fused, device = self.config.moe_permute_fusion, gathered.on_device.device
+            fused = self.config.moe_permute_fusion
             self.num_global_tokens_per_local_expert = (
                 by_local_expert.to(device, non_blocking=True) if fused else by_local_expert
             )
@@ -188,7 +200,7 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         return output
 
 
-ChunkDispatcher = AllToAllChunk | AllGatherChunk | DeepEPChunk
+ChunkDispatcher = AllToAllChunk | AllGatherChunk | FlexChunk
 
 
 def copy_counts(first: ChunkDispatcher, second: ChunkDispatcher) -> None:

@@ -35,7 +35,7 @@ class DocumentReader:
         self._found: Documents | None = None
 
     def read(
-        self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int
+        self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int, ranks: int = 1
     ) -> Documents | None:
         """The documents of a micro-batch; None if a row may attend to all earlier rows of its sequence.
 
@@ -46,6 +46,7 @@ class DocumentReader:
             mask: ``[B or 1, 1, S, S]`` bool, True where a row must not attend to a key; read only if masks
                 separate documents.
             num_rows: Rows of the residual stream over all ranks, of all packed sequences together.
+            ranks: Over how many tensor-parallel ranks they are spread (sequence parallelism).
         """
         source: Any = packing
         if source is None:
@@ -53,29 +54,36 @@ class DocumentReader:
         if source is None:
             return None
         if self._last is None or self._last() is not source:
-            self._found = documents_of_mask(mask) if packing is None else packed_documents(packing, num_rows)
+            if packing is None:
+                self._found = documents_of_mask(mask)
+            else:
+                self._found = packed_documents(packing, num_rows, ranks=ranks)
             self._last = weakref.ref(source)
         return self._found
 
 
-def packed_documents(packing: PackedSeqParams, num_rows: int) -> Documents:
+def packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int = 1) -> Documents:
     """The documents of a packed micro-batch of ``num_rows`` rows.
 
-    Several sequences are one after another in it; Megatron's MoE layers treat them as the sequences of a
-    micro-batch (``TransformerLayer._maybe_unflatten_for_moe``).
+    Several sequences are one after another in it. Megatron's MoE layers treat those that a rank holds as the
+    sequences of a micro-batch (``TransformerLayer._maybe_unflatten_for_moe``), so of every rank the first
+    ones are one sequence here, the second ones the next. If a rank holds less than two, all rows are one.
     """
     assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
     padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
     assert bounds is not None
     found = sorted(set((bounds if padded is None else padded).tolist()))
     assert found[0] == 0 and found[-1] == num_rows, f"documents {found} of {num_rows} rows"
-    length = packing.tokens_per_sample or num_rows
-    if length > num_rows or num_rows % length:
-        length = num_rows
-    starts: list[list[int]] = [[] for _ in range(num_rows // length)]
+    of_rank = num_rows // ranks
+    length = packing.tokens_per_sample or of_rank
+    if length > of_rank or of_rank % length:
+        length = of_rank
+    starts: list[list[int]] = [[] for _ in range(of_rank // length)]
     for start in found[:-1]:
-        starts[start // length].append(start % length)
-    return Documents(tuple(map(tuple, starts)), length, own_positions=True)
+        rank, row = divmod(start, of_rank)
+        sequence, row = divmod(row, length)
+        starts[sequence].append(rank * length + row)
+    return Documents(tuple(map(tuple, starts)), length * ranks, own_positions=True)
 
 
 def documents_of_mask(mask: Tensor) -> Documents:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.gates import needs_all_tokens
+from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
 from megatron_ampipe.layers.router import chunk_router_of
 
 TOLERANCE = 1e-5
@@ -25,6 +26,8 @@ TOLERANCE = 1e-5
 _ROWS, _BATCH, _HIDDEN = 24, 2, 32
 _CUTS = (8, 10, 6)
 _SEED = 7
+_IDS = 1000
+"""Number of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class _GateCheck:
         generator = torch.Generator().manual_seed(_SEED)
         self._hidden = torch.randn(_ROWS, _BATCH, _HIDDEN, generator=generator).to(self._device)
         self._gradient = torch.randn(_ROWS * _BATCH, num_experts, generator=generator).to(self._device)
+        self._ids = torch.randint(_IDS, (_BATCH, _ROWS), generator=generator).to(self._device)
 
     def shapes(self) -> Finding:
         """Whether the outputs are those of Megatron's router."""
@@ -99,9 +103,10 @@ class _GateCheck:
         expected = _route(router, self._hidden)
         reason = needs_all_tokens(self._gate)
         for row in (0, _ROWS // 2, _ROWS - 1):
-            changed = self._hidden.clone()
+            changed, ids = self._hidden.clone(), self._ids.clone()
             changed[row, 0] = 3 - 2 * changed[row, 0]
-            found = _route(router, changed)
+            ids[0, row] = _IDS - 1 - ids[0, row]
+            found = _route(_told(router, ids), changed)
             others = torch.arange(_ROWS * _BATCH, device=changed.device) != row * _BATCH
             differs = (found[1] != expected[1]) | ((found[0] - expected[0]).abs() > TOLERANCE)
             wrong = differs.any(dim=1) & others
@@ -144,7 +149,10 @@ class _GateCheck:
 
     def gradients(self) -> tuple[bool, str]:
         """Whether the input and every parameter receive a gradient."""
-        found = self._step(self._pair(training=True)[0], in_chunks=False)
+        router = self._pair(training=True)[0]
+        if not _route(router, self._hidden)[0].requires_grad and not list(router.parameters()):
+            return True, "none: the choice is fixed, and there is nothing to train"
+        found = self._step(router, in_chunks=False)
         missing = [name for name, value in found.items() if "gradient" in name and not bool(value.any())]
         if missing:
             return False, f"zero or none: {', '.join(missing)}"
@@ -190,7 +198,7 @@ class _GateCheck:
                 # Values that begin as 0 or as a constant would hide errors.
                 parameter.add_(torch.rand_like(parameter) * 0.2)
         router.set_layer_number(1)
-        return router
+        return _told(router, self._ids)
 
     def _pair(self, *, training: bool) -> tuple[Any, Any]:
         """The class, and the class that routes chunks, with the same parameters and all losses."""
@@ -208,12 +216,13 @@ class _GateCheck:
         hidden = self._hidden.clone().requires_grad_()
         if in_chunks:
             probs, routing_map, packed, block = _route_chunks(router, hidden)
-            torch.autograd.backward(
-                [probs, router.block_losses(packed, block)], [self._gradient, torch.zeros(())]
-            )
+            pairs = [(probs, self._gradient), (router.block_losses(packed, block), torch.zeros(()))]
         else:
             probs, routing_map = _route(router, hidden)
-            probs.backward(self._gradient)
+            pairs = [(probs, self._gradient)]
+        # A fixed choice with fixed weights has no history.
+        if pairs := [pair for pair in pairs if pair[0].requires_grad]:
+            torch.autograd.backward(*zip(*pairs, strict=True))
         none = torch.zeros((), device=probs.device)
         found = {"probs": probs.detach(), "routing map": routing_map}
         found["gradient of the input"] = none if hidden.grad is None else hidden.grad
@@ -221,6 +230,12 @@ class _GateCheck:
             if parameter.requires_grad:
                 found[f"gradient of {name}"] = none if parameter.grad is None else parameter.grad
         return found
+
+
+def _told(router: Any, ids: Tensor) -> Any:
+    """The same router, which reads these ids ``[B, R]`` if it reads any."""
+    give_token_ids(router).keep(ids)
+    return router
 
 
 def _route(router: Any, hidden: Tensor, *, seed: int = _SEED) -> tuple[Tensor, Tensor]:
@@ -232,7 +247,13 @@ def _route(router: Any, hidden: Tensor, *, seed: int = _SEED) -> tuple[Tensor, T
 def _route_chunks(router: Any, hidden: Tensor) -> tuple[Any, ...]:
     torch.manual_seed(_SEED)
     block = router.begin_block(hidden.shape[0] * hidden.shape[1], per_chunk=False)
-    routed = [router(rows, block=block, chunk=index) for index, rows in enumerate(hidden.split(_CUTS))]
+    ids: list[Any] = [None] * len(_CUTS)
+    if isinstance(router, TokenIdRouter):
+        ids = list(router.id_source.rows(*hidden.shape[:2]).split(_CUTS))
+    routed = [
+        router(rows, block=block, chunk=index, token_ids=ids[index])
+        for index, rows in enumerate(hidden.split(_CUTS))
+    ]
     return *(torch.cat(parts) for parts in zip(*routed, strict=True)), block
 
 

@@ -7,7 +7,7 @@ the benchmarks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,9 @@ from megatron_ampipe import compat
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.merged import MergedAttention
 from megatron_ampipe.runtime.varlen_kernels import VARLEN_KERNELS
+
+IN_RINGS = "exact-pieces"
+"""The kernel of a ring where none of the others returns the log-sum-exp of its scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ def choose_kernel(
     dropout: bool = False,
     window: bool = False,
     sinks: bool = False,
+    ring: bool = False,
 ) -> KernelChoice:
     """Choose the kernel for all chunks of a layer.
 
@@ -61,7 +65,13 @@ def choose_kernel(
         dropout: Attention dropout is used.
         window: Sliding-window attention is used.
         sinks: The softmax has one more score (``--softmax-type``).
+        ring: Rows attend to the keys of one context-parallel rank after another.
     """
+    if ring:
+        chosen = choose_kernel(
+            local=local, on_gpu=on_gpu, dtype=dtype, head_size=head_size, context_parallel=True, latent=latent
+        )
+        return chosen if isinstance(KERNELS[chosen.name], MergedAttention) else replace(chosen, name=IN_RINGS)
     if not local and not context_parallel and not documents:
         return KernelChoice("te")
     features = {

@@ -65,28 +65,29 @@ class AMPipeTransformerLayer(TransformerLayer):
             attention_mask: Read only where it separates documents; attention is causal.
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
-            inference_context: If given, the stock layer runs. So does a dense layer on its own.
+            inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
+                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``).
             kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
                 documents of a packed micro-batch.
 
         Returns:
             ``[S, B, D]`` and ``context``.
         """
+        packing = kwargs.pop("packed_seq_params", None)
         stack = self._run.stack_from(self._place)
-        if inference_context is not None or (stack is not None and stack.is_dense):
+        untimed = inference_context is not None or (stack is not None and stack.is_dense)
+        if untimed or self._block.is_megatrons(packing, attention_mask, hidden_states):
             stock = functools.partial(
                 super().forward,
                 attention_mask=attention_mask,
                 context=context,
                 rotary_pos_emb=rotary_pos_emb,
                 inference_context=inference_context,
+                packed_seq_params=packing,
                 **kwargs,
             )
-            output: tuple[Tensor, Tensor | None] = (
-                checkpoint(stock, False, hidden_states) if self._block.recomputes else stock(hidden_states)
-            )
-            return output
-        packing = kwargs.pop("packed_seq_params", None)
+            layer = functools.partial(checkpoint, stock, False) if self._block.recomputes else stock
+            return layer(hidden_states) if untimed else self._block.timed(layer, hidden_states)
         assert_no_extra_arguments(kwargs)
         if stack is None:
             return hidden_states, context

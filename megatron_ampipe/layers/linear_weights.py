@@ -1,4 +1,5 @@
-"""Megatron's linear layers without the gradients of their weights, and these gradients as separate products.
+"""Megatron's linear layers without the gradients of their weights, and these gradients as separate products;
+and without their transfers.
 
 ``LinearWithGradAccumulationAndAsyncCommunication`` computes the gradients of input and weight in one
 backward, whichever is asked for. With a frozen weight, ``linear_with_frozen_weight`` computes the first;
@@ -46,6 +47,21 @@ def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> Iterat
     finally:
         for one in trained:
             del one.__dict__["_forward_impl"]
+
+
+@contextlib.contextmanager
+def transfers_apart(linear: Linear) -> Iterator[None]:
+    """Within it, a layer neither gathers its input nor adds and scatters its output.
+
+    As for experts whose tokens are gathered and scattered elsewhere. A layer that scatters must return its
+    bias, not add it.
+    """
+    before = linear.explicit_expert_comm
+    linear.explicit_expert_comm = True
+    try:
+        yield
+    finally:
+        linear.explicit_expert_comm = before
 
 
 def _forward(

@@ -8,21 +8,21 @@ second hop is :mod:`megatron_ampipe.runtime.node_hop`, a separate stage on the l
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from megatron_ampipe.layers.node_groups import node_groups
 from megatron_ampipe.layers.rank_dispatcher import NOT_ROUTED, RankChunk
-from megatron_ampipe.runtime.collectives import AllToAll, HostCopy, Transport
-from megatron_ampipe.runtime.node_hop import NodeHop
+from megatron_ampipe.layers.two_hop_dispatcher import TwoHopChunk
+from megatron_ampipe.runtime.collectives import HostCopy
+from megatron_ampipe.runtime.node_hop import Hop, NodeHop
 
 # E experts, P expert-parallel ranks, N nodes, G ranks of the group on a node, L experts of a rank,
 # R rows that came for this node.
 
 
-class NodeChunk(RankChunk):
-    """The all-to-all dispatcher in two hops.
+class NodeChunk(TwoHopChunk, RankChunk):
+    """The all-to-all dispatcher in two hops, with one row for each pair of a token and a node.
 
     :attr:`counts` are ``[E + N + P]`` int64: this rank's tokens for each expert, its rows for each node, and
     its tokens for each rank, from which the splits of both hops follow. Rows arrive in another order than in
@@ -37,11 +37,6 @@ class NodeChunk(RankChunk):
 
     FROM_COUNTS: ClassVar = (*RankChunk.FROM_COUNTS, "_hop", "_hop_splits")
 
-    def __init__(self, *args: Any, ranks_per_node: int | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups = node_groups(self.ep_group, ranks_per_node)
-        self._hop: NodeHop | None = None
-
     @property
     def num_places(self) -> int:
         """Of the first hop: nodes."""
@@ -53,10 +48,7 @@ class NodeChunk(RankChunk):
     def _derive(self, gathered: HostCopy) -> None:
         layout, node, place = self._groups.layout, self._groups.node, self._groups.place
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
-        # [tp, source's node, source's place, E + N + P]
-        counts = gathered.wait().view(layout.num_nodes, layout.ranks_per_node, self.tp_size, -1)
-        counts = counts.permute(2, 0, 1, 3)
-        to_experts, to_nodes, to_ranks = counts.split(
+        to_experts, to_nodes, to_ranks = self._by_source(gathered).split(
             [self.num_experts, layout.num_nodes, self.ep_size], dim=3
         )
         to_nodes = to_nodes[self.tp_rank, :, place]
@@ -67,12 +59,7 @@ class NodeChunk(RankChunk):
         self.output_splits_tp = within[:, :, place].sum(dim=1)
         self.tokens_per_expert = to_experts[..., first:last].sum(dim=(0, 1, 2))
 
-    def transport(self) -> Transport:
-        """The first hop of the chunk."""
-        super().transport()
-        return AllToAll(self.input_splits, self.output_splits, self._groups.inter)
-
-    def hop(self, probs: Tensor | None = None) -> NodeHop:
+    def hop(self, probs: Tensor | None = None) -> Hop:
         """The second hop of the chunk.
 
         Args:

@@ -7,8 +7,9 @@ one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of, reads_mask
 from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer_hooks import refuse_hooks
@@ -26,6 +27,7 @@ from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.row_scatter import RowTransfers, lane_group
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -61,6 +63,7 @@ class PipelinedBlock:
             attention_layer,
             moe_layer,
             capacity_per_chunk=context.config.capacity_scope == "chunk",
+            chooses=features_of_settings(moe_layer.config, **_scopes(context)).chooses,
             ranks_per_node=context.config.ranks_per_node,
             added=context.added,
         )
@@ -72,7 +75,19 @@ class PipelinedBlock:
         """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
         layer = self.modules.attention_layer
         ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
-        return self._context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks)
+        return self._context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
+
+    def is_megatrons(self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor) -> bool:
+        """Whether Megatron's own layer computes the current pass; rows of documents stay with the stages."""
+        return self._context.runs_megatron_layers and self.documents(packing, mask, hidden) is None
+
+    def timed(
+        self, layer: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call Megatron's own layer, and time it as a schedule would be."""
+        passes = self._context.recorder.passes
+        passes.record_shape(*hidden.shape[:2])
+        return passes.timed_layer(layer, hidden)
 
     def features(self, *, shares_schedule: bool = False) -> BlockFeatures:
         """What the block contains in the current pass."""
@@ -80,16 +95,19 @@ class PipelinedBlock:
         found = replace(
             features_of_settings(
                 modules.config,
-                capacity_scope=self._context.config.capacity_scope,
+                **_scopes(self._context),
                 # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
                 with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
                 dense=modules.dense,
                 shares_schedule=shares_schedule,
+                ranks_per_node=self._context.config.ranks_per_node,
+                local=modules.scatters_rows,
             ),
             recomputed=self.recomputes,
             condensed=self._context.condenser is not None and not modules.dense,
             added=tuple(stage.kind for stage in self._context.added),
         )
+        found = replace(found, gathers_rows=found.gathers_rows and modules.gathers_rows)
         found = with_exchange(found, self._context.pipeline.exchange)
         if not torch.is_grad_enabled():
             return found
@@ -107,9 +125,15 @@ class PipelinedBlock:
         hidden: Tensor,
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
+        token_ids: Tensor | None,
+        *,
+        shares_schedule: bool = False,
     ) -> MegatronStages:
         """The stages of one pass."""
         self.modules.add_first_weight_gradients()
+        features = self.features(shares_schedule=shares_schedule)
+        if documents is not None and documents.masked and not self._reads_mask:
+            documents = None
         return MegatronStages(
             self.modules,
             chunks=chunks,
@@ -121,7 +145,17 @@ class PipelinedBlock:
             wire=self._context.wire,
             condenser=self._context.condenser,
             added=self._context.added,
+            ring_ranks=self.modules.attention_layer.pg_collection.cp if features.ring else None,
+            row_transfers=self._row_transfers(features) if features.scatters_rows else None,
             random=RandomStates() if self.recomputes and self._draws else None,
+            token_ids=token_ids,
+        )
+
+    def _row_transfers(self, features: BlockFeatures) -> RowTransfers:
+        return RowTransfers(
+            lane_group(self.modules.attention_layer.pg_collection.tp),
+            gathers=features.gathers_rows,
+            keeps=features.recomputed or not torch.is_grad_enabled(),
         )
 
     @property
@@ -138,12 +172,23 @@ class PipelinedBlock:
             or self._context.added
         )
 
+    @cached_property
+    def _reads_mask(self) -> bool:
+        return reads_mask(self.modules.attention_layer.self_attention)
+
     def _attention_of_chunks(self, *, on_gpu: bool, documents: bool) -> ChunkAttention:
         if documents not in self._attend:
             attention = self.modules.attention_layer.self_attention
             kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
             self._attend[documents] = ChunkAttention(attention, kernel=kernel)
         return self._attend[documents]
+
+
+def _scopes(context: AMPipeContext) -> dict[str, str]:
+    return {
+        "capacity_scope": context.config.capacity_scope,
+        "router_scope": context.config.router_scope,
+    }
 
 
 class BlockStack:
@@ -193,7 +238,7 @@ class BlockStack:
             BadInput: several layers of Megatron run as one, and one of them has a hook of the user.
         """
         if documents is not None and documents.num_sequences > hidden.shape[1]:
-            sequences = hidden.view(documents.num_sequences, documents.num_rows, -1).transpose(0, 1)
+            sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
             output = self(sequences.contiguous(), rotary_pos_emb, documents)
             return output.transpose(0, 1).reshape(hidden.shape)
         if len(self._layers) > 1:
@@ -218,9 +263,20 @@ class BlockStack:
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
     ) -> Tensor:
+        token_ids = self._token_ids(chunks, hidden)
         return run_blocks(
             hidden,
-            stages=[block.stages(chunks, hidden, rotary_pos_emb, documents) for block in self._blocks],
+            stages=[
+                block.stages(
+                    chunks,
+                    hidden,
+                    rotary_pos_emb,
+                    documents,
+                    token_ids,
+                    shares_schedule=len(self._blocks) > 1,
+                )
+                for block in self._blocks
+            ],
             schedule=self._schedule(executor),
             executor=executor,
             recorder=self._context.recorder,
@@ -228,6 +284,20 @@ class BlockStack:
             parameters=[block.modules.parameters for block in self._blocks],
             reductions=self._context.reductions,
         )
+
+    def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
+        """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
+        sources = (block.modules.id_source for block in self._blocks)
+        source = next((source for source in sources if source is not None), None)
+        if source is None:
+            return None
+        layout = self._layout
+        num_rows, batch = hidden.shape[:2]
+        if not layout.by_chunk:
+            return source.rows_of_rank(num_rows, batch, ranks=layout.tensor_ranks, rank=layout.tensor_rank)
+        ids = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
+        spans = (span for chunk in chunks for span in chunk.hidden)
+        return torch.cat([ids[span.global_start : span.global_end] for span in spans])
 
     def _chunks_of(self, num_rows: int) -> tuple[Chunk, ...]:
         """Chunks of a sequence of which this rank holds ``num_rows`` rows."""

@@ -12,10 +12,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from torch import Tensor
 
@@ -102,7 +98,7 @@ class RankChunk(AllToAllChunk):
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
         own = self.ep_group.rank()
         # [tp, ep, E + P]
-        by_rank = gathered.wait().view(self.ep_size, self.tp_size, -1).transpose(0, 1)
+        by_rank = gathered.wait().view(self.ep_size, self._num_shares, -1).transpose(0, 1)
         rows = by_rank[:, :, self.num_experts :]
         received = rows[:, :, own]
         self.input_splits = rows[self.tp_rank, own].tolist()
@@ -114,19 +110,13 @@ class RankChunk(AllToAllChunk):
         """Copy the received rows for the experts of this rank; can run a second time.
 
         Args:
-            rows: ``[R, D]`` from the ranks of the expert-parallel group.
+            rows: ``[R, D]`` from the ranks of the expert-parallel group, and of those that share an expert.
             probs: ``[R, L]``, as :meth:`dispatch_preprocess` gives them.
 
         Returns:
             ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
             ``[copies]``, their probabilities. The same values in the same order as from the stock dispatcher.
         """
-        if self.tp_size > 1:
-            splits = self.output_splits_tp.tolist()
-            rows, probs = (
-                gather_from_sequence_parallel_region(part, group=self.tp_group, output_split_sizes=splits)
-                for part in (rows, probs)
-            )
         self._received_shape, self._to_experts = rows.shape, ~probs.isneginf()
         copies, copied_probs, self._of_copies, *_ = permute(
             rows,
@@ -139,18 +129,11 @@ class RankChunk(AllToAllChunk):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """``[copies, D]``, weighted, to their sums ``[R, D]``, one for each row that was received."""
-        rows = unpermute(
+        rows: Tensor = unpermute(
             hidden_states,
             self._of_copies,
             restore_shape=self._received_shape,
             routing_map=self._to_experts,
             fused=self.config.moe_permute_fusion,
         )
-        if self.tp_size > 1:
-            # As in the stock dispatcher, in the dtype of the probabilities.
-            rows = reduce_scatter_to_sequence_parallel_region(
-                rows.to(self.probs.dtype),
-                group=self.tp_group,
-                input_split_sizes=self.output_splits_tp.tolist(),
-            ).to(rows.dtype)
         return rows

@@ -142,14 +142,21 @@ class ChunkRouting:
         factor = config.moe_expert_capacity_factor
         if factor is None:
             return None
-        if per_chunk:
+        if per_chunk or config.moe_token_drop_policy == "probs":
+            # Dropping by probability needs all tokens at once: it is then called for all chunks together.
             return ChunkCapacity(
                 topk=self.topk, num_experts=experts, factor=factor, policy=config.moe_token_drop_policy
             )
         return CapacityCounter(get_capacity(num_tokens * self.topk, experts, factor))
 
     def forward(
-        self, hidden: Tensor, *args: Any, block: BlockRouting | None = None, chunk: int = 0, **kwargs: Any
+        self,
+        hidden: Tensor,
+        *args: Any,
+        block: BlockRouting | None = None,
+        chunk: int = 0,
+        token_ids: Tensor | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         """Route the tokens of one chunk without the losses; without ``block``, run the class unchanged.
 
@@ -157,7 +164,8 @@ class ChunkRouting:
             hidden: ``[R, B, D]``.
             args: Arguments of the stock router.
             block: From :meth:`begin_block`; with a capacity, chunks must be routed in order.
-            chunk: The index of the chunk in the block.
+            chunk: The index of the chunk in the block; 0 if all are routed at once.
+            token_ids: ``[R, B]``, for a class that reads ids (``TokenIdRouter``).
             kwargs: Arguments of the stock router.
 
         Returns:
@@ -169,8 +177,14 @@ class ChunkRouting:
             return routed
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
-        with self._noting(losses, block, chunk):
-            probs, routing_map = super().forward(hidden)
+        if token_ids is not None:
+            self.token_ids = token_ids
+        try:
+            with self._noting(losses, block, chunk):
+                probs, routing_map = super().forward(hidden)
+        finally:
+            if token_ids is not None:
+                self.token_ids = None
         counted = routing_map
         if block.capacity is not None:
             routing_map = counted = block.capacity.keep(probs, routing_map)

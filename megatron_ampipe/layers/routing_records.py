@@ -126,4 +126,10 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
             )
         return None
 
+    of_chunk.sees_whole_blocks = True  # type: ignore[attr-defined]
     return of_chunk
+
+
+def sees_whole_blocks(router: torch.nn.Module) -> bool:
+    """Whether a router has a hook that :func:`hook_of_block` made."""
+    return any(getattr(hook, "sees_whole_blocks", False) for hook in router._forward_hooks.values())
