@@ -24,7 +24,9 @@ Basis = Literal["measured", "derived", "datasheet"]
 """``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the
 source text says. ``datasheet``: a vendor's figure."""
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
-Operation = Literal["all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+Operation = Literal[
+    "all_to_all", "direct_all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"
+]
 OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "expert", "merge"]
 
 
@@ -131,12 +133,15 @@ class Compute:
         attention: Core attention, by dtype. ``fp8`` models compute attention in bf16.
         memory: Passes over memory: norms, residuals, activation functions, sums of gradients.
         permute: Permutation of rows into the order of the experts, and the inverse.
+        copy: Copies to host memory and back, of the bytes that are copied; on a GPU to pinned memory. None if
+            it was not measured: then nothing can be said about strategies that copy (``--ampipe-memory``).
     """
 
     gemm: Mapping[Dtype, Gemm]
     attention: Mapping[Dtype, Attention]
     memory: TransferCost
     permute: TransferCost
+    copy: TransferCost | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +211,10 @@ class Cluster:
         device_memory_gib: Memory of one rank; if given, it is compared with what a plan needs.
         intra: Collectives between ranks of one node. ``stock_all_to_all`` is the operation of Megatron's
             layer where it differs from AMPipe's (gloo).
-        inter: Collectives between ranks on different nodes.
+        inter: Collectives between ranks on different nodes. ``all_to_all`` is between the ranks of one place
+            in all nodes; ``direct_all_to_all`` and ``stock_all_to_all`` are between all ranks of all nodes,
+            and their size is what leaves the node. Without ``direct_all_to_all``, such an exchange takes as
+            long as the slower one of the two classes of links.
         compute: Computation on one rank.
         host: Overheads of the host.
         overlap: Slowdown of concurrent computation and communication.

@@ -13,14 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
-from megatron_ampipe.plan.cluster import Cluster
+from megatron_ampipe.plan.cluster import Cluster, Operation
+from megatron_ampipe.plan.gradient_buckets import reductions_us, tensors_of
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
 from megatron_ampipe.plan.stage_costs import COSTS, PRODUCTS, CostFunction, StageCosts, Work
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
     BlockFeatures,
-    Exchange,
     Stage,
     StageKind,
     data_flow,
@@ -30,6 +30,13 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 
+_MEASURED_AS = {kinds.ATTEND: kinds.ATTENTION, kinds.INPUT_NORM: kinds.MERGE, kinds.ADD_NORM: kinds.MERGE}
+"""Kinds of which no profile has an overhead, and the kind whose overhead they have."""
+_OVER_SHARES: Mapping[StageKind, Operation] = {
+    **dict.fromkeys((kinds.GATHER, kinds.GATHER_INTRA, kinds.REGATHER, kinds.REGATHER_INTRA), "all_gather"),
+    **dict.fromkeys((kinds.SCATTER, kinds.SCATTER_INTRA), "reduce_scatter"),
+}
+"""Transfers over the ranks that share an expert, and what they do forward."""
 _DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})
 """Kinds whose time depends on the position of the chunk, not only on its length."""
 
@@ -68,13 +75,17 @@ class CostModel:
         self.features = with_memory(with_exchange(features, workload.exchange), memory)
         self.dense_features = BlockFeatures(
             dense=True,
+            reduces=self.features.reduces,
+            ring_ranks=self.features.ring_ranks,
             chunked_qkv=self.features.chunked_qkv,
+            row_links=self.features.row_links,
+            gathers_rows=self.features.gathers_rows,
             added=self.features.added,
             recomputed=self.features.recomputed,
         )
         (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._times = OperationTimes(workload, cluster)
-        self._of = StageCosts(self._times)
+        self._of = StageCosts(self._times, self.features)
         # A search comes back to the same lengths many times: what was computed is kept, by kind and rows.
         self._chunk_rows = functools.lru_cache(maxsize=4096)(
             functools.partial(chunk_rows, workload, shares_schedule=shares_schedule)
@@ -104,29 +115,42 @@ class CostModel:
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
-        chunked = len(lengths) > 1
         found: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
-            if is_whole(kind, features, whole_attention=whole_attention):
+            if kind.of_parameters:
+                found[Stage(kind)] = Pair(0.0, self.reductions_us(dense=features.dense))
+            elif is_whole(kind, features, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
-                continue
-            known = self._known[kind, chunked]
-            for index in range(len(chunks) // parts):
-                group = chunks[index * parts : (index + 1) * parts]
-                # Chunks are computed one by one; a single collective sends the rows of all of them.
-                works = group if kind.lane.computes and parts > 1 else (_joined(group),)
-                total: Pair | None = None
-                for rows in works:
-                    key = rows if kind in _DEPENDS_ON_POSITION else rows.hidden
-                    if key not in known:
-                        known[key] = self._stage(kind, Work(rows, chunked=chunked))
-                    total = known[key] if total is None else total + known[key]
-                assert total is not None
-                found[Stage(kind, index)] = total
+            else:
+                self._set_chunks(found, kind, chunks, parts=parts)
         for kind in weights:
             assert kind.weights_of is not None
             self._set_weights_apart(found, kind.weights_of, kind, chunks, parts=parts, joined=kind in joined)
         return found
+
+    def _set_chunks(
+        self, found: dict[Stage, Pair], kind: StageKind, chunks: Sequence[Rows], *, parts: int
+    ) -> None:
+        """Set the times of the stages of a kind that are of a chunk."""
+        chunked = len(chunks) > 1
+        known = self._known[kind, chunked]
+        for index in range(len(chunks) // parts):
+            group = chunks[index * parts : (index + 1) * parts]
+            # Chunks are computed one by one; a single collective sends the rows of all of them.
+            works = group if kind.lane.computes and parts > 1 else (_joined(group),)
+            total: Pair | None = None
+            for rows in works:
+                key = rows if kind in _DEPENDS_ON_POSITION else rows.hidden
+                if key not in known:
+                    known[key] = self._stage(kind, Work(rows, chunked=chunked))
+                total = known[key] if total is None else total + known[key]
+            assert total is not None
+            found[Stage(kind, index)] = total
+
+    def reductions_us(self, *, dense: bool) -> float:
+        """The time to reduce all gradients of a layer, with experts or without."""
+        (total,) = reductions_us(self._times, [tensors_of(self.workload, dense=dense)])
+        return total
 
     def _set_weights_apart(
         self,
@@ -153,6 +177,11 @@ class CostModel:
         if stages and Stage(weights) not in found and joined:
             found[Stage(weights)] = Pair(0.0, self._joined_weights(kind, len(chunks)))
 
+    def product_us(self, rows: int) -> float:
+        """The mean time of the two products of the experts, forward, for so many rows of a rank."""
+        products = PRODUCTS[kinds.EXPERT](self._of, rows)
+        return self._times.all_products(products, chunked=False).forward / len(products)
+
     def _weights(self, kind: StageKind, work: Work) -> float:
         """The part of a stage's backward that computes gradients of weights."""
         factor = self.cluster.stage_overhead(kind.name).backward_factor
@@ -172,10 +201,10 @@ class CostModel:
 
     def _stage(self, kind: StageKind, work: Work) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
-        pair = self._costs[kind](self._of, work)
+        pair = self._costs[kind.row](self._of, work)
         if not kind.lane.computes:
             return pair
-        overhead = self.cluster.stage_overhead(kind.name)
+        overhead = self.cluster.stage_overhead(_MEASURED_AS.get(kind.row, kind).name)
         return Pair(
             pair.forward * overhead.forward_factor + overhead.forward_us,
             pair.backward * overhead.backward_factor + overhead.backward_us,
@@ -187,10 +216,17 @@ class CostModel:
         Args:
             dense: Of a layer without experts.
         """
-        if self.workload.exchange is not Exchange.ROWS:
-            return CostModel(replace(self.workload, exchange=Exchange.ROWS), self.cluster).stock(dense=dense)
+        if self.workload != self.workload.stock:
+            return CostModel(self.workload.stock, self.cluster).stock(dense=dense)
         rows = chunk_rows(self.workload, (self.workload.rows,))[0]
-        parts = [self._of.qkv(rows.hidden, chunked=False), self._of.attention(rows, chunked=False)]
+        parts = [
+            self._of.qkv(rows.hidden, chunked=False),
+            self._of.gather_rows(rows.hidden),
+            self._of.input_norm(rows.hidden),
+            self._of.attention(rows, chunked=False),
+            self._of.scatter_rows(rows.hidden),
+            self._of.add_norm(rows.hidden),
+        ]
         parts += [self._of.mlp(rows.hidden, chunked=False)] if dense else self._stock_experts(rows)
         total = functools.reduce(Pair.__add__, parts, ZERO)
         overhead = self.cluster.host.stock
@@ -207,6 +243,10 @@ class CostModel:
             exchange,
             self._of.merge(rows.hidden, load=load),
         ]
+        if self.features.gathers:
+            parts += [self._of.gather(rows.hidden), self._of.scatter(rows.hidden)]
+        if self.workload.chooses:
+            parts.append(self._of.choose(rows.hidden))
         if self.workload.losses:
             parts.append(self._of.losses())
         if self.workload.shared_ffn is not None:
@@ -215,9 +255,10 @@ class CostModel:
 
     def stock_exchanges(self) -> Pair:
         """The part of :meth:`stock` that its two all-to-alls take."""
-        workload = replace(self.workload, exchange=Exchange.ROWS)
+        workload = self.workload.stock
         rows = chunk_rows(workload, (workload.rows,))[0]
-        exchange = StageCosts(OperationTimes(workload, self.cluster)).exchange(rows.hidden, stock=True)
+        of_stock = StageCosts(OperationTimes(workload, self.cluster), workload.features)
+        exchange = of_stock.exchange(rows.hidden, stock=True)
         return exchange + exchange
 
     def edges(self) -> float:
@@ -237,6 +278,14 @@ class CostModel:
         work = self.workload
         if kind is kinds.COUNTS:
             return self._times.counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
+        if kind.row in (kinds.RING, kinds.RERING):
+            return self._times.ring_figure().alpha_us
+        if kind.lane in (kinds.TENSOR_LANE, kinds.TENSOR_INTRA_LANE):
+            scatters = kind in (kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA)
+            operation: Operation = "reduce_scatter" if scatters else "all_gather"
+            return self.cluster.collective(operation, across_nodes=self._times.crosses(work.tensor)).alpha_us
+        if kind in _OVER_SHARES:
+            return self._times.share_figure(_OVER_SHARES[kind]).alpha_us
         if kind.lane is kinds.INTRA_LANE:
             return self._times.node_figure().alpha_us
         if kind not in (kinds.DISPATCH, kinds.COMBINE, kinds.REDISPATCH) or work.expert == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.schedule import Direction, Stage, kinds
+from megatron_ampipe.schedule import Direction, Stage, StageKind, kinds
 
 LONGEST = {
     1: "transfers between nodes with the gradients' reduction",
@@ -46,17 +46,23 @@ def fsmoe_case(
 
 
 def described(costs: Mapping[Stage, Pair], *, direction: Direction, degree: int) -> str:
-    """The case of a pass whose tokens take two hops, and what is longest in it.
+    """The case of a pass with transfers on two lanes, and what is longest in it.
 
     Args:
         costs: Of the stages of that direction.
         direction: Of which pass.
         degree: Of that direction.
     """
-    chunk = {
-        kind: sum(costs[Stage(kind, number)].of(direction) for number in range(degree)) / degree
-        for kind in (kinds.DISPATCH, kinds.SPREAD, kinds.COLLECT, kinds.EXPERT)
-    }
-    case = fsmoe_case(*(chunk[kind] for kind in (kinds.DISPATCH, kinds.SPREAD, kinds.COLLECT, kinds.EXPERT)),
-                      degree=degree)  # fmt: skip
+
+    def of_chunk(*parts: StageKind) -> float:
+        chunks = (Stage(kind, number) for kind in parts for number in range(degree))
+        return sum(costs[stage].of(direction) for stage in chunks if stage in costs) / degree
+
+    case = fsmoe_case(
+        of_chunk(kinds.DISPATCH),
+        of_chunk(kinds.SPREAD, kinds.GATHER_INTRA),
+        of_chunk(kinds.SCATTER_INTRA, kinds.COLLECT),
+        of_chunk(kinds.EXPERT),
+        degree=degree,
+    )
     return f"{direction} case {case}, longest are {LONGEST[case]}"

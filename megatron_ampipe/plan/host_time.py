@@ -11,38 +11,58 @@ need fewer calls; it is assumed that they reduce all stages in the same proporti
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 CALLS: dict[StageKind, tuple[float, float]] = {
     kinds.QKV: (10, 20),
+    **dict.fromkeys((kinds.GATHER_ROWS, kinds.GATHER_ROWS_INTRA), (3, 3)),
+    **dict.fromkeys((kinds.REGATHER_ROWS, kinds.REGATHER_ROWS_INTRA), (0, 3)),
+    kinds.INPUT_NORM: (6, 17),
     kinds.ATTENTION: (15, 27),
+    **dict.fromkeys((kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA), (3, 3)),
+    kinds.ADD_NORM: (7, 15),
     kinds.ROUTE: (16, 12),
     kinds.LOSSES: (16, 7),
     kinds.SHARED: (3, 7),
     kinds.COUNTS: (6, 0),
     kinds.DISPATCH: (6, 6),
+    kinds.GATHER: (6, 10),
+    kinds.GATHER_INTRA: (6, 10),
     kinds.EXPERT: (4, 10),
+    kinds.SCATTER: (5, 3),
+    kinds.SCATTER_INTRA: (5, 3),
     kinds.COMBINE: (3, 3),
     kinds.MERGE: (4, 1),
 }
 """Calls of a stage of one chunk, forward and backward; of ``expert``, for one expert (or a grouped GEMM)."""
+PART_OF = {kinds.INPUT_NORM: kinds.QKV, kinds.ADD_NORM: kinds.ATTENTION}
+"""Kinds that do a part of another one in blocks that have them."""
 SORTING = 4
 """Calls that sort the tokens by local expert, in each direction."""
 MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.0}
 """Calls of a stage on average, in a block with one local expert and without optional stages."""
 
 
-def calls(kind: StageKind, direction: Direction, workload: Workload) -> float:
-    """Number of calls that issue one stage of one chunk."""
+def calls(
+    kind: StageKind, direction: Direction, workload: Workload, *, block: Collection[StageKind] = ()
+) -> float:
+    """Number of calls that issue one stage of one chunk; ``block`` are the kinds of its block."""
     # An added kind counts as an average one.
     forward, backward = CALLS.get(kind, (MEAN[Direction.FORWARD], MEAN[Direction.BACKWARD]))
+    for part in block:
+        if PART_OF.get(part) is kind:
+            forward, backward = forward - CALLS[part][0], backward - CALLS[part][1]
     once = forward if direction is Direction.FORWARD else backward
     if kind is not kinds.EXPERT or workload.local_experts == 1:
         return once
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 
 
-def issue_factor(kind: StageKind, direction: Direction, workload: Workload) -> float:
+def issue_factor(
+    kind: StageKind, direction: Direction, workload: Workload, *, block: Collection[StageKind] = ()
+) -> float:
     """The time to issue one stage of one chunk, divided by the average over the stages."""
-    return calls(kind, direction, workload) / MEAN[direction]
+    return calls(kind, direction, workload, block=block) / MEAN[direction]

@@ -44,6 +44,7 @@ class MadeFor:
     )
     tensor_model_parallel_size: int = _size("--tensor-model-parallel-size")
     context_parallel_size: int = _size("--context-parallel-size")
+    cp_comm_type: str | None = _size("--cp-comm-type", default=None)
     expert_model_parallel_size: int = _size("--expert-model-parallel-size")
     expert_tensor_parallel_size: int = _size("--expert-tensor-parallel-size")
     micro_batch_size: int = _figure("--micro-batch-size")
@@ -51,6 +52,7 @@ class MadeFor:
     moe_token_dispatcher_type: str = _figure("--moe-token-dispatcher-type")
     moe_expert_capacity_factor: float | None = _figure("--moe-expert-capacity-factor", default=None)
     moe_grouped_gemm: bool = _figure("--moe-grouped-gemm")
+    condense: float | None = _size("--ampipe-condense", default=None)
     gradient_accumulation_fusion: bool = _figure("gradient accumulation fusion")
     full_recompute: bool = _figure("--recompute-granularity full")
     ranks_per_node: int = _figure("ranks of a node")
@@ -75,6 +77,7 @@ class MadeFor:
             moe_shared_expert_intermediate_size=workload.shared_ffn,
             tensor_model_parallel_size=workload.tensor,
             context_parallel_size=workload.context,
+            cp_comm_type="p2p" if workload.ring else None,
             expert_model_parallel_size=workload.expert,
             expert_tensor_parallel_size=workload.expert_tensor,
             micro_batch_size=workload.batch,
@@ -82,6 +85,7 @@ class MadeFor:
             moe_token_dispatcher_type=workload.dispatcher,
             moe_expert_capacity_factor=workload.capacity,
             moe_grouped_gemm=workload.grouped,
+            condense=workload.condense,
             gradient_accumulation_fusion=workload.fused_gradients,
             full_recompute=workload.recomputes,
             ranks_per_node=ranks_per_node,

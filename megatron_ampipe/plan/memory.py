@@ -1,7 +1,7 @@
 """Estimates the peak memory of a pass through consecutive blocks, in bytes, by degree and memory strategy.
 
 The peak is at one of two moments of the backward pass. When it begins, every block still keeps all that its
-backward needs, and the experts of the last one hold one chunk's gradients. When it ends, one block is left,
+backward needs, and the experts of a chunk of the last one hold gradients. When it ends, one block is left,
 and gradients of parameters have gathered. What is kept depends on the modules: Megatron's local ones keep
 more than those of Transformer Engine, which fuse operations. Not counted: weights, the optimizer, rounding by
 the allocator, and, unless ``gathers``, gradients of parameters that Megatron has too.
@@ -9,10 +9,12 @@ the allocator, and, unless ``gathers``, gradients of parameters that Megatron ha
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, STRATEGIES, of_chunks
+from megatron_ampipe.schedule.copy_pace import AHEAD
 
 SUM_BYTES = 4
 
@@ -28,8 +30,9 @@ class _Modules:
         inner: Likewise of one without a gate.
         routing_bytes: Bytes for each expert, and for each expert of a token.
         combined: Rows that came back from the experts are kept for the gradient of their probabilities.
-        gradient_bytes: Of the gradients inside an expert that exist at the same time, for each unit of the
-            width of its first product. In 16 bit, local modules multiply by the probability in fp32.
+        gradient_bytes: Of the gradients inside an expert that exist at the same time, beyond what they have
+            released, for each unit of its width; then likewise of a gated expert. In 16 bit, local modules
+            multiply by the probability in fp32.
     """
 
     norms_wide: int
@@ -38,14 +41,14 @@ class _Modules:
     inner: int
     routing_bytes: tuple[int, int]
     combined: bool
-    gradient_bytes: int
+    gradient_bytes: tuple[int, int]
 
 
-_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True, gradient_bytes=4)
+_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True, gradient_bytes=(4, 8))
 """Transformer Engine, by reading."""
 _LOCAL = {
-    4: _Modules(0, 6, 6, 3, (13, 20), combined=False, gradient_bytes=8),
-    2: _Modules(4, 2, 6, 3, (13, 20), combined=False, gradient_bytes=12),
+    4: _Modules(0, 6, 6, 3, (13, 20), combined=False, gradient_bytes=(8, 8)),
+    2: _Modules(4, 2, 6, 3, (13, 20), combined=False, gradient_bytes=(12, 12)),
 }
 """Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
 
@@ -59,6 +62,8 @@ def peak_bytes(
     memory: str = KEEP,
     local: bool = False,
     gathers: bool = False,
+    whole_attention: bool = False,
+    splits_weights: bool = False,
 ) -> float:
     """Peak of the activations of consecutive blocks.
 
@@ -69,9 +74,12 @@ def peak_bytes(
         num_layers: How many blocks a pass goes through before the first is differentiated.
         memory: What the experts keep, see ``Pipeline.memory``.
         local: Blocks of Megatron's local modules, not of Transformer Engine's.
-        gathers: Gradients of parameters stay until the end of the pass, as in ``ampipe bench``.
+        gathers: Gradients of parameters stay until the end of the pass, and the gradient of the output is not
+            counted, as in ``ampipe bench``.
+        whole_attention: As ``Pipeline.whole_attention``.
+        splits_weights: As ``Pipeline.splits_weights``.
     """
-    stock = max(forward_degree, backward_degree) == 1
+    stock = max(forward_degree, backward_degree) == 1 and not splits_weights
     chunks, element = backward_degree, workload.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(workload, modules)
@@ -79,34 +87,88 @@ def peak_bytes(
     restored = [STRATEGIES[names[chunk * len(names) // chunks]] for chunk in range(chunks)]
     # Of each chunk, of the experts: what is kept; and what is restored right before it is differentiated, of
     # a redispatch while the next chunk's tokens are permuted and on their way.
-    of_experts = [
-        (arrived * ("redispatch" not in one) + inner * ("rebuild" not in one)) / chunks for one in restored
-    ]
+    loaded = [_loaded(one, arrived, inner) / chunks for one in restored]
     again = [(3 * arrived * ("redispatch" in one) + inner * ("rebuild" in one)) / chunks for one in restored]
+    of_experts = [
+        0.0
+        if "offload" in one
+        else (arrived * (not {"redispatch", "offload_tokens"} & set(one)) + inner * ("rebuild" not in one))
+        / chunks
+        for one in restored
+    ]
     kept = dense + sum(of_experts)
-    # The last chunk comes first; by then, what the others have kept is there.
-    restoring = max(again[chunk] - sum(of_experts[chunk + 1 :]) for chunk in range(chunks))
-    experts, attention = _weights(workload)
-    sum_bytes = element if stock or workload.fused_gradients else SUM_BYTES
-    # Of the chunk whose experts are differentiated: what was restored, and gradients before each product.
-    of_chunk = restoring
-    received = _received(workload)
-    width = workload.ffn / workload.expert_tensor * (2 if workload.gated else 1)
-    calls = 1 if workload.grouped else workload.local_experts
-    of_chunk += received * (workload.hidden * element + modules.gradient_bytes * width / calls) / chunks
-    # Gradients on their way to the experts: those of two chunks wait, or all of them without chunks.
-    of_chunk += received * workload.hidden * element * min(1.0, 2 / chunks)
+    experts, attention = weights_of(workload)
+    summed, of_attention = (0.0, 0.0) if workload.fused_gradients else (experts, attention)
+    sum_bytes = element if stock else SUM_BYTES
     rows = workload.rows * workload.batch * workload.hidden * element
-    keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
-    # Weights' gradients of the experts gather while their first chunk gives back what it kept.
-    leaving = (arrived + inner) / chunks
-    summed = 0.0 if workload.fused_gradients else sum_bytes * experts
-    begin = num_layers * kept + rows + of_chunk + max(0.0, summed - leaving)
-    sums = keys * (element if stock else SUM_BYTES + element)
-    all_summed = 0.0 if workload.fused_gradients else sum_bytes * (experts + attention)
-    gathered = element * (experts + attention) * (num_layers - 1) if gathers else 0.0
-    end = gathered + rows + dense + max(summed + (kept - dense) + of_chunk, all_summed + sums)
-    return max(begin, end)
+    keys = _keys(workload)
+    # Of a ring also what arrives: keys of the next step, and gradients of the last one.
+    sums = keys * (element if stock else (SUM_BYTES + element) * (2 if workload.ring else 1))
+    # Of the chunk whose experts are differentiated: gradients before each product, of one expert at a time,
+    # and of the weights of its last product.
+    received = _received(workload)
+    gradient_bytes = modules.gradient_bytes[workload.gated]
+    of_width = gradient_bytes * workload.ffn / workload.expert_tensor
+    calls = 1 if workload.grouped else workload.local_experts
+    of_chunk = received * (workload.hidden * element + of_width / calls) / chunks
+    if splits_weights:
+        # The input of that product waits instead.
+        of_chunk += received * workload.ffn / workload.expert_tensor * element / calls / chunks
+    else:
+        of_chunk += element * summed / calls / (3 if workload.gated else 2)
+    # Gradients on their way from and to the experts: of two transfers, if there are as many chunks.
+    of_chunk += received * workload.hidden * element * min(3, 2 * (chunks - 1)) / chunks
+
+    def differentiating(chunk: int) -> float:
+        """Of one layer, while the experts of a chunk are differentiated; the last chunk comes first."""
+        # Ahead of it, what is in host memory is loaded; in the end nothing is left to load.
+        ahead = sum(loaded[(chunk - n) % chunks] for n in range(AHEAD) if chunk >= n or num_layers > 1)
+        held = dense + sum(of_experts[: chunk + 1]) + again[chunk] + ahead + of_chunk
+        if chunk < chunks - 1:
+            held += sum_bytes * summed
+        if not stock:
+            # Shared experts come first; Megatron differentiates them last.
+            held -= _shared(workload, modules) * (chunks - chunk) / chunks
+        # The attention of a chunk follows the experts of the next one. The first begins the sums.
+        done = chunks - 2 - chunk
+        if whole_attention:
+            # Gradients of the residual stream are collected.
+            held += rows
+        elif done > 0:
+            held += SUM_BYTES * (keys + of_attention) + rows - done * (dense - keys * element) / chunks
+        return held
+
+    # The gradient of the output is there before the pass that ``ampipe bench`` watches.
+    gathered = element * (summed + of_attention) * (num_layers - 1) if gathers else 0.0
+    given = 0.0 if gathers else rows
+    of_one = max(map(differentiating, range(chunks)))
+    if workload.shared_ffn is not None and not stock:
+        # When shared experts of the last chunk are differentiated, all else is still kept.
+        of_shared = workload.rows * workload.batch * gradient_bytes * workload.shared_ffn
+        of_one = max(of_one, dense + sum(of_experts) + of_shared / chunks)
+    end = rows + dense + sum_bytes * (summed + of_attention) + sums
+    return max((num_layers - 1) * kept + given + of_one, gathered + given + of_one, gathered + end)
+
+
+def _loaded(restored: Collection[str], arrived: float, inner: float) -> float:
+    """Bytes that come from host memory, of all chunks."""
+    if "offload" in restored:
+        return inner + arrived * ("redispatch" not in restored)
+    return arrived * ("offload_tokens" in restored)
+
+
+def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> float:
+    """What the experts keep of a chunk: what arrived, and the inner tensors.
+
+    Args:
+        workload: The block.
+        rows: Of the chunk, on one rank.
+        local: As in :func:`peak_bytes`.
+        inner: With the inner tensors.
+    """
+    modules = _LOCAL[workload.element_bytes] if local else _FUSED
+    _, arrived, of_experts = _kept(workload, modules)
+    return (arrived + of_experts * inner) * rows / workload.rows
 
 
 def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
@@ -115,21 +177,32 @@ def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
     gathered = tokens * workload.tensor
     element = workload.element_bytes
     width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
-    keys = workload.sequence_length * workload.batch * workload.key_value_width / workload.tensor
+    keys = _keys(workload)
     per_row: float = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
     per_row += modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
     if modules.combined:
         per_row += workload.rows_per_token * workload.hidden * element
-    shared = 0.0
-    if workload.shared_ffn is not None:
-        count = modules.inner_gated if workload.gated else modules.inner
-        shared = gathered * count * workload.shared_ffn / workload.tensor
     # Of attention also the log-sum-exp of each head.
     attended = gathered * (width * element + 4 * workload.heads / workload.tensor)
-    dense = tokens * per_row + attended + (keys + shared) * element
+    dense = tokens * per_row + attended + keys * element + _shared(workload, modules)
     received = _received(workload)
     inner = (modules.inner_gated if workload.gated else modules.inner) * workload.ffn / workload.expert_tensor
     return dense, received * (workload.hidden * element + 4), received * inner * element
+
+
+def _shared(workload: Workload, modules: _Modules) -> float:
+    """Bytes that shared experts keep."""
+    if workload.shared_ffn is None:
+        return 0.0
+    count = modules.inner_gated if workload.gated else modules.inner
+    # With sequence parallelism, each rank has a part of their width and the rows of all.
+    return workload.rows * workload.batch * count * workload.shared_ffn * workload.element_bytes
+
+
+def _keys(workload: Workload) -> float:
+    """Numbers in the keys and values that a block keeps."""
+    rows = workload.sequence_length / (workload.context if workload.ring else 1)
+    return rows * workload.batch * workload.key_value_width / workload.tensor
 
 
 def _received(workload: Workload) -> float:
@@ -137,8 +210,8 @@ def _received(workload: Workload) -> float:
     return workload.rows * workload.batch * workload.topk * load * workload.expert_tensor
 
 
-def _weights(workload: Workload) -> tuple[float, float]:
-    """Weights of the local experts, and those of attention."""
+def weights_of(workload: Workload) -> tuple[float, float]:
+    """Numbers of weights of a layer on one rank: of the local experts, and of attention."""
     inner = workload.ffn / workload.expert_tensor
     experts = workload.local_experts * workload.hidden * inner * (3 if workload.gated else 2)
     attention = sum(k * n for k, n in workload.projections) + (

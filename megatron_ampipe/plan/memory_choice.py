@@ -2,20 +2,22 @@
 
 Fewer chunks that restore cost less time and hold more. Which ones differs too: what is computed while the
 compute lane waits for a combine costs nothing. With the figures of a cluster, combinations are compared by
-simulated time, else by how much they do again. Searches nothing at random, so all ranks choose the same.
-Called by ``launch.memory_budget``.
+simulated time, with copies to host memory if there is a figure for them; else by how much they do again.
+Searches nothing at random, so all ranks choose the same. Called by ``launch.memory_budget``.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.period import SHORT
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Pipeline, memory_to_text
+from megatron_ampipe.schedule import COPYING, KEEP, STRATEGIES, Pipeline, memory_to_text
 
-_RESTORING = tuple(name for name in STRATEGIES if name != KEEP)
+_ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
+"""Each keeps less and does more again than the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def by_work(chunks: int) -> list[str]:
     Chunks whose backward comes later restore first: the others are differentiated while most is held.
     """
     found = [KEEP]
-    for before, after in zip(STRATEGIES, _RESTORING, strict=False):
+    for before, after in itertools.pairwise(_ON_DEVICE):
         found += _mixed(before, after, range(chunks))
     return found
 
@@ -61,6 +63,7 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
         pipeline: Its degrees, chunks and order of stages.
         peak: Predicts the peak of a combination.
     """
+    names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
     layers = min(SHORT, len(predictor.layers))
     lengths = [chunk.hidden[0].length for chunk in pipeline.chunks(predictor.workload.rows)]
     chunks = pipeline.backward_degree
@@ -76,12 +79,12 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
 
     order = {
         name: sorted(range(chunks), key=lambda chunk: time_us(_with(KEEP, name, [chunk], chunks)))
-        for name in _RESTORING
+        for name in names
+        if name != KEEP
     }
     found = [KEEP]
-    for place, before in enumerate(STRATEGIES):
-        for name in _RESTORING[place:]:
-            found += _mixed(before, name, order[name])
+    for before, name in itertools.combinations(names, 2):
+        found += _mixed(before, name, order[name])
     return [Kept(memory, peak(memory), time_us(memory)) for memory in dict.fromkeys(found)]
 
 

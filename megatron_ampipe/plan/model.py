@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megatron_ampipe.block_features import router_has_losses
+from megatron_ampipe.block_features import chooses_at_once, router_has_losses, uses_ring_attention
 from megatron_ampipe.config import SETTING_NAMES
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
@@ -33,13 +34,16 @@ SIZE_FLAGS = (
     "moe-grouped-gemm", "recompute-granularity", "group-query-attention", "num-query-groups",
     "multi-latent-attention", "kv-lora-rank", "q-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
     "v-head-dim", "tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size",
+    "cp-comm-type", "attention-dropout", "softmax-type", "qk-clip", "log-max-attention-logit",
     "expert-tensor-parallel-size", "expert-model-parallel-size", "moe-token-dispatcher-type",
-    "moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "window-size", "bf16", "fp16",
+    "moe-router-load-balancing-type", "moe-token-drop-policy", "moe-aux-loss-coeff", "moe-z-loss-coeff",
+    "window-size", "bf16", "fp16",
     "fp8-format", "no-gradient-accumulation-fusion", "num-layers", "moe-layer-freq",
     "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank", "transformer-impl",
     "hybrid-layer-pattern", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "use-distributed-optimizer",
 )  # fmt: skip
-"""The flags that determine the sizes of a block and how many there are, and so their plan."""
+"""The flags that determine the sizes of a block, how many there are, and how their gradients are reduced."""
 _LARGEST = 10**7
 """The largest value of any size. Time and memory of planning grow with the number of experts."""
 
@@ -53,12 +57,14 @@ class ModelFile:
         values: Megatron's flags; values from the command line replace those of the file.
         lines: The line of each flag; 0 for a value from the command line.
         capacity_scope: The tokens over which an expert's capacity is computed, from the section ``ampipe:``.
+        router_scope: The tokens that a router compares, likewise.
     """
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[str, int]
     capacity_scope: str = "sequence"
+    router_scope: str = "sequence"
 
 
 def find_model(text: str) -> Path:
@@ -111,7 +117,8 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
             raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
-    return ModelFile(path, values, lines, str(section.get("capacity-scope", "sequence")))
+    scopes = (str(section.get(f"{name}-scope", "sequence")) for name in ("capacity", "router"))
+    return ModelFile(path, values, lines, *scopes)
 
 
 def workload_of(
@@ -164,7 +171,7 @@ class _Builder:
         latent = self._on("multi-latent-attention")
         value_size = self._whole("v-head-dim", default=128) if latent else head_size
         projections, key_value_width = self._projections(hidden, heads, head_size, latent=latent)
-        sizes = self._parallel_sizes(experts)
+        sizes, of_stage = self._parallel_sizes(experts), self._ranks // self.pipeline_stages()
         capacity = self._number("moe-expert-capacity-factor")
         workload = Workload(
             sequence_length=sequence_length,
@@ -183,6 +190,13 @@ class _Builder:
             dense_ffn=ffn if self.layers().dense else None,
             capacity=capacity,
             capacity_per_chunk=self._model.capacity_scope == "chunk",
+            chooses=chooses_at_once(
+                self._balancing(),
+                drop_policy=self._model.values.get("moe-token-drop-policy", "probs"),
+                capacity_factor=capacity,
+                capacity_scope=self._model.capacity_scope,
+                router_scope=self._model.router_scope,
+            ),
             padded=self._on("moe-pad-expert-input-to-capacity"),
             imbalance=self._imbalance,
             grouped=self._on("moe-grouped-gemm"),
@@ -190,12 +204,18 @@ class _Builder:
             dtype=self._dtype(),
             losses=self._has_losses(),
             window=self._window(),
+            ring=self._uses_ring_attention(sizes["context"]),
             latent=latent,
             fused_gradients=not self._on("no-gradient-accumulation-fusion"),
             recomputes=self._model.values.get("recompute-granularity") == "full",
             exchange=Exchange.ROWS,
+            local=self._model.values.get("transformer-impl") == "local",
             splits_weights=self._model.values.get("transformer-impl") == "local"
             and not self._on("moe-grouped-gemm"),
+            ranks_per_node=None if self._cluster is None else self._cluster.ranks_per_node,
+            replicas=max(1, of_stage // sizes["tensor"]),
+            expert_replicas=max(1, of_stage // (sizes["expert"] * sizes["expert_tensor"])),
+            shards_optimizer=self._on("use-distributed-optimizer"),
             **sizes,
         )
         self._check(workload)
@@ -203,6 +223,23 @@ class _Builder:
             place = f"{self._model.path}:{self._model.lines[key]}"
             self._assumed.append(f"{key} ({place}) is not read by the planner; did you mean {near}?")
         return workload, tuple(self._assumed)
+
+    def pipeline_stages(self) -> int:
+        return self._whole("pipeline-model-parallel-size", default=1)
+
+    def _uses_ring_attention(self, context_ranks: int) -> bool:
+        dropout = self._number("attention-dropout")
+        settings = SimpleNamespace(
+            context_parallel_size=context_ranks,
+            cp_comm_type=self._model.values.get("cp-comm-type"),
+            # Megatron's default.
+            attention_dropout=0.1 if dropout is None else dropout,
+            window_size=self._window(),
+            softmax_type=self._model.values.get("softmax-type", "vanilla"),
+            qk_clip=self._on("qk-clip"),
+            log_max_attention_logit=self._on("log-max-attention-logit"),
+        )
+        return uses_ring_attention(settings)
 
     def layers(self) -> StageLayers:
         first = self._whole("decoder-first-pipeline-num-layers", default=0) or None
@@ -216,7 +253,7 @@ class _Builder:
         except ValueError as error:
             remedy = "Write 2 for every second layer, or a pattern such as ([0]*1+[1]*11)."
             self._refuse("moe-layer-freq", str(error), remedy)
-        stages = self._whole("pipeline-model-parallel-size", default=1)
+        stages = self.pipeline_stages()
         if "num-layers-per-virtual-pipeline-stage" in self._model.values:
             stages = max(stages, num_layers // self._whole("num-layers-per-virtual-pipeline-stage"))
         else:
@@ -225,7 +262,7 @@ class _Builder:
 
     def _hybrid_layers(self, first: int | None, last: int | None) -> StageLayers:
         """Pairs of a hybrid model share schedules in runs; every stage is planned as its longest run."""
-        key, stages = "hybrid-layer-pattern", self._whole("pipeline-model-parallel-size", default=1)
+        key, stages = "hybrid-layer-pattern", self.pipeline_stages()
         text = self._model.values[key]
         pattern = None
         if isinstance(text, str):
@@ -268,10 +305,10 @@ class _Builder:
     def _latent_head(self) -> int:
         return self._whole("qk-head-dim", default=128) + self._whole("qk-pos-emb-head-dim", default=64)
 
-    def _parallel_sizes(self, experts: int) -> dict[str, int]:
+    def _parallel_sizes(self, experts: int) -> dict[str, Any]:
         tensor = self._whole("tensor-model-parallel-size", default=1)
         context = self._whole("context-parallel-size", default=1)
-        pipeline = self._whole("pipeline-model-parallel-size", default=1)
+        pipeline = self.pipeline_stages()
         expert_tensor = self._whole("expert-tensor-parallel-size", default=tensor)
         stage = self._ranks // pipeline
         if "expert-model-parallel-size" in self._model.values:
@@ -302,16 +339,19 @@ class _Builder:
             self._refuse("moe-token-dispatcher-type", "cannot be pipelined", "Use alltoall or allgather.")
         return str(found)
 
-    def _has_losses(self) -> bool:
+    def _balancing(self) -> list[str]:
         kinds = self._model.values.get("moe-router-load-balancing-type", "aux_loss")
+        return [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+
+    def _has_losses(self) -> bool:
         found = self._model.values.get("moe-aux-loss-coeff", 0.0)
         return router_has_losses(
-            [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])],
+            self._balancing(),
             coefficients=[
-                self._as_number("moe-aux-loss-coeff", one)
+                self._as_number("moe-aux-loss-coeff", one, signed=True)
                 for one in (found if isinstance(found, list) else [found])
             ],
-            z_loss_coefficient=self._number("moe-z-loss-coeff"),
+            z_loss_coefficient=self._number("moe-z-loss-coeff", signed=True),
         )
 
     def _window(self) -> int | None:
@@ -371,18 +411,19 @@ class _Builder:
             self._refuse(key, f"must be at most {_LARGEST}", "Write for example 8.")
         return found
 
-    def _number(self, key: str) -> float | None:
+    def _number(self, key: str, *, signed: bool = False) -> float | None:
         found = self._model.values.get(key)
-        return None if found is None else self._as_number(key, found)
+        return None if found is None else self._as_number(key, found, signed=signed)
 
-    def _as_number(self, key: str, found: object) -> float:
+    def _as_number(self, key: str, found: object, *, signed: bool = False) -> float:
         try:
             # YAML reads 1e-3, without a point, as text.
             number = float(found)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             self._refuse(key, "must be a number", "Write for example 1.25.")
-        if not 0 <= number < math.inf:
-            self._refuse(key, "must be at least 0", "Write for example 1.25, or leave it out.")
+        if not math.isfinite(number) or (number < 0 and not signed):
+            rule = "must be a finite number" if signed else "must be at least 0"
+            self._refuse(key, rule, "Write for example 1.25, or leave it out.")
         return number
 
     def _on(self, key: str) -> bool:

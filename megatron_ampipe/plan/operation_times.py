@@ -13,7 +13,10 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
 from megatron_ampipe.plan.linear_products import Product
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, Exchange, NodeLayout
+from megatron_ampipe.schedule import Direction, NodeLayout
+
+GRADIENT_BYTES = 4
+"""Of a number of the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
 
 
 class Pair(NamedTuple):
@@ -50,7 +53,7 @@ class OperationTimes:
         # Models in fp8 compute attention in bf16.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
         self._memory, self._permute = cluster.compute.memory, cluster.compute.permute
-        self.nodes = self._nodes() if workload.exchange is Exchange.NODES else None
+        self.nodes = self._nodes() if workload.exchange.has_two_hops else None
         """How the expert-parallel ranks are spread over nodes, where tokens take two hops."""
 
     def _nodes(self) -> NodeLayout:
@@ -63,7 +66,7 @@ class OperationTimes:
                 "ranks_per_node",
                 ranks_per_node,
                 rule=f"of {self.cluster.path} does not spread {work.expert} expert-parallel ranks equally "
-                "over several nodes, as the exchange nodes needs it",
+                f"over several nodes, as the exchange {work.exchange} needs it",
                 remedy="Use the cluster file of that machine.",
             )
         return found
@@ -116,6 +119,23 @@ class OperationTimes:
         scatter_us = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
         return Pair(gather_us, scatter_us)
 
+    def reduction_us(self, parameters: float, *, experts: bool) -> float:
+        """Gradients of so many parameters of one bucket are reduced; 0 where no other rank has them.
+
+        An all-reduce takes as long as two all-gathers of the same bytes.
+        """
+        work = self.workload
+        ranks, apart = work.replicas, work.tensor
+        if experts:
+            ranks, apart = work.expert_replicas, work.expert * work.expert_tensor
+        if ranks == 1 or not parameters:
+            return 0.0
+        size = parameters * GRADIENT_BYTES * (ranks - 1) / ranks
+        across = self.crosses(ranks * apart)
+        if work.shards_optimizer:
+            return self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
+        return 2 * self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+
     def counts_figure(self) -> TransferCost:
         """The all-gather of the numbers of rows."""
         ranks = self.workload.expert * self.workload.expert_tensor
@@ -128,6 +148,10 @@ class OperationTimes:
             nodes = self.nodes.num_nodes
             return [(self.cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
         near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
+        if near < work.expert and self._direct(stock=stock) in (self.cluster.inter or {}):
+            # Measured with all ranks of all nodes, the faster links included.
+            figure = self.cluster.collective(self._direct(stock=stock), across_nodes=True)
+            return [(figure, (work.expert - near) / work.expert)]
         return [
             (
                 self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across),
@@ -141,13 +165,37 @@ class OperationTimes:
         """An all-to-all within a node."""
         return self.cluster.collective("all_to_all", across_nodes=False)
 
+    def share_figure(self, operation: Operation) -> TransferCost:
+        """An all-gather or a reduce-scatter of the ranks that share an expert."""
+        across = self.crosses(self.workload.expert_tensor)
+        return self.cluster.collective(operation, across_nodes=across)
+
+    def ring_figure(self) -> TransferCost:
+        """What a context-parallel rank sends to the next one, of which the slowest is between nodes."""
+        across = self.crosses(self.workload.context * self.workload.tensor)
+        return self.cluster.collective("all_to_all", across_nodes=across)
+
     def crosses(self, ranks: int) -> bool:
         """Whether a group of so many ranks is on several nodes."""
         return ranks > self.cluster.ranks_per_node
 
+    @staticmethod
+    def _direct(*, stock: bool) -> Operation:
+        return "stock_all_to_all" if stock else "direct_all_to_all"
+
     def _exchange(self, across: bool, *, stock: bool) -> Operation:
         figures = (self.cluster.inter if across else self.cluster.intra) or {}
         return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
+
+    def copy_us(self, size_bytes: float) -> float:
+        """So many bytes are copied to host memory or back.
+
+        Raises:
+            BadInput: the cluster has no figure for it.
+        """
+        if self.cluster.compute.copy is None:
+            raise self.cluster.missing("compute", "copy")
+        return self.cluster.compute.copy.time_us(size_bytes)
 
     def memory_us(self, size_bytes: float) -> float:
         """So many bytes are read or written."""

@@ -217,7 +217,7 @@ class _PlanFile:
     shares: tuple[float, ...]
     stack: int = field(default=1, metadata={"minimum": 0})
     memory: str = KEEP
-    exchange: Literal["rows", "ranks", "nodes"] = "rows"
+    exchange: Literal["rows", "ranks", "nodes", "2dh"] = "rows"
     made_for: MadeFor | None = None
     schedule: str
     num_layers: int = 1

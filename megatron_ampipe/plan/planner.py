@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from megatron_ampipe.block_features import boundary
+from megatron_ampipe.block_features import BALANCED, boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan import fsmoe
 from megatron_ampipe.plan.made_for import MadeFor
@@ -27,7 +27,7 @@ from megatron_ampipe.plan.search import (
     in_one_chunk,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, build
+from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -86,7 +86,7 @@ def make_plans(
         full: As in :func:`plans_of_exchange`.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
-            predictions are exact. One that saves no copies is left out if others are left.
+            predictions are exact. One that does not apply is left out if others are left.
 
     Returns:
         The plans with the chosen exchange.
@@ -108,9 +108,26 @@ def make_plans(
         return best
     compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
     reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
-    if best.chosen.exchange is Exchange.NODES:
-        reason += f" By FSMoE's inequalities: {_fsmoe(predictor.with_exchange(Exchange.NODES), best.chosen)}."
+    chosen = predictor.with_exchange(best.chosen.exchange)
+    if best.chosen.exchange.has_two_hops:
+        reason += f" {_two_hops(chosen, best.chosen)}"
+    elif chosen.features.gathers_intra:
+        reason += f" By FSMoE's inequalities: {_fsmoe(chosen, best.chosen)}."
     return replace(best, chosen=replace(best.chosen, reason=reason))
+
+
+def _two_hops(predictor: Predictor, plan: Plan) -> str:
+    """How many messages two hops save, and which of FSMoE's cases they are, as sentences."""
+    work, ranks_per_node = predictor.workload, predictor.cluster.ranks_per_node
+    layout = NodeLayout.of(
+        expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
+    )
+    assert layout is not None
+    fewer = layout.num_nodes - 1
+    return (
+        f"In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages to "
+        f"other nodes. By FSMoE's inequalities: {_fsmoe(predictor, plan)}."
+    )
 
 
 def _fsmoe(predictor: Predictor, plan: Plan) -> str:
@@ -198,6 +215,8 @@ def _cannot_share(predictor: Predictor) -> str | None:
             context_parallel_size=workload.context,
             tensor_model_parallel_size=workload.tensor,
             moe_expert_capacity_factor=workload.capacity,
+            # Without a capacity, it is a kind of balancing that chooses at once.
+            moe_router_load_balancing_type=BALANCED[0] if workload.chooses else "none",
             recompute_granularity=None,
         ),
         whole_attention=False,
@@ -237,7 +256,7 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
 
 
 def _uncut(predictor: Predictor) -> Candidate:
-    """AMPipe's layer without chunks, which hides nothing; of use where its exchange saves copies."""
+    """AMPipe's layer without chunks, which hides nothing; of use where its exchange is the faster one."""
     schedule = build("ampipe", degree=1, features=predictor.features)
     lengths = (predictor.workload.rows,)
     return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
@@ -257,7 +276,6 @@ def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] 
 
 
 def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
-    forward, backward = found.schedule.degree, found.schedule.backward_degree
     timeline = predictor.timeline(found.schedule, found.lengths)
     return Plan(
         schedule=found.schedule,
@@ -270,7 +288,7 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
-        memory_gib=predictor.peak_bytes(forward_degree=forward, backward_degree=backward) / 2**30,
+        memory_gib=predictor.peak_bytes(found.schedule) / 2**30,
         reason="",
         made_for=MadeFor.on(predictor.workload, predictor.cluster),
     )

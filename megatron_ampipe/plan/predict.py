@@ -75,7 +75,9 @@ class Predictor:
         kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
         self._issue_factors = {
-            direction: {kind: issue_factor(kind, direction, workload) for kind in kinds_of_block}
+            direction: {
+                kind: issue_factor(kind, direction, workload, block=kinds_of_block) for kind in kinds_of_block
+            }
             for direction in Direction
         }
         self._latency = {kind: self._model.latency(kind) for kind in kinds_of_block}
@@ -108,8 +110,14 @@ class Predictor:
         """A predictor of the same layers with another exchange."""
         if exchange is self.workload.exchange:
             return self
+        return self._of_workload(replace(self.workload, exchange=exchange))
+
+    def with_reductions(self) -> Predictor:
+        """A predictor of the same layers that reduce gradients in stages of their schedule."""
+        return self._of_workload(replace(self.workload, places_reductions=True))
+
+    def _of_workload(self, workload: Workload) -> Predictor:
         dense = [layer for layer, features in enumerate(self.layers) if features.dense]
-        workload = replace(self.workload, exchange=exchange)
         return Predictor(
             workload,
             self.cluster,
@@ -147,15 +155,22 @@ class Predictor:
             total += self._model.stock(dense=features.dense)
         return self._recomputed(total)
 
-    def peak_bytes(self, *, forward_degree: int, backward_degree: int, memory: str | None = None) -> float:
-        """Peak of the activations of one of the blocks; ``memory`` as in this predictor if None."""
+    def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
+        """Peak of the activations of one of the blocks.
+
+        Args:
+            schedule: That it runs; None for Megatron's own layer.
+            memory: What the experts keep; as in this predictor if None.
+        """
         return peak_bytes(
             self.workload,
-            forward_degree=forward_degree,
-            backward_degree=backward_degree,
+            forward_degree=schedule.degree if schedule else 1,
+            backward_degree=schedule.backward_degree if schedule else 1,
             memory=self.memory if memory is None else memory,
             # Without a GPU there is no Transformer Engine.
             local=not self.cluster.host.issue.forward_us,
+            whole_attention=schedule is not None and schedule.whole_attention,
+            splits_weights=schedule is not None and bool(schedule.backward.weights),
         )
 
     def communication_us(self) -> float:
@@ -163,7 +178,9 @@ class Predictor:
         whole = self.costs((self.workload.rows,), 1, False)
         with_experts = sum(features.experts for features in self.layers)
         return with_experts * sum(
-            cost.forward + cost.backward for stage, cost in whole.items() if stage.is_communication
+            cost.forward + cost.backward
+            for stage, cost in whole.items()
+            if stage.is_communication and not stage.kind.copies
         )
 
     def whole(self, schedule: Schedule) -> Schedule:
@@ -219,7 +236,9 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
         """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
-        compiled = compile_named(schedule, self.layers, direction)
+        compiled = compile_named(
+            schedule, self.layers, direction, on_host=not self.cluster.host.issue.forward_us
+        )
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
@@ -327,10 +346,18 @@ def _unrolled(schedule: Schedule, layers: tuple[BlockFeatures, ...]) -> Schedule
 def durations_of(
     stages: Sequence[Stage], costs: Sequence[Mapping[Stage, Pair]], direction: Direction
 ) -> list[float]:
-    """The time of each stage alone in one direction. ``costs`` are those of each layer."""
+    """The time of each stage alone in one direction. ``costs`` are those of each layer.
+
+    A layer reduces the gradients of the one above it, of several the last one none. One layer alone stands
+    for any of those that run one after another.
+    """
     forward = direction is Direction.FORWARD
     found = []
     for stage in stages:
+        if stage.kind.of_parameters and len(costs) > 1:
+            above = costs[stage.layer + 1 :][:1]
+            found += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
+            continue
         alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
         pair = costs[stage.layer][alone]
         found.append(pair.forward if forward or stage.again else pair.backward)

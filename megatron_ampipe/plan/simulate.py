@@ -26,7 +26,7 @@ from megatron_ampipe.schedule import (
     stream_of,
 )
 from megatron_ampipe.schedule.issue import read_by_host
-from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.kinds import COMPUTE, COMPUTE_LANE, COPY_LANE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
@@ -65,13 +65,18 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=512)
-def compile_named(schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction) -> Compiled:
+def compile_named(
+    schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction, *, on_host: bool = False
+) -> Compiled:
     """Compile one direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
-    return compile_program(schedule.program(direction), needs_of(schedule, layers, direction))
+    needs = needs_of(schedule, layers, direction)
+    return compile_program(schedule.program(direction), needs, on_host=on_host)
 
 
-def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) -> Compiled:
-    """Number the stages of a checked program."""
+def compile_program(
+    program: Program, needs: Mapping[Stage, tuple[Stage, ...]], *, on_host: bool = False
+) -> Compiled:
+    """Number the stages of a checked program; ``on_host`` as in :func:`contention`."""
     stages = program.stages
     number = {stage: index for index, stage in enumerate(stages)}
     followers: list[list[int]] = [[] for _ in stages]
@@ -89,7 +94,7 @@ def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) 
         num_needs=tuple(len(needs[stage]) for stage in stages),
         followers=tuple(map(tuple, followers)),
         communicates=tuple(stage.is_communication for stage in stages),
-        contended=contention(lanes, stages),
+        contended=contention(lanes, stages, on_host=on_host),
         reversed_lanes=tuple(order[::-1] for _, order in lanes),
         reversed_streams=streams_of(lanes, stages),
         issued=tuple(issued),
@@ -100,20 +105,29 @@ def compile_program(program: Program, needs: Mapping[Stage, tuple[Stage, ...]]) 
     )
 
 
-def contention(lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]) -> tuple[int, ...]:
+def contention(
+    lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage], *, on_host: bool = False
+) -> tuple[int, ...]:
     """For each stage the number of its resource if several lanes use that, else -1.
 
     The compute lane does not count: a transfer in it does not run concurrently with a computation.
+
+    Args:
+        lanes: For each lane its name and the numbers of its stages.
+        stages: All stages.
+        on_host: Copies to host memory are computed by the processor that runs the compute lane.
     """
+    resources = [stage.kind.lane.resource for stage in stages]
+    if on_host and COPY_LANE.resource in resources:
+        return tuple(
+            0 if resource in (COPY_LANE.resource, COMPUTE_LANE.resource) else -1 for resource in resources
+        )
     users: dict[str, set[str]] = {}
     for lane, numbers in lanes:
         for number in numbers:
-            users.setdefault(stages[number].kind.lane.resource, set()).add(lane)
+            users.setdefault(resources[number], set()).add(lane)
     shared = [resource for resource, names in users.items() if len(names - {COMPUTE}) > 1]
-    return tuple(
-        shared.index(stage.kind.lane.resource) if stage.kind.lane.resource in shared else -1
-        for stage in stages
-    )
+    return tuple(shared.index(resource) if resource in shared else -1 for resource in resources)
 
 
 def streams_of(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_ampipe.block_features import block_features
+from megatron_ampipe.block_features import block_features, gather_lane, row_links
 from megatron_ampipe.plan.cluster import Dtype
 from megatron_ampipe.schedule import BlockFeatures, Exchange, useful_exchanges
 
@@ -32,6 +32,7 @@ class Workload:
         dense_ffn: Hidden size of the MLP of layers without experts; None if all layers have experts.
         capacity: Capacity factor; None for dropless routing.
         capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
+        chooses: The router chooses for all tokens at once (``block_features.chooses_at_once``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
         grouped: The local experts run as one grouped GEMM.
@@ -43,12 +44,23 @@ class Workload:
         fused_gradients: Weight gradients are accumulated in the GEMM that computes them.
         tensor: Tensor-parallel ranks (with sequence parallelism).
         context: Context-parallel ranks.
+        ring: They pass keys and values on to one another (``--cp-comm-type p2p``) rather than gather them.
         expert: Expert-parallel ranks.
         expert_tensor: Expert-tensor-parallel ranks, which share one expert.
+        ranks_per_node: Of all ranks, those of a node; None if that is not known. Says over which links ranks
+            that share an expert gather, and tensor-parallel ranks scatter.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
         exchange: How often a token is sent (``--ampipe-exchange``); Megatron's own layer has ``rows``.
-        splits_weights: Gradients of weights can be separate stages: linear layers are Megatron's local
-            ones.
+        local: Linear layers are Megatron's local ones.
+        splits_weights: Gradients of all weights can be separate stages: those of the experts are, too.
+        rows_seen: Rows of a token for numbers of places, see :meth:`rows_to`, as a training recorded them;
+            for others, experts are evenly used.
+        condense: The threshold of ``--ampipe-condense``; None if every token is sent.
+        condensed: Share of the rows that are not sent because of it, 0 to 1.
+        replicas: Ranks over which gradients of all parameters but those of experts are reduced.
+        expert_replicas: The same for parameters of experts.
+        shards_optimizer: ``--use-distributed-optimizer``: a rank gets a share of the reduced gradients.
+        places_reductions: Gradients are reduced in stages (``--ampipe-grad-reduce placed``).
     """
 
     sequence_length: int
@@ -67,6 +79,7 @@ class Workload:
     dense_ffn: int | None = None
     capacity: float | None = None
     capacity_per_chunk: bool = False
+    chooses: bool = False
     padded: bool = False
     imbalance: float = 1.0
     grouped: bool = False
@@ -78,11 +91,21 @@ class Workload:
     fused_gradients: bool = True
     tensor: int = 1
     context: int = 1
+    ring: bool = False
     expert: int = 1
     expert_tensor: int = 1
+    ranks_per_node: int | None = None
     recomputes: bool = False
     exchange: Exchange = Exchange.ROWS
+    local: bool = False
     splits_weights: bool = False
+    rows_seen: tuple[tuple[int, float], ...] = ()
+    condense: float | None = None
+    condensed: float = 0.0
+    replicas: int = 1
+    expert_replicas: int = 1
+    shards_optimizer: bool = False
+    places_reductions: bool = False
 
     @property
     def rows(self) -> int:
@@ -101,17 +124,15 @@ class Workload:
 
     @property
     def rows_per_token(self) -> float:
-        """Rows that experts' ranks receive for a token, the token's own rank included, if experts are evenly
-        used."""
-        return self.topk if self.exchange is Exchange.ROWS else self.rows_to(self.expert)
+        """Rows that experts' ranks receive for a token, its own rank included, if none is condensed."""
+        return self.topk if self.exchange.sends_every_copy else self.rows_to(self.expert)
 
     def rows_to(self, places: int) -> float:
         """Rows of a token if each of so many ranks or nodes, between which the experts are divided, gets one.
 
-        A place gets the token unless all of its experts are among those of the other places.
+        As recorded, or else as if experts were evenly used.
         """
-        others = self.experts - self.experts // places
-        return places * (1 - math.comb(others, self.topk) / math.comb(self.experts, self.topk))
+        return dict(self.rows_seen).get(places) or even_rows(self.experts, self.topk, places)
 
     def exchanges(self, ranks_per_node: int | None) -> tuple[Exchange, ...]:
         """What the layers can choose from (``refusal_conditions.exchanges_of``)."""
@@ -131,12 +152,44 @@ class Workload:
 
     def features_of(self, *, shares_schedule: bool) -> BlockFeatures:
         """What the block contains, for its schedule or for one that it shares with other layers."""
-        return block_features(
+        found = block_features(
             losses=self.losses,
             shared_size=self.shared_ffn,
             capacity_factor=self.capacity,
             capacity_per_chunk=self.capacity_per_chunk,
+            chooses=self.chooses,
             tensor_ranks=self.tensor,
             context_ranks=self.context,
             shares_schedule=shares_schedule,
+            ring=self.ring,
+            gathers=gather_lane(
+                dispatcher=self.dispatcher,
+                expert=self.expert,
+                expert_tensor=self.expert_tensor,
+                ranks_per_node=self.ranks_per_node,
+            ),
+            row_links=row_links(
+                tensor=self.tensor,
+                local=self.local,
+                expert=self.expert,
+                expert_tensor=self.expert_tensor,
+                ranks_per_node=self.ranks_per_node,
+            ),
+            latent_attention=self.latent,
         )
+        return replace(found, condensed=self.condense is not None, reduces=self.places_reductions)
+
+    @property
+    def stock(self) -> Workload:
+        """The same block as Megatron's own layer runs it."""
+        return replace(self, exchange=Exchange.ROWS, ring=False, condense=None, condensed=0.0)
+
+
+def even_rows(experts: int, topk: int, places: int) -> float:
+    """Rows of a token if each of so many places, between which the experts are divided, gets one.
+
+    Every choice of ``topk`` experts is equally likely. A place gets the token unless all of its experts are
+    among those of the other places.
+    """
+    others = experts - experts // places
+    return places * (1 - math.comb(others, topk) / math.comb(experts, topk))

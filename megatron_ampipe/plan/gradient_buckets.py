@@ -1,0 +1,101 @@
+"""The buckets in which data parallelism reduces gradients: of how many parameters, complete in which layer.
+
+Megatron has one buffer for the parameters of experts and one for all others, because different ranks reduce
+them. Both are cut by the same rule (``--ddp-bucket-size``). Counted are the weights of matrix products:
+norms, the router, and tables of words and positions are left out. Pure. Used by :mod:`.cost` and
+:mod:`.gradient_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_ampipe.plan import linear_products
+from megatron_ampipe.plan.linear_products import Product
+from megatron_ampipe.plan.operation_times import OperationTimes
+from megatron_ampipe.plan.workload import Workload
+
+
+class LayerTensors(NamedTuple):
+    """Parameters of each tensor of a layer on one rank, whose gradients are reduced.
+
+    Attributes:
+        experts: Those of experts.
+        others: All others.
+    """
+
+    experts: tuple[float, ...]
+    others: tuple[float, ...]
+
+    @property
+    def parameters(self) -> float:
+        """All of them together."""
+        return sum(self.experts) + sum(self.others)
+
+
+def tensors_of(workload: Workload, *, dense: bool) -> LayerTensors:
+    """The tensors of a layer, without those that no other rank has.
+
+    Args:
+        workload: The block.
+        dense: Whether it is a layer without experts.
+    """
+    products = [*linear_products.qkv(workload, 0), *linear_products.attention(workload, 0)]
+    width = workload.dense_ffn if dense else workload.shared_ffn
+    if width is not None:
+        products += linear_products.gated(workload, 0, width)
+    experts: tuple[float, ...] = ()
+    if not dense and workload.expert_replicas > 1:
+        experts = _weights(linear_products.expert(workload, 0.0)) * workload.local_experts
+    return LayerTensors(experts, _weights(products) if workload.replicas > 1 else ())
+
+
+def _weights(products: Sequence[Product]) -> tuple[float, ...]:
+    return tuple(one.k * one.n for one in products)
+
+
+def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
+    """Parameters of the buckets that are complete with each layer.
+
+    A bucket ends with the tensor with which it has ``bucket_size`` parameters; the last one ends with the
+    last layer.
+
+    Args:
+        layers: The tensors of one buffer in each layer, in the order of the backward pass.
+        bucket_size: ``--ddp-bucket-size``.
+    """
+    found: list[list[float]] = []
+    filled = 0.0
+    for tensors in layers:
+        found.append([])
+        for tensor in tensors:
+            filled += tensor
+            if filled >= bucket_size:
+                found[-1].append(filled)
+                filled = 0.0
+    if filled:
+        found[-1].append(filled)
+    return found
+
+
+def reductions_us(
+    times: OperationTimes, layers: Sequence[LayerTensors], bucket_size: float | None = None
+) -> list[float]:
+    """How long reducing the buckets takes that are complete with each layer, one bucket after the other.
+
+    Args:
+        times: Of operations on the cluster.
+        layers: In the order of the backward pass.
+        bucket_size: ``--ddp-bucket-size``; one bucket for each buffer of each layer if None.
+
+    Raises:
+        BadInput: the cluster has no figure for it.
+    """
+    total = [0.0] * len(layers)
+    for experts in (True, False):
+        buffer = [one.experts if experts else one.others for one in layers]
+        buckets = [[sum(one)] for one in buffer] if bucket_size is None else completed(buffer, bucket_size)
+        for layer, sizes in enumerate(buckets):
+            total[layer] += sum(times.reduction_us(size, experts=experts) for size in sizes)
+    return total

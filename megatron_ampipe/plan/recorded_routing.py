@@ -1,0 +1,340 @@
+"""Who went where in a training: the files of ``--ampipe-routing-dir``, and what plans take from them.
+
+A file is one micro-batch of one expert-parallel group in one iteration. Pure: needs neither torch nor
+Megatron. Written by ``launch.record_routing``; read by ``ampipe routing`` and ``ampipe plan --routing``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe import inputs, outputs
+from megatron_ampipe.errors import BadInput
+
+FORMAT = "ampipe-routing-2"
+THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
+"""Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
+_NAME = re.compile(r"iteration-(\d{8})\.json")
+
+
+def places_of(num_experts: int) -> tuple[int, ...]:
+    """Numbers of ranks or nodes between which experts can be divided, without one and without all apart."""
+    return tuple(places for places in range(2, num_experts) if num_experts % places == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRouting:
+    """The routing of one MoE layer. A part is a sequence, or what one rank has of it.
+
+    Attributes:
+        layer: Number of the layer in the model, from 1.
+        counts: Tokens for each expert, ``[part][chunk][expert]``.
+        arrivals: For a number of places, between which the experts are divided in order, the tokens of each
+            part that have experts at each place, each token once: ``[part][place]``.
+        rows_compared: Rows that were compared with each other: of some experts, or none.
+        rows_left: For a threshold, those of them that would be sent if similar tokens were sent once.
+    """
+
+    layer: int
+    counts: tuple[tuple[tuple[int, ...], ...], ...]
+    arrivals: Mapping[int, tuple[tuple[int, ...], ...]]
+    rows_compared: int
+    rows_left: Mapping[float, int]
+
+    def per_expert(self, chunk: int | None = None) -> list[int]:
+        """Tokens of all parts for each expert; of one chunk, or of all."""
+        chunks = [one for part in self.counts for one in (part if chunk is None else part[chunk : chunk + 1])]
+        return [sum(column) for column in zip(*chunks, strict=True)]
+
+    def per_place(self, places: int, chunk: int | None = None) -> list[int]:
+        """Rows for the experts at each of so many places, between which they are divided in order."""
+        return _divided(self.per_expert(chunk), places)
+
+    def part_per_place(self, part: int, places: int) -> list[int]:
+        """The same of the tokens of one part."""
+        counts = [sum(column) for column in zip(*self.counts[part], strict=True)]
+        return _divided(counts, places)
+
+    @property
+    def rows(self) -> int:
+        """Pairs of a token and an expert."""
+        return sum(self.per_expert())
+
+    def arriving(self, part: int, places: int) -> tuple[int, ...]:
+        """Tokens of a part that have experts at each of so many places, each token once at a place."""
+        if places == len(self.counts[0][0]):
+            return tuple(sum(column) for column in zip(*self.counts[part], strict=True))
+        return self.arrivals[places][part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRecord:
+    """One micro-batch of one expert-parallel group.
+
+    Attributes:
+        iteration: Of the training, from 1.
+        num_experts: Experts of a layer.
+        ranks: Ranks between which they are divided in the training.
+        batch: Sequences of a micro-batch: part ``p`` is of rank ``p // batch`` of the group.
+        ranks_per_sequence: Consecutive ranks that hold a part of a sequence each.
+        hidden_size: Elements of a row.
+        tokens: Tokens of a part in each chunk.
+        layers: The MoE layers, in order.
+    """
+
+    iteration: int
+    num_experts: int
+    ranks: int
+    batch: int
+    ranks_per_sequence: int
+    hidden_size: int
+    tokens: tuple[int, ...]
+    layers: tuple[LayerRouting, ...]
+
+    @property
+    def num_parts(self) -> int:
+        """Sequences, or what ranks hold of them."""
+        return len(self.layers[0].counts)
+
+    def write(self, folder: Path) -> None:
+        """Write the file of this iteration; it appears under its name only when it is whole.
+
+        Raises:
+            RunFailed: it cannot be written.
+        """
+        content = {
+            "format": FORMAT,
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "tokens": self.tokens,
+            "layers": [
+                {
+                    "layer": one.layer,
+                    "counts": one.counts,
+                    "arrivals": {str(places): of_places for places, of_places in one.arrivals.items()},
+                    "rows_compared": one.rows_compared,
+                    "rows_left": {f"{threshold:g}": rows for threshold, rows in one.rows_left.items()},
+                }
+                for one in self.layers
+            ],
+        }
+        outputs.write_text(folder / f"iteration-{self.iteration:08}.json", json.dumps(content) + "\n")
+
+
+_NUMBERS = ("iteration", "num_experts", "ranks", "batch", "ranks_per_sequence", "hidden_size")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRouting:
+    """All files of a folder, and what they say of any number of places.
+
+    Attributes:
+        records: In the order of the iterations; the experts of all are as many.
+    """
+
+    records: tuple[RoutingRecord, ...]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return self.records[0].num_experts
+
+    def imbalance(self, places: int) -> float:
+        """Rows of the place with the most over the mean, of a micro-batch; averaged over layers and files."""
+        return statistics.fmean(busiest(one.per_place(places)) for one in self._layers)
+
+    def chunk_imbalance(self, places: int) -> float:
+        """The same of one chunk, as the training cut its sequences."""
+        return statistics.fmean(
+            busiest(layer.per_place(places, chunk))
+            for record in self.records
+            for layer in record.layers
+            for chunk in range(len(record.tokens))
+        )
+
+    def rows_to(self, places: int) -> float:
+        """Rows of a token if each place that has experts of it gets one (``Workload.rows_to``)."""
+        if places == 1:
+            return 1.0
+        arrived = sum(
+            sum(layer.arriving(part, places))
+            for record in self.records
+            for layer in record.layers
+            for part in range(record.num_parts)
+        )
+        tokens = sum(len(one.layers) * one.num_parts * sum(one.tokens) for one in self.records)
+        return arrived / tokens
+
+    def condensed(self, threshold: float) -> float:
+        """Share of the rows that ``--ampipe-condense`` with this threshold would not send, 0 to 1.
+
+        An estimate from the rows that were compared.
+
+        Raises:
+            BadInput: it was not recorded.
+        """
+        if threshold not in self.thresholds:
+            known = ", ".join(f"{one:g}" for one in self.thresholds)
+            raise BadInput(
+                "--condense",
+                f"{threshold:g}",
+                rule="is no threshold that was recorded",
+                remedy=f"Use one of {known}, or record a training with --ampipe-condense."
+                if known
+                else "Record a training in which every layer has tokens.",
+            )
+        share = share_condensed(self._layers, threshold)
+        assert share is not None
+        return share
+
+    def condensed_of(self, layer: int, threshold: float) -> float | None:
+        """The same of the layer with this number; None if no rows of it were compared."""
+        return share_condensed([one for one in self._layers if one.layer == layer], threshold)
+
+    @property
+    def thresholds(self) -> list[float]:
+        """Those that every layer has, in order; none if no rows were compared."""
+        if not any(one.rows_compared for one in self._layers):
+            return []
+        return sorted(set.intersection(*(set(one.rows_left) for one in self._layers)))
+
+    @property
+    def _layers(self) -> list[LayerRouting]:
+        return [layer for record in self.records for layer in record.layers]
+
+
+def _divided(counts: Sequence[int], places: int) -> list[int]:
+    size = len(counts) // places
+    return [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+
+
+def busiest(rows: Sequence[int]) -> float:
+    """The most over the mean; 1 for nothing at all."""
+    return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
+
+
+def share_condensed(layers: Iterable[LayerRouting], threshold: float) -> float | None:
+    """Share of the compared rows that would not be sent, 0 to 1; None if there are none.
+
+    Args:
+        layers: Of any files; rows count equally.
+        threshold: One that all of them have.
+    """
+    found = [(one.rows_left[threshold], one.rows_compared) for one in layers]
+    left, compared = (sum(column) for column in zip(*found, strict=True))
+    return 1 - left / compared if compared else None
+
+
+def files_of(folder: Path) -> dict[int, Path]:
+    """The files of a folder by iteration, in order.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = {int(match[1]): folder / name for name in os.listdir(folder) if (match := _NAME.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
+    """All files of a folder.
+
+    Args:
+        folder: Of ``--ampipe-routing-dir``.
+        flag: How the user named it, for errors.
+
+    Raises:
+        BadInput: there are none, or one is not such a file, or they are of different models.
+    """
+    try:
+        paths = files_of(folder)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(flag, folder, rule=f"cannot be read ({reason})", remedy=_REMEDY) from error
+    if not paths:
+        raise BadInput(flag, folder, rule="has no file of a recorded routing", remedy=_REMEDY)
+    records = [read_record(path, flag=flag) for path in paths.values()]
+    for one, path in zip(records, paths.values(), strict=True):
+        if _model_of(one) != _model_of(records[0]):
+            raise BadInput(
+                flag,
+                path,
+                rule=f"is of another model than the other files of {folder}",
+                remedy="Record each model in a separate folder.",
+            )
+    return RecordedRouting(tuple(records))
+
+
+def read_record(path: Path, *, flag: str) -> RoutingRecord:
+    """One file that :meth:`RoutingRecord.write` wrote.
+
+    Raises:
+        BadInput: it cannot be read, or is not such a file.
+    """
+    try:
+        return _record(json.loads(inputs.read_text(path)))
+    except OSError as error:
+        raise BadInput(flag, path, rule=f"cannot be read ({error.strerror})", remedy=_REMEDY) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(flag, path, rule="is not a file of a recorded routing", remedy=_REMEDY) from error
+
+
+_REMEDY = "Give the folder that a training got as --ampipe-routing-dir."
+
+
+def _model_of(record: RoutingRecord) -> tuple[object, ...]:
+    return record.num_experts, record.hidden_size, [one.layer for one in record.layers]
+
+
+def _record(found: Any) -> RoutingRecord:
+    """Raises ValueError, KeyError or TypeError for what :meth:`RoutingRecord.write` does not write."""
+    _require(found["format"] == FORMAT)
+    numbers = {name: _whole(found[name], least=1) for name in _NUMBERS}
+    tokens = tuple(_whole(one, least=1) for one in found["tokens"])
+    _require(bool(tokens) and bool(found["layers"]) and numbers["num_experts"] % numbers["ranks"] == 0)
+    num_parts = len(found["layers"][0]["counts"])
+    _require(num_parts > 0 and num_parts % numbers["batch"] == 0)
+    layers = tuple(
+        _layer(one, numbers["num_experts"], num_parts=num_parts, num_chunks=len(tokens))
+        for one in found["layers"]
+    )
+    return RoutingRecord(**numbers, tokens=tokens, layers=layers)
+
+
+def _layer(found: Any, num_experts: int, *, num_parts: int, num_chunks: int) -> LayerRouting:
+    arrivals = {int(places): of_places for places, of_places in found["arrivals"].items()}
+    _require(set(arrivals) == set(places_of(num_experts)))
+    compared = _whole(found["rows_compared"])
+    rows_left = {float(threshold): _whole(rows) for threshold, rows in found["rows_left"].items()}
+    counts = tuple(_table(part, num_chunks, num_experts) for part in found["counts"])
+    _require(len(counts) == num_parts and any(any(chunk) for part in counts for chunk in part))
+    _require(all(rows <= compared for rows in rows_left.values()))
+    return LayerRouting(
+        layer=_whole(found["layer"], least=1),
+        counts=counts,
+        arrivals={places: _table(rows, num_parts, places) for places, rows in arrivals.items()},
+        rows_compared=compared,
+        rows_left=rows_left,
+    )
+
+
+def _table(found: Any, num_rows: int, num_columns: int) -> tuple[tuple[int, ...], ...]:
+    rows = tuple(tuple(_whole(one) for one in row) for row in found)
+    _require(len(rows) == num_rows and all(len(row) == num_columns for row in rows))
+    return rows
+
+
+def _whole(found: Any, *, least: int = 0) -> int:
+    _require(type(found) is int and found >= least)
+    number: int = found
+    return number
+
+
+def _require(good: bool) -> None:
+    if not good:
+        raise ValueError
