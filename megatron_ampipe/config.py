@@ -11,7 +11,7 @@ from typing import Final
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import ROUTER_SCOPES, class_path
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange, Pipeline, of_chunks
+from megatron_ampipe.schedule import SCHEDULE_NAMES, STRATEGIES, Pipeline, of_chunks
 from megatron_ampipe.wire_names import CONDENSE_FLAG, WIRE_FLAG, check_threshold, check_wire
 
 AUTO: Final = "auto"
@@ -25,6 +25,9 @@ GRAD_REDUCES = ("stock", "placed")
 
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
+
+ROUTING_INTERVAL = 100
+"""Every which iteration ``--ampipe-routing-dir`` records, unless the user says otherwise."""
 
 SETTING_NAMES = (
     "degree",
@@ -46,6 +49,8 @@ SETTING_NAMES = (
     "wire",
     "condense",
     "trace-dir",
+    "routing-dir",
+    "routing-interval",
 )
 """The settings as users name them: ``--ampipe-degree``, or ``degree`` in a section ``ampipe:`` of a file."""
 
@@ -62,7 +67,7 @@ class AMPipeConfig:
     chooses_exchange: bool = False
     """Whether they also choose how often a token is sent (``--ampipe-exchange auto``)."""
     ranks_per_node: int | None = None
-    """Ranks of a node, which follow one another, for an exchange once per node; None if that is not known."""
+    """Ranks of a node, which follow one another, for an exchange in two hops; None if that is not known."""
     cluster: str | None = None
     """Cluster file from which ``automatic`` plans; None to try degrees in the first iterations. Its
     figures also decide what is kept by ``memory_budget``."""
@@ -92,6 +97,11 @@ class AMPipeConfig:
     function than a stock run's."""
     trace_dir: str | None = None
     """Folder that receives one Chrome trace per rank at the end of the run; None records nothing."""
+    routing_dir: str | None = None
+    """Folder that receives who goes where, one file per recorded iteration, at any degree; None records
+    nothing."""
+    routing_interval: int = ROUTING_INTERVAL
+    """Every which iteration is recorded there."""
 
     def __post_init__(self) -> None:
         for flag, value, chooses in (
@@ -139,19 +149,12 @@ class AMPipeConfig:
                 if self.automatic:
                     rule = "changes numbers, so degrees that are tried in training would differ in them"
                 raise BadInput(flag, given, rule=rule, remedy=f"Add --ampipe-degree 4, or leave {flag} out.")
-        if self.wire is not None and self.pipeline.exchange is Exchange.NODES:
-            raise BadInput(
-                WIRE_FLAG,
-                self.wire,
-                rule="with --ampipe-exchange nodes, the second hop would send rows as they are",
-                remedy=f"Use --ampipe-exchange ranks, or leave {WIRE_FLAG} out.",
-            )
         if self.condense is not None:
             self._check_condensed()
 
     def _check_condensed(self) -> None:
         """Refuse what condensed tokens cannot be combined with, whether flags or a plan say it."""
-        if self.pipeline.exchange is not Exchange.ROWS:
+        if not self.pipeline.exchange.sends_every_copy:
             raise BadInput(
                 CONDENSE_FLAG,
                 self.condense,
@@ -159,7 +162,7 @@ class AMPipeConfig:
                 "result their sum",
                 remedy=f"Use --ampipe-exchange rows, or leave {CONDENSE_FLAG} out.",
             )
-        if "redispatch" in of_chunks(self.pipeline.memory):
+        if any("redispatch" in STRATEGIES[name] for name in of_chunks(self.pipeline.memory)):
             raise BadInput(
                 CONDENSE_FLAG,
                 self.condense,

@@ -174,7 +174,24 @@ def _layers_left_over(arguments: Any) -> object:
     return f"of {len(pattern)} layers with --num-layers {layers}"
 
 
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _unknown_comm_type(arguments: Any) -> object:
+    chosen = _of(arguments, "cp_comm_type")
+    if (_of(arguments, "context_parallel_size") or 1) == 1 or chosen is None:
+        return None
+    chosen = chosen if isinstance(chosen, list) else [chosen]
+    return next((one for one in chosen if one not in CP_COMM_TYPES), None)
+
+
 CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "--cp-comm-type",
+        _unknown_comm_type,
+        "there is no such exchange of keys and values",
+        f"Use one of: {', '.join(CP_COMM_TYPES)}.",
+    ),
     Conflict(
         "--load",
         _empty("load"),

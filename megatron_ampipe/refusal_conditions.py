@@ -67,14 +67,6 @@ def load_balancing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
-def balances_over_sequence(arguments: Any) -> object:
-    """Refuses balancing that needs all tokens, except Sinkhorn chunk by chunk."""
-    kinds = ["quantile_balancing"]
-    if getattr(arguments, "ampipe_router_scope", None) != "chunk":
-        kinds.append("sinkhorn")
-    return load_balancing(*kinds)(arguments)
-
-
 def router_scope_without_router(arguments: Any) -> object:
     """Refuses a scope for a router that needs none; of a user's class, only the class can tell."""
     if getattr(arguments, "ampipe_router", None) is not None or load_balancing("sinkhorn")(arguments):
@@ -82,29 +74,27 @@ def router_scope_without_router(arguments: Any) -> object:
     return equal("ampipe_router_scope", "chunk")(arguments)
 
 
-def negative(name: str) -> Callable[[Any], object]:
-    """Refuses negative numbers, also in a list."""
+def _routes_by_hash(arguments: Any) -> bool:
+    return getattr(arguments, "ampipe_router", None) == "hash"
 
-    def applies(arguments: Any) -> object:
-        found = getattr(arguments, name, None)
-        return next((one for one in (found if isinstance(found, list) else [found]) if one and one < 0), None)
 
-    return applies
+def balances_fixed_experts(arguments: Any) -> object:
+    """Refuses balancing of a choice that is fixed."""
+    balancing = load_balancing("sinkhorn", "quantile_balancing")
+    return balancing(arguments) if _routes_by_hash(arguments) else None
+
+
+def drops_equal_weights(arguments: Any) -> object:
+    """Refuses dropping by probability where all probabilities are equal."""
+    if not _routes_by_hash(arguments) or not _has_capacity(arguments):
+        return None
+    return equal("moe_token_drop_policy", "probs")(arguments)
 
 
 def _has_capacity(arguments: Any) -> bool:
     """Whether there is a capacity limit; Megatron treats a negative factor as none."""
     factor = getattr(arguments, "moe_expert_capacity_factor", None)
     return factor is not None and factor >= 0
-
-
-def drops_by_probability(arguments: Any) -> object:
-    """Refuses dropping by probability over the whole sequence."""
-    if not _has_capacity(arguments):
-        return None
-    if getattr(arguments, "ampipe_capacity_scope", None) == "chunk":
-        return None
-    return equal("moe_token_drop_policy", "probs")(arguments)
 
 
 def capacity_scope_without_capacity(arguments: Any) -> object:
@@ -173,28 +163,6 @@ def window_looks_ahead(arguments: Any) -> object:
     return window if window and window[1] != 0 else None
 
 
-def unsupported_cp_comm_type(arguments: Any) -> object:
-    """Refuses communication types of context parallelism that a gather cannot replace."""
-    if (getattr(arguments, "context_parallel_size", 1) or 1) == 1:
-        return None
-    chosen = getattr(arguments, "cp_comm_type", None)
-    chosen = chosen if isinstance(chosen, list) else [chosen]
-    levels = getattr(arguments, "hierarchical_context_parallel_sizes", None) or [1]
-    taken = {"all_gather", "p2p"}
-    taken |= {"a2a"} if _divide_heads(arguments, arguments.context_parallel_size) else set()
-    taken |= {"a2a+p2p"} if _divide_heads(arguments, levels[0]) else set()
-    return next((mode for mode in chosen if mode not in taken), None)
-
-
-def _divide_heads(arguments: Any, ranks: int) -> bool:
-    """Whether the heads of a rank are divisible by the ranks that exchange heads."""
-    tensor = getattr(arguments, "tensor_model_parallel_size", 1) or 1
-    heads = [getattr(arguments, "num_attention_heads", None) or 1]
-    if getattr(arguments, "group_query_attention", False):
-        heads.append(getattr(arguments, "num_query_groups", None) or 1)
-    return all(number // tensor % ranks == 0 for number in heads)
-
-
 def recomputes(*modules: str) -> Callable[[Any], object]:
     """Refuses selective recompute of these modules."""
 
@@ -214,21 +182,6 @@ def restores_what_is_recomputed(arguments: Any) -> object:
     return memory if memory != KEEP and (full or recomputes("moe")(arguments) is not None) else None
 
 
-def document_mask_is_not_used(arguments: Any) -> object:
-    """Refuses masks of documents where stock Megatron does not apply them to attention, or to some layers."""
-    if getattr(arguments, "dataloader_inter_document_masking", False):
-        # The data loader then makes no mask; documents are packed.
-        return None
-    applied = (
-        getattr(arguments, "transformer_impl", "local") == "local"
-        and getattr(arguments, "create_attention_mask_in_dataloader", True)
-        and (getattr(arguments, "pipeline_model_parallel_size", 1) or 1) <= 2
-        and (getattr(arguments, "context_parallel_size", 1) or 1) == 1
-        and getattr(arguments, "window_size", None) is None
-    )
-    return None if applied else is_set("reset_attention_mask")(arguments)
-
-
 def _packs_documents(arguments: Any) -> bool:
     return bool(
         getattr(arguments, "sft", False) or getattr(arguments, "dataloader_inter_document_masking", False)
@@ -240,23 +193,16 @@ def packs_documents_of_context_ranks(arguments: Any) -> object:
     return above_one("context_parallel_size")(arguments) if _packs_documents(arguments) else None
 
 
-def packs_several_sequences(arguments: Any) -> object:
-    """Refuses several packed sequences where they cannot be told apart."""
-    fused = all(getattr(arguments, name, False) for name in ("apply_rope_fusion", "multi_latent_attention"))
-    if not _packs_documents(arguments) or not (fused or above_one("tensor_model_parallel_size")(arguments)):
-        return None
-    return above_one("micro_batch_size")(arguments)
-
-
 def exchange_without_copies(arguments: Any) -> object:
-    """Refuses an exchange that saves copies where no rank, or no node, gets a token twice."""
+    """Refuses an exchange that saves neither copies of a token nor messages."""
     chosen = getattr(arguments, "ampipe_exchange", None)
     return None if chosen in (None, AUTO) or chosen in exchanges_of(arguments) else chosen
 
 
 def nodes_without_layout(arguments: Any) -> object:
-    """Refuses an exchange once per node where expert-parallel ranks are not spread over nodes."""
-    if getattr(arguments, "ampipe_exchange", None) != Exchange.NODES or _node_layout(arguments) is not None:
+    """Refuses an exchange in two hops where expert-parallel ranks are not spread over nodes."""
+    chosen = getattr(arguments, "ampipe_exchange", None)
+    if chosen in (None, AUTO) or not Exchange(chosen).has_two_hops or _node_layout(arguments) is not None:
         return None
     return ranks_per_node(arguments) or "(unknown)"
 
@@ -290,13 +236,22 @@ def _expert_ranks(arguments: Any) -> dict[str, Any]:
     }
 
 
-def flex_other_than_deep_ep(arguments: Any) -> object:
-    """Refuses the flex dispatcher with other backends than DeepEP, or with a memory strategy for experts."""
-    backend = getattr(arguments, "moe_flex_dispatcher_backend", "deepep")
-    memory = getattr(arguments, "ampipe_memory", None)
-    if backend == "deepep" and memory in (None, KEEP):
+def flex_backend_with_shared_buffers(arguments: Any) -> object:
+    """Refuses the flex dispatcher with other backends than DeepEP and HybridEP."""
+    if equal("moe_token_dispatcher_type", "flex")(arguments) is None:
         return None
-    return equal("moe_token_dispatcher_type", "flex")(arguments)
+    backend = getattr(arguments, "moe_flex_dispatcher_backend", "deepep")
+    return None if backend in ("deepep", "hybridep") else backend
+
+
+def flex_with_what_it_cannot(arguments: Any) -> object:
+    """Refuses the flex dispatcher with a memory strategy for experts, a budget of a rank, or padding."""
+    refused = (
+        getattr(arguments, "ampipe_memory", None) not in (None, KEEP),
+        getattr(arguments, "moe_expert_rank_capacity_factor", None) is not None,
+        getattr(arguments, "moe_hybridep_pad_uneven_dispatch_inputs", False),
+    )
+    return equal("moe_token_dispatcher_type", "flex")(arguments) if any(refused) else None
 
 
 def places_no_reductions(arguments: Any) -> object:

@@ -72,6 +72,23 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
             raise BadInput(refusal.setting, value, rule=f"with {flags}, {refusal.rule}", remedy=remedy)
 
 
+def refuse_with_token_ids(router: str, arguments: Any) -> None:
+    """Check Megatron's arguments against :data:`TOKEN_ID_REFUSALS`, at any degree.
+
+    Args:
+        router: The value of ``--ampipe-router``, a class that reads the ids of tokens.
+        arguments: Megatron's parsed arguments.
+
+    Raises:
+        BadInput: for the first row that applies.
+    """
+    for refusal in TOKEN_ID_REFUSALS:
+        value = refusal.applies(arguments)
+        if value is not None:
+            rule = f"with --ampipe-router {router}, {refusal.rule}"
+            raise BadInput(refusal.setting, value, rule=rule, remedy=refusal.remedy)
+
+
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
 _OFF = "Leave it out, or train with --ampipe-degree 1."
 
@@ -148,14 +165,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "copies to the host as stages of a separate lane",
     ),
     Refusal(
-        "--cp-comm-type",
-        when.unsupported_cp_comm_type,
-        "AMPipe gathers keys and values; this can replace p2p, and a2a and a2a+p2p if the heads of a rank "
-        "are divisible by the ranks that exchange heads, but no other type",
-        "Use --cp-comm-type all_gather.",
-        "a division of the sequence that the method needs, as spans of chunks",
-    ),
-    Refusal(
         "--hybrid-context-parallel",
         when.is_set("hybrid_context_parallel"),
         "hybrid context parallelism is not supported",
@@ -178,14 +187,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "(sparse attention)",
     ),
     Refusal(
-        "--reset-attention-mask",
-        when.document_mask_is_not_used,
-        "Megatron applies the mask of the data loader only in local layers, with one or two pipeline stages, "
-        "without a window and without context parallelism",
-        "Use --dataloader-inter-document-masking.",
-        "attention of Megatron that applies the mask there",
-    ),
-    Refusal(
         "--context-parallel-size",
         when.packs_documents_of_context_ranks,
         "chunks of packed documents are not supported with context parallelism yet",
@@ -193,57 +194,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "Transformer Engine's division of every document over the ranks, as spans of chunks",
     ),
     Refusal(
-        "--micro-batch-size",
-        when.packs_several_sequences,
-        "packed sequences are several documents already; more than one sequence is not supported with tensor "
-        "parallelism, nor with fused rotary embeddings of latent attention",
-        "Use --micro-batch-size 1 and a larger --seq-length.",
-        "an exchange of rows at both ends of a block: a rank then holds parts of several sequences",
-    ),
-    Refusal(
-        "--moe-router-load-balancing-type",
-        when.balances_over_sequence,
-        "its choice of experts depends on all tokens of the sequence, and a chunk has only some of them",
-        "Use aux_loss, seq_aux_loss, global_aux_loss or none; or sinkhorn with --ampipe-router-scope chunk, "
-        "which balances each chunk.",
-        "all tokens before the first is sent, which leaves nothing to overlap",
-    ),
-    Refusal(
         "--ampipe-router-scope",
         when.router_scope_without_router,
-        "has no effect: Megatron's router looks at one token at a time",
+        "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
         "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
         "nothing: there is nothing that a scope would change",
     ),
     Refusal(
+        "--moe-flex-dispatcher-backend",
+        when.flex_backend_with_shared_buffers,
+        "its zero-copy mode has one buffer for all calls, which chunks in flight would overwrite; without "
+        "that mode, this backend is not supported yet",
+        "Use --moe-flex-dispatcher-backend hybridep or deepep, or --moe-token-dispatcher-type alltoall.",
+        "a Transport over Transformer Engine's calls, and for its zero-copy mode buffers for each chunk in "
+        "flight",
+    ),
+    Refusal(
         "--moe-token-dispatcher-type",
-        when.flex_other_than_deep_ep,
-        "of its backends only deepep is supported, without --ampipe-memory: with others, chunks would share "
-        "buffers",
-        "Use --moe-flex-dispatcher-backend deepep, or --moe-token-dispatcher-type alltoall.",
-        "buffers for each chunk in flight; for ncclep also an interface to test against",
-    ),
-    Refusal(
-        "--moe-aux-loss-coeff",
-        when.negative("moe_aux_loss_coeff"),
-        "Megatron silently ignores a loss with a negative coefficient",
-        "Use for example 0.01, or leave it out.",
-        "a meaning of negative coefficients in Megatron",
-    ),
-    Refusal(
-        "--moe-z-loss-coeff",
-        when.negative("moe_z_loss_coeff"),
-        "with a negative coefficient the loss would increase the logits that it should keep small",
-        "Use for example 0.001, or leave it out.",
-        "a use for it",
-    ),
-    Refusal(
-        "--moe-token-drop-policy",
-        when.drops_by_probability,
-        "dropping by probability needs the scores of all tokens before any token can be sent",
-        "Use --moe-token-drop-policy position, which is exact, or --ampipe-capacity-scope chunk, which "
-        "drops different tokens than stock Megatron.",
-        "all tokens before the first is sent, which leaves nothing to overlap",
+        when.flex_with_what_it_cannot,
+        "is not supported with --ampipe-memory, --moe-expert-rank-capacity-factor or "
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+        "Leave them out, or use --moe-token-dispatcher-type alltoall, with which --ampipe-memory works.",
+        "a dispatch that can be repeated or stored; a budget that counts the tokens of all chunks; padding, "
+        "whose size the ranks agree on, as a stage of the communication lane",
     ),
     Refusal(
         "--ampipe-capacity-scope",
@@ -265,34 +238,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "has no effect with --skip-train: only training iterations are recorded",
         "Leave it out.",
         "a trace of evaluations",
-    ),
-    Refusal(
-        "--moe-router-padding-for-fp8",
-        when.is_set("moe_router_padding_for_fp8"),
-        "padding for quantization is not supported yet",
-        _OFF,
-        "8-bit training",
-    ),
-    Refusal(
-        "--qk-clip",
-        when.is_set("qk_clip"),
-        "AMPipe's attention does not return the maximum logit",
-        _OFF,
-        "the largest score of each head from the kernels of chunks",
-    ),
-    Refusal(
-        "--log-max-attention-logit",
-        when.is_set("log_max_attention_logit"),
-        "AMPipe's attention does not return the maximum logit",
-        _OFF,
-        "the largest score of each head from the kernels of chunks",
-    ),
-    Refusal(
-        "--moe-router-padding-for-quantization",
-        when.is_set("moe_router_padding_for_quantization"),
-        "padding for quantization is not supported yet",
-        _OFF,
-        "8-bit training",
     ),
     Refusal(
         "--fp8-format",
@@ -332,16 +277,17 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "--ampipe-ranks-per-node",
         when.nodes_without_layout,
-        "--ampipe-exchange nodes needs expert-parallel ranks that are spread equally over several nodes, "
-        "with several of them on each",
+        "--ampipe-exchange nodes and 2dh need expert-parallel ranks that are spread equally over several "
+        "nodes, with several of them on each",
         "Use --ampipe-exchange ranks, or say how many ranks a node has.",
         "groups of ranks for nodes that hold different numbers of expert-parallel ranks",
     ),
     Refusal(
         "--ampipe-exchange",
         when.exchange_without_copies,
-        "no rank gets a token twice: that needs several expert-parallel ranks with several experts each (for "
-        "nodes: several ranks on each of several nodes), a top-k above 1 and the dispatcher alltoall",
+        "has nothing to save: ranks needs several expert-parallel ranks with several experts each, nodes and "
+        "2dh several ranks on each of several nodes, ranks and nodes a top-k above 1, and all of them the "
+        "dispatcher alltoall",
         "Use --ampipe-exchange rows.",
         "nothing: every row is sent once already",
     ),
@@ -427,4 +373,53 @@ REFUSALS: tuple[Refusal, ...] = (
         "gathers of parameters as stages of a lane",
     ),
 )
-"""All combinations that this version refuses; no other module refuses one."""
+"""All combinations that this version refuses with a degree above 1; no other module refuses one."""
+
+_OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
+
+TOKEN_ID_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "--mtp-num-layers",
+        when.is_set("mtp_num_layers"),
+        "layers of multi-token prediction embed later tokens than those whose ids a router is told",
+        _OTHER_ROUTER,
+        "ids that are shifted by the depth of the layer",
+    ),
+    Refusal(
+        "--overlap-moe-expert-parallel-comm",
+        when.is_set("overlap_moe_expert_parallel_comm"),
+        "a model runs two micro-batches at once, and its routers are told the ids of one",
+        "Leave it out; --ampipe-degree 4 overlaps the same exchanges within a micro-batch.",
+        "ids as part of the state of a micro-batch in Megatron's schedule plan",
+    ),
+    Refusal(
+        "--cuda-graph-impl",
+        when.not_equal("cuda_graph_impl", "none"),
+        "a captured graph would read the ids of the micro-batch with which it was captured",
+        "Use --cuda-graph-impl none.",
+        "ids in a buffer that is written before every replay",
+    ),
+    Refusal(
+        "--mlp-chunks-for-training",
+        when.above_one("mlp_chunks_for_training"),
+        "Megatron routes parts of a sequence, and does not say which",
+        _OTHER_ROUTER,
+        "the place of each part in the sequence, which a router is not told",
+    ),
+    Refusal(
+        "--moe-token-drop-policy",
+        when.drops_equal_weights,
+        "all weights are equal, so which tokens have the lowest probability is not defined",
+        "Use --moe-token-drop-policy position.",
+        "nothing: there is nothing to compare",
+    ),
+    Refusal(
+        "--moe-router-load-balancing-type",
+        when.balances_fixed_experts,
+        "experts are a fixed function of the id, which nothing can balance",
+        "Use --moe-router-load-balancing-type none.",
+        "nothing: there is nothing to balance",
+    ),
+)
+"""What cannot be combined with a router that reads the ids of tokens, at any degree; the last two rows are
+about ``--ampipe-router hash`` alone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_ampipe.block_features import gather_lane_of, ring_hindrance, uses_ring_attention
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.planned import workload_of_args
@@ -16,6 +17,8 @@ from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the groups over which tokens and their counts travel."""
+SHARING_GROUP = "ep_tp"
+"""Megatron's name of the group of the ranks that share an expert."""
 
 
 def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adjustment]:
@@ -27,6 +30,8 @@ def adjust_arguments(args: argparse.Namespace, *, on_gpu: bool) -> list[host.Adj
     """
     return [
         *_drop_attention_mask(args),
+        *_unfuse_rotary(args),
+        *_ignored_losses(args),
         *_drop_padding(args),
         *_put_aside(args),
         *_gather_keys_and_values(args),
@@ -54,7 +59,12 @@ def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:
 
     Otherwise a collective that is ready waits until a matrix product that fills the device has finished.
     """
-    missing = [name for name in EXCHANGE_GROUPS if name not in args.high_priority_stream_groups]
+    groups = list(EXCHANGE_GROUPS)
+    if gather_lane_of(args, None):
+        groups.append(SHARING_GROUP)
+    if uses_ring_attention(args):
+        groups.append("cp")
+    missing = [name for name in groups if name not in args.high_priority_stream_groups]
     if not missing:
         return []
     # Megatron also adds to the list in place, for its own overlaps.
@@ -71,16 +81,61 @@ def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:
 def _drop_attention_mask(args: argparse.Namespace) -> list[host.Adjustment]:
     """Keep the data loader from building a mask of sequence length squared that nobody reads.
 
-    With ``--reset-attention-mask`` it says where documents begin.
+    With ``--reset-attention-mask`` it says where documents begin, to layers that read it.
     """
-    if not args.create_attention_mask_in_dataloader or args.reset_attention_mask:
+    if not args.create_attention_mask_in_dataloader or reads_masks(args):
         return []
     args.create_attention_mask_in_dataloader = False
+    reason = "chunks know their causal mask from their position"
+    if args.reset_attention_mask:
+        reason = (
+            "no layer reads the mask of --reset-attention-mask, in a stock run neither: a token attends to "
+            "earlier documents too. To separate them, use --dataloader-inter-document-masking"
+        )
+    return [host.Adjustment(flag="--no-create-attention-mask-in-dataloader", value=None, reason=reason)]
+
+
+def reads_masks(args: argparse.Namespace) -> bool:
+    """Whether a layer applies the masks of ``--reset-attention-mask``, as ``layers`` decides it for each."""
+    return bool(
+        args.reset_attention_mask
+        and args.transformer_impl == "local"
+        and not args.multi_latent_attention
+        and args.context_parallel_size == 1
+        and (args.window_size is None or args.window_attn_skip_freq is not None)
+    )
+
+
+def _unfuse_rotary(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Rotate latent attention without its fused kernel where rows of one index have several positions.
+
+    A block runs packed sequences next to each other, and the kernel takes one position for all of them.
+    """
+    packed = args.sft or getattr(args, "dataloader_inter_document_masking", False)
+    several = args.micro_batch_size > 1 and packed
+    if not (several and args.multi_latent_attention and args.apply_rope_fusion):
+        return []
+    args.apply_rope_fusion = False
     return [
         host.Adjustment(
-            flag="--no-create-attention-mask-in-dataloader",
+            flag="--no-rope-fusion",
             value=None,
-            reason="chunks know their causal mask from their position",
+            reason="rows of several packed sequences differ in position: the same function",
+        )
+    ]
+
+
+def _ignored_losses(args: argparse.Namespace) -> list[host.Adjustment]:
+    """Report losses that Megatron leaves out because their coefficient is negative."""
+    given = args.moe_aux_loss_coeff
+    given = given if isinstance(given, list) else [given]
+    if max(given) > 0 or min(given) == 0:
+        return []
+    return [
+        host.Adjustment(
+            flag="--moe-aux-loss-coeff",
+            value=" ".join(f"{one:g}" for one in given),
+            reason="ignored: Megatron adds no loss with a negative coefficient",
         )
     ]
 
@@ -110,9 +165,9 @@ def _put_aside(args: argparse.Namespace) -> list[host.Adjustment]:
 def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
     """Report that context parallelism gathers where another method was asked for, and its memory."""
     modes = args.cp_comm_type if isinstance(args.cp_comm_type, list) else [args.cp_comm_type]
-    ranks = args.context_parallel_size
+    ranks, why = args.context_parallel_size, ring_hindrance(args)
     others = [mode for mode in dict.fromkeys(modes) if mode != "all_gather"]
-    if ranks == 1 or not others:
+    if ranks == 1 or not others or uses_ring_attention(args):
         return []
     block = workload_of_args(args, None)
     numbers = block.sequence_length * block.batch * block.key_value_width / block.tensor * (1 - 1 / ranks)
@@ -121,7 +176,9 @@ def _gather_keys_and_values(args: argparse.Namespace) -> list[host.Adjustment]:
         host.Adjustment(
             flag="--cp-comm-type",
             value="all_gather",
-            reason=f"in pipelined blocks, in place of {' and '.join(others)}: the same function; keys and "
+            reason=f"in pipelined blocks, in place of {' and '.join(others)}"
+            + (f" because of {why}" if why and "p2p" in others else "")
+            + ": the same function; keys and "
             f"values of the other ranks take {size} in each block until its backward pass",
         )
     ]

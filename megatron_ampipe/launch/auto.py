@@ -39,7 +39,7 @@ class AutoDegree:
         say: Prints a line to the log; called on every rank.
         keep: Each is called with every new choice and its shape, on every rank.
         earlier: Returns what an earlier run chose. Called once, on the first rank, which tells the others.
-        in_one_chunk: Name of the schedule that is tried at degree 1; that of the flags if None.
+        in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
     """
@@ -168,7 +168,7 @@ class AutoDegree:
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
             left, needed = (
                 self._iterations_left(),
-                most_iterations(len(degrees), exchanges=len(self._exchanges)),
+                most_iterations(self._trials.num_tried, exchanges=len(self._exchanges)),
             )
             if left is not None and left < needed:
                 self._say(

@@ -9,7 +9,7 @@ import argparse
 import functools
 from typing import Any
 
-from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, TRACED_ITERATIONS
+from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, ROUTING_INTERVAL, TRACED_ITERATIONS
 from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.launch.settings import CONFIG_FLAG
@@ -43,8 +43,8 @@ def add_arguments(
         default=None,
         metavar="N",
         help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
-        "layers (with --ampipe-exchange ranks or nodes: AMPipe's, in one chunk), auto tries several in the "
-        "first iterations and stays with the fastest (default: 1)",
+        "layers (with --ampipe-exchange ranks, nodes or 2dh: AMPipe's, in one chunk), auto tries several in "
+        "the first iterations and stays with the fastest (default: 1)",
     )
     group.add_argument(
         "--ampipe-backward-degree",
@@ -106,9 +106,11 @@ def add_arguments(
         metavar="STRATEGY",
         help="what the experts keep for their backward pass: keep everything; rebuild computes their first "
         "product and activation once more instead, while tokens travel; redispatch also sends the tokens "
-        "once more; one for each chunk, as keep/rebuild/rebuild/rebuild; auto chooses for each chunk so that "
-        "all fits into --ampipe-memory-budget, the fastest by the figures of --ampipe-cluster, without it "
-        "what computes and sends least again. Changes no bit of any result (default: keep)",
+        "once more; offload copies all that they keep to host memory and back; S1 to S4 are those of "
+        "MPipeMoE's table II (S1 is offload, S4 is redispatch); one for each chunk, as "
+        "keep/rebuild/rebuild/rebuild; auto chooses for each chunk so that all fits into "
+        "--ampipe-memory-budget, the fastest by the figures of --ampipe-cluster, without it what computes "
+        "and sends least again. Changes no bit of any result (default: keep)",
     )
     group.add_argument(
         "--ampipe-memory-budget",
@@ -124,7 +126,8 @@ def add_arguments(
         help="how often a token is sent: rows sends it once for each of its experts, as Megatron does; ranks "
         "once to each rank that has some of them, which copies it and sends back the sum of their outputs: "
         "fewer bytes, the same result to rounding, also at --ampipe-degree 1; nodes once to each node that "
-        "has some, where it is handed on over the faster links. auto: what --ampipe-degree auto finds to be "
+        "has some, where it is handed on over the faster links; 2dh sends every row of rows over these two "
+        "hops: the same bytes between nodes in fewer messages. auto: what --ampipe-degree auto finds to be "
         "fastest (default: rows)",
     )
     group.add_argument(
@@ -132,7 +135,8 @@ def add_arguments(
         type=int,
         default=None,
         metavar="N",
-        help="for --ampipe-exchange nodes or auto: how many consecutive ranks share the faster links "
+        help="for --ampipe-exchange nodes, 2dh or auto, and tensor-parallel experts and attention: how many "
+        "consecutive ranks share the faster links "
         "(default: what torchrun says, LOCAL_WORLD_SIZE)",
     )
     group.add_argument(
@@ -149,8 +153,8 @@ def add_arguments(
         choices=CAPACITY_SCOPES,
         default=None,
         help="tokens over which an expert's capacity counts: the whole sequence drops the tokens that a "
-        "stock run drops; chunk gives every chunk its share, which is another function, and the only way "
-        "to drop by probability (default: sequence)",
+        "stock run drops; chunk gives every chunk its share, which is another function, but lets tokens "
+        "that are dropped by probability leave before attention has ended (default: sequence)",
     )
     group.add_argument(
         "--ampipe-router",
@@ -165,8 +169,8 @@ def add_arguments(
         default=None,
         help="for a router that compares tokens with each other, such as expert-choice or Megatron's "
         "sinkhorn: chunk has it compare the tokens of a chunk, which is another function for each degree, "
-        "and lets later tokens of the same chunk influence earlier ones; sequence refuses it "
-        "(default: sequence)",
+        "and lets later tokens of the same chunk influence earlier ones; sequence refuses it, but runs "
+        "sinkhorn as a stock run does, after all attention (default: sequence)",
     )
     group.add_argument(
         "--ampipe-wire",
@@ -191,6 +195,22 @@ def add_arguments(
         metavar="DIR",
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
+    )
+    group.add_argument(
+        "--ampipe-routing-dir",
+        default=None,
+        metavar="DIR",
+        help="record who goes where: tokens for every expert, from every rank in every chunk, and how many "
+        "are similar, at any degree; one file per recorded iteration in DIR, which 'ampipe routing' "
+        "shows and 'ampipe plan --routing' plans with",
+    )
+    group.add_argument(
+        "--ampipe-routing-interval",
+        type=int,
+        default=None,
+        metavar="N",
+        help="record every Nth iteration in --ampipe-routing-dir: its first micro-batch, on the ranks of "
+        f"one expert-parallel group (default: {ROUTING_INTERVAL})",
     )
     _disable_overlaps_when_parsed(parser, read_plan)
     return parser

@@ -7,19 +7,30 @@ Called by :mod:`.session`. What depends on the class itself is refused here; the
 from __future__ import annotations
 
 import argparse
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import FLAG, class_path
 from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
+from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
+from megatron_ampipe.refusals import refuse_with_token_ids
+
+ForwardStep = Callable[..., Any]
 
 
-def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
+def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool = False) -> type | None:
     """The class that a run's MoE layers use as their router; None for Megatron's own.
 
     Args:
         config: What AMPipe's flags resolve to.
         args: Megatron's validated arguments.
+        of_script: A script that is not ours reads the data.
 
     Raises:
         BadInput: there is no such class, or it does not fit the other flags.
@@ -34,7 +45,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
     gate = load_gate(name)
     for setting in getattr(gate, "ignored_settings", ()):
         value = getattr(args, setting, None)
-        if value not in (None, False):
+        if any(value) if isinstance(value, list) else value not in (None, False):
             raise BadInput(
                 f"--{setting.replace('_', '-')}",
                 value,
@@ -57,7 +68,38 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace) -> type | None:
             rule=f"has no effect with {FLAG} {name}, whose choice for a token depends on that token alone",
             remedy="Leave it out; a class says otherwise by an attribute needs_all_tokens.",
         )
+    if reads_token_ids(gate):
+        refuse_with_token_ids(name, args)
+        if of_script and args.pipeline_model_parallel_size > 1:
+            raise BadInput(
+                "--pipeline-model-parallel-size",
+                args.pipeline_model_parallel_size,
+                rule=f"with {FLAG} {name}, every pipeline stage needs the ids of the tokens, and this script "
+                "reads them for the first one alone",
+                remedy="Start the run with -m megatron_ampipe.pretrain_gpt, or use a router that reads "
+                "hidden states, such as --ampipe-router cosine.",
+            )
     return gate
+
+
+def reads_token_ids(gate: type | None) -> bool:
+    """Whether a router class chooses by the ids of tokens."""
+    return gate is not None and issubclass(gate, TokenIdRouter)
+
+
+def given_token_ids(forward_step: ForwardStep) -> ForwardStep:
+    """Megatron's forward step, which lets every model that it is given tell its routers the ids of tokens."""
+    known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @functools.wraps(forward_step)
+    def step(data_iterator: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        inner = unwrap_model(model)
+        if inner not in known:
+            give_token_ids(inner).watch(inner)
+            known.add(inner)
+        return forward_step(data_iterator, model, *rest, **kwargs)
+
+    return step
 
 
 def router_rows(

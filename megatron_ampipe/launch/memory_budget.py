@@ -64,6 +64,8 @@ def choose_memory(
             num_layers=waiting,
             memory=memory,
             local=args.transformer_impl == "local",
+            whole_attention=pipeline.whole_attention,
+            splits_weights=pipeline.splits_weights,
         )
 
     if cluster_file is None:
@@ -94,7 +96,9 @@ def choose_memory(
         keeping = by_name[KEEP].time_us or chosen.time_us
         slower = f", {chosen.time_us / keeping - 1:.1%} slower than keep"
     others = ", ".join(
-        f"{name} {size_to_text(by_name[name].peak_bytes)}" for name in STRATEGIES if name != chosen.memory
+        f"{name} {size_to_text(by_name[name].peak_bytes)}"
+        for name in STRATEGIES
+        if name in by_name and name != chosen.memory
     )
     return MemoryChoice(
         chosen.memory,

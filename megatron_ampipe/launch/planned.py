@@ -102,8 +102,8 @@ def choice_of_plan(args: argparse.Namespace, plan: Plan, plan_file: str) -> Choi
         raise BadInput(
             "--ampipe-plan",
             plan_file,
-            rule=f"is not for the blocks of this model: its exchange {plan.exchange} needs {plan.exchange} "
-            "that get a token twice",
+            rule=f"is not for the blocks of this model: its exchange {plan.exchange} has nothing to save "
+            "there",
             remedy=_REMEDY,
         )
     layout = layout_of_args(args)
@@ -166,7 +166,7 @@ def _compare(args: argparse.Namespace, plan: Plan, plan_file: str) -> tuple[str,
 def made_for_of_args(args: argparse.Namespace) -> MadeFor:
     """The record of this run's block and machines, to compare with that of a plan."""
     return MadeFor.of(
-        workload_of_args(args, None),
+        dataclasses.replace(workload_of_args(args, None), condense=args.ampipe_condense),
         cluster=f"the machines of a run with {args.world_size} ranks",
         ranks_per_node=ranks_per_node(args) or args.world_size,
     )
@@ -187,16 +187,28 @@ def stage_of_args(args: argparse.Namespace) -> StageLayers:
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    return features_of_settings(args, capacity_scope=_capacity_scope(args), shares_schedule=shares_schedule)
+    capacity, router = _scopes(args)
+    found = features_of_settings(
+        args,
+        capacity_scope=capacity,
+        router_scope=router,
+        shares_schedule=shares_schedule,
+        ranks_per_node=ranks_per_node(args),
+        local=args.transformer_impl == "local",
+    )
+    return dataclasses.replace(found, condensed=args.ampipe_condense is not None)
 
 
-def _capacity_scope(args: argparse.Namespace) -> str:
-    return args.ampipe_capacity_scope or "sequence"
+def _scopes(args: argparse.Namespace) -> tuple[str, str]:
+    """Of the capacity and of the router."""
+    return args.ampipe_capacity_scope or "sequence", args.ampipe_router_scope or "sequence"
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
     """The workload of Megatron's arguments; the cluster does not change it."""
     workload, _ = workload_of(_model_of_args(args), cluster, ranks=args.world_size)
+    # The layers go by the nodes of the run, whatever machines the figures are of.
+    workload = dataclasses.replace(workload, ranks_per_node=ranks_per_node(args))
     if not args.bf16 and not args.fp16:
         # A model file has no key for fp32: without a precision, it means that of the cluster.
         workload = dataclasses.replace(workload, dtype="fp32")
@@ -221,4 +233,4 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         # Nothing is pipelined.
         del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    return ModelFile(Path("arguments"), values, {}, _capacity_scope(args))
+    return ModelFile(Path("arguments"), values, {}, *_scopes(args))

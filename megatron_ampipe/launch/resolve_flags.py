@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import AUTO, GRAD_REDUCES, AMPipeConfig
+from megatron_ampipe.block_features import gather_lane_of
+from megatron_ampipe.config import AUTO, GRAD_REDUCES, ROUTING_INTERVAL, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_size import parse_size
 from megatron_ampipe.launch.settings import CONFIG_FLAG
@@ -60,7 +61,7 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
             remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
             f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
         )
-    for name in ("plan", "cluster", "save_plan", "router", "wire", "trace_dir"):
+    for name in ("plan", "cluster", "save_plan", "router", "wire", "trace_dir", "routing_dir"):
         if getattr(args, f"ampipe_{name}") == "":
             flag = f"--ampipe-{name.replace('_', '-')}"
             raise BadInput(flag, "(empty)", rule="names nothing", remedy="Give a name, or leave it out.")
@@ -152,14 +153,24 @@ def _ranks_per_node(args: argparse.Namespace, exchange: Exchange) -> int | None:
             rule="must be a whole number of ranks, at least 1",
             remedy="Give the number of GPUs of a node, or leave it out.",
         )
-    if given is not None and exchange is not Exchange.NODES and args.ampipe_exchange != AUTO:
+    uses = exchange.has_two_hops or args.ampipe_exchange == AUTO or _may_gather(args)
+    if given is not None and not uses:
         raise BadInput(
             "--ampipe-ranks-per-node",
             given,
-            rule=f"has no effect with the exchange {exchange}, which has no second hop",
+            rule=f"has no effect with the exchange {exchange}, which has no second hop, where no ranks "
+            "share an expert or rows of attention",
             remedy="Use --ampipe-exchange nodes, or leave it out.",
         )
     return ranks_per_node(args)
+
+
+def _may_gather(args: argparse.Namespace) -> bool:
+    """Whether ranks gather or scatter within a layer; unknown while AMPipe's flags are parsed alone."""
+    if not hasattr(args, "moe_token_dispatcher_type"):
+        return True
+    scatters = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
+    return scatters or bool(gather_lane_of(args, None))
 
 
 def _pipeline(
@@ -268,7 +279,22 @@ def _beside_a_plan(args: argparse.Namespace, exchange: Exchange) -> dict[str, An
         "wire": args.ampipe_wire,
         "condense": args.ampipe_condense,
         "trace_dir": args.ampipe_trace_dir,
+        "routing_dir": args.ampipe_routing_dir,
+        "routing_interval": _routing_interval(args),
     }
+
+
+def _routing_interval(args: argparse.Namespace) -> int:
+    found: int | None = args.ampipe_routing_interval
+    if found is None:
+        return ROUTING_INTERVAL
+    flag = "--ampipe-routing-interval"
+    if args.ampipe_routing_dir is None:
+        rule, remedy = "has no effect without --ampipe-routing-dir", "Add --ampipe-routing-dir routing."
+        raise BadInput(flag, found, rule=rule, remedy=remedy)
+    if found < 1:
+        raise BadInput(flag, found, rule="must be at least 1", remedy=f"Use {flag} {ROUTING_INTERVAL}.")
+    return found
 
 
 def _refuse_next_to_plan(args: argparse.Namespace) -> None:

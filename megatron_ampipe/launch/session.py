@@ -117,18 +117,25 @@ class TrainingSession:
         from megatron_ampipe.launch.attach import make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
         from megatron_ampipe.launch.gate import find_gate
+        from megatron_ampipe.launch.record_routing import recorded_routing
 
         with refuse_as_bad_input():
             config = config_from_args(args, read_plan=self._read_plan)
-            is_active = config.pipelined or config.router is not None or not self._is_patch
+            is_active = (
+                config.pipelined
+                or config.router is not None
+                or config.routing_dir is not None
+                or not self._is_patch
+            )
             if is_active:
                 self._check_run(args)
             keep_from_children(args)
             self.args = args
-            self.gate = find_gate(config, args)
+            self.gate = find_gate(config, args, of_script=self._script is not None)
             self.context = make_context(
                 args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
             )
+            self._until_end.enter_context(recorded_routing(args, config, self.context))
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:
                 parser = command_line.full_parser(read_plan=self._read_plan)
@@ -167,11 +174,14 @@ class TrainingSession:
         return step
 
     def _first_step(self, forward_step: ForwardStep) -> ForwardStep:
+        from megatron_ampipe.launch.gate import given_token_ids, reads_token_ids
         from megatron_ampipe.launch.metrics import logged
         from megatron_ampipe.launch.trace import recorded
 
         self.require_pipelined_model()
         self._until_end.enter_context(logged(self.context, self.args))
+        if reads_token_ids(self.gate):
+            forward_step = given_token_ids(forward_step)
         return recorded(forward_step, self.context, self.args)
 
     def _require_rendezvous(self) -> None:
@@ -241,7 +251,7 @@ class TrainingSession:
         return BadInput("script", self._script, rule=rule, remedy=_REMEDY)
 
     def end(self) -> None:
-        """Leave Megatron's log to itself, and write this rank's trace, if one was asked for.
+        """Give Megatron its log and training step back, and write this rank's trace, if one was asked for.
 
         Also after a failure: what was recorded before it is worth seeing.
         """

@@ -37,7 +37,7 @@ class ChosenSize:
     degree: int
     backward_degree: int
     schedule: str
-    exchange: Literal["rows", "ranks"]
+    exchange: Literal["rows", "ranks", "nodes", "2dh"]
 
     @classmethod
     def of(cls, shape: Shape, pipeline: Pipeline) -> Self:

@@ -20,6 +20,9 @@ CANDIDATES = (1, 2, 4, 8, 16)
 MINIMUM_ROWS = 8
 """A degree is not tried if its chunks would have fewer rows."""
 
+FOR_EXCHANGES = 4
+"""The highest degree at which exchanges are compared."""
+
 ROUNDS = 3
 """How often every candidate is timed, after one round of warmup that is not counted."""
 
@@ -54,23 +57,25 @@ def candidates(rows: int) -> tuple[int, ...]:
 
 
 def most_iterations(count: int, *, exchanges: int = 1) -> int:
-    """The largest number of iterations for trials of this number of degrees, including the first one."""
-    # One round of warmup and the timed rounds; then the same for the best degree and the best pair, and for
-    # what they found with each exchange.
-    finals = 2 + (exchanges if exchanges > 1 else 0)
-    return 1 + (1 + ROUNDS) * (count + finals)
+    """The most iterations of trials that begin with this number of pipelines, including the first one."""
+    # One round of warmup and the timed rounds; before it the same for each exchange, and then for the best
+    # degree and the best pair. Where the exchange is not Megatron's, its layer is tried with the degrees.
+    others = 2 + (exchanges + 1 if exchanges > 1 else 0)
+    return 1 + (1 + ROUNDS) * (count + others)
 
 
 class Trials:
     """Tries every degree in both directions, then the best pair of degrees, and chooses one.
 
+    Exchanges are compared first, at one degree: how much each sends does not depend on the degree.
+
     Args:
         degrees: The degrees to try.
         schedule: Name of the order of stages, for all degrees.
-        in_one_chunk: The same for degree 1, both ways; as ``schedule`` if None.
+        in_one_chunk: A second order that is tried at degree 1, both ways; none if None.
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
         memory: What the experts keep, as in ``Pipeline.memory``.
-        exchanges: What is chosen from in the end; the first is that of the other trials.
+        exchanges: What is chosen from; the first is kept unless another is faster.
     """
 
     def __init__(
@@ -83,10 +88,14 @@ class Trials:
         memory: str = KEEP,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
     ) -> None:
-        self._schedule, self._in_one_chunk = schedule, in_one_chunk or schedule
+        self._schedule = schedule
         self._stack, self._memory, self._exchanges = stack, memory, exchanges
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
-        self._steps = self._all_steps([self._pipeline(degree) for degree in degrees])
+        self._exchange = exchanges[0]
+        self._in_one_chunk = in_one_chunk if in_one_chunk != schedule and 1 in degrees else None
+        self.num_tried = len(degrees) + (self._in_one_chunk is not None)
+        """With how many pipelines the trials of degrees begin."""
+        self._steps = self._all_steps(degrees)
         self.choice: Choice | None = None
         self.pipeline = next(self._steps)
         """The pipeline of the next iteration."""
@@ -96,9 +105,18 @@ class Trials:
         self._last_us = (forward_us, backward_us)
         self.pipeline = next(self._steps)
 
-    def _all_steps(self, pipelines: list[Pipeline]) -> Iterator[Pipeline]:
-        yield from self._rounds(pipelines)
-        best = self._fastest(pipelines)
+    def _all_steps(self, degrees: Sequence[int]) -> Iterator[Pipeline]:
+        if len(self._exchanges) > 1:
+            yield from self._choose_exchange(max(degree for degree in degrees if degree <= FOR_EXCHANGES))
+        pipelines = [self._pipeline(degree) for degree in degrees]
+        others = []
+        if self._in_one_chunk is not None:
+            others.append(replace(self._pipeline(1), schedule=self._in_one_chunk))
+        if self._exchange is not self._exchanges[0]:
+            # Megatron's own layer, where none of these is.
+            others.append(self._pipeline(1, exchange=self._exchanges[0]))
+        yield from self._rounds([*others, *pipelines])
+        best = self._fastest([*others, *pipelines])
         forward, backward = (self._best_degree(pipelines, direction) for direction in (0, 1))
         pair = self._pipeline(forward, backward)
         saved = 1 - (self._time_us(forward, 0) + self._time_us(backward, 1)) / self._total_us(best)
@@ -110,16 +128,18 @@ class Trials:
             yield from self._rounds(finalists)
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
-        if len(self._exchanges) > 1:
-            finalists = [replace(best, exchange=exchange) for exchange in self._exchanges]
-            self._times_us = {}
-            yield from self._rounds(finalists)
-            for other in finalists[1:]:
-                if self._total_us(other) < (1 - MINIMUM_GAIN) * self._total_us(best):
-                    best = other
         self.choice = Choice(best, self._reason(best))
         while True:
             yield best
+
+    def _choose_exchange(self, degree: int) -> Iterator[Pipeline]:
+        compared = [self._pipeline(degree, exchange=exchange) for exchange in self._exchanges]
+        yield from self._rounds(compared)
+        best = compared[0]
+        for other in compared[1:]:
+            if self._total_us(other) < (1 - MINIMUM_GAIN) * self._total_us(best):
+                best = other
+        self._exchange, self._times_us = best.exchange, {}
 
     def _rounds(self, pipelines: Sequence[Pipeline]) -> Iterator[Pipeline]:
         for pipeline in pipelines:
@@ -146,10 +166,10 @@ class Trials:
         return min(p.degree for p in pipelines if self._median_us(p, direction) <= limit)
 
     def _fastest(self, pipelines: Sequence[Pipeline]) -> Pipeline:
-        """The lowest degree that is about as fast as the best one in both directions together."""
+        """The lowest degree that is about as fast as the best one; at degree 1 rather Megatron's layer."""
         least = min(map(self._total_us, pipelines))
         good = [p for p in pipelines if self._total_us(p) <= (1 + MINIMUM_GAIN) * least]
-        return min(good, key=lambda pipeline: pipeline.degree)
+        return min(good, key=lambda pipeline: (pipeline.degree, not pipeline.is_stock))
 
     def _time_us(self, degree: int, direction: int) -> float:
         return self._median_us(self._pipeline(degree), direction)
@@ -170,19 +190,22 @@ class Trials:
         compared = f", compared with {others}" if others else ""
         return f"an iteration spent {total_us / 1e3:.1f} ms in blocks{compared} (slowest rank, median)"
 
-    def _pipeline(self, degree: int, backward: int | None = None) -> Pipeline:
-        schedule = self._in_one_chunk if max(degree, backward or 1) == 1 else self._schedule
+    def _pipeline(
+        self, degree: int, backward: int | None = None, *, exchange: Exchange | None = None
+    ) -> Pipeline:
         return Pipeline.of(
             degree,
             backward_degree=backward,
-            schedule=schedule,
+            schedule=self._schedule,
             stack=self._stack,
             memory=self._memory,
-            exchange=self._exchanges[0],
+            exchange=exchange or self._exchange,
         )
 
     def _called(self, pipeline: Pipeline) -> str:
         name = f"degree {pipeline.degree}"
         if pipeline.backward_degree != pipeline.degree:
             name += f", backward {pipeline.backward_degree}"
+        if pipeline.schedule != self._schedule:
+            name += f", schedule {pipeline.schedule}"
         return name + (f", exchange {pipeline.exchange}" if len(self._exchanges) > 1 else "")

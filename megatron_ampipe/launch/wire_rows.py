@@ -15,6 +15,8 @@ def wire_rows(config: AMPipeConfig) -> list[tuple[str, str, str]]:
     rows = []
     if config.wire is not None:
         reason = _WIRE.get(config.wire, "rows and their gradients go through this class")
+        if config.pipeline.exchange.has_two_hops:
+            reason += ", between nodes alone"
         reason += "; numbers are rounded, so losses differ from a stock run's"
         rows.append(("wire", config.wire, reason))
     if config.condense is not None:
