@@ -32,6 +32,7 @@ TOOLS = {
     "patch": "add AMPipe's flags to a Megatron-LM checkout, or remove them",
     "plan": "predict a model's blocks on a cluster, and choose degree, chunks and order of stages",
     "profile": "measure the operations of a block on these ranks, and write a cluster file",
+    "routing": "show which experts a recorded training used, and what of it need not be sent",
     "sbatch": "write a SLURM job script for a training run, show it, and submit it",
 }
 

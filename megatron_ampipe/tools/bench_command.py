@@ -19,17 +19,14 @@ from megatron_ampipe import outputs
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.schedule import Exchange, chunk_sequence
+from megatron_ampipe.schedule import ALL_EXCHANGES, chunk_sequence, parse_exchanges
 from megatron_ampipe.tools.benchmark import prediction, result, result_file, training
 from megatron_ampipe.tools.benchmark.argument_values import (
     ROUNDS,
     check_training,
     cuts,
-    exchanges,
     layers,
-    link_of,
     memories,
-    ranks,
     schedules,
     stacks,
     wires,
@@ -39,6 +36,7 @@ from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Grid, find_grid, read_grid
 from megatron_ampipe.tools.measuring.link import Link, LinkKind
+from megatron_ampipe.tools.measuring.link_arguments import link_of, num_ranks
 
 __all__ = ["add_arguments", "run"]
 
@@ -178,27 +176,27 @@ def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     on_cpu = link.kind is LinkKind.NETWORK or arguments.end_to_end
     num_gpus = 0 if on_cpu else machine.num_gpus()
-    num_layers, num_ranks = layers(arguments), ranks(arguments)
+    num_layers, count = layers(arguments), num_ranks(arguments)
     compared = cuts(arguments.degrees, arguments.chunks)
     job = BenchJob(
         cases=grid.cases,
         layers=num_layers,
         stacks=stacks(arguments.stack, layers=num_layers),
         memories=memories(arguments.memory, compared),
-        exchanges=exchanges(arguments.exchange),
+        exchanges=parse_exchanges(arguments.exchange, flag="--exchange"),
         wires=wires(arguments.wire),
         schedules=schedules(arguments.schedules),
         cuts=compared,
         link=link.text,
-        num_ranks=num_ranks,
-        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < num_ranks),
+        num_ranks=count,
+        pretended=arguments.pretend_peers or (link.emulated and 0 < num_gpus < count),
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else machine.cores_of(num_ranks),
+        cores=() if num_gpus else machine.cores_of(count),
     )
     if job.wires != (None,) and (arguments.end_to_end or arguments.planned or arguments.predict):
         raise BadInput(
@@ -229,7 +227,7 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
                     rule=f"expert_kind {case.expert_kind} of case {case.name} needs a GPU in a training",
                     remedy="Choose another with --cases, or write expert_kind: sequential.",
                 )
-    _check_cases(job, grid)
+    _check_cases(job, grid, asked=arguments.exchange)
     if arguments.planned is None:
         return job
     cluster = read_cluster(find_cluster(arguments.planned))
@@ -248,11 +246,12 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
     return dataclasses.replace(job, planned=tuple(plans))
 
 
-def _check_cases(job: BenchJob, grid: Grid) -> None:
-    if Exchange.NODES in job.exchanges and job.ranks_per_node is None:
+def _check_cases(job: BenchJob, grid: Grid, *, asked: str) -> None:
+    two_hops = [one for one in job.exchanges if one.has_two_hops]
+    if two_hops and job.ranks_per_node is None and asked != ALL_EXCHANGES:
         raise BadInput(
             "--exchange",
-            Exchange.NODES,
+            ",".join(two_hops),
             rule=f"--link {job.link} has no nodes",
             remedy="Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2.",
         )

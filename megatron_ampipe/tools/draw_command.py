@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.timeline import COMPUTE, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE, COPY, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
 
@@ -251,7 +251,7 @@ def _one_layer(
 
 def _first_moe_layer(timeline: Timeline) -> int:
     """The first layer that communicates; the first of all where none does."""
-    communicating = [span.layer for span in timeline.spans if span.lane != COMPUTE]
+    communicating = [span.layer for span in timeline.spans if span.lane not in (COMPUTE, COPY)]
     return min(communicating or [span.layer for span in timeline.spans])
 
 

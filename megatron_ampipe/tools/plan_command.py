@@ -19,14 +19,16 @@ from rich.console import Console
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
+from megatron_ampipe.plan.gradient_buckets import tensors_of
+from megatron_ampipe.plan.gradient_plan import PLACED, STOCK
 from megatron_ampipe.plan.model import find_model, layers_of, read_model, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES
-from megatron_ampipe.schedule import ALL_LAYERS, parse_stack
+from megatron_ampipe.schedule import ALL_EXCHANGES, ALL_LAYERS, Exchange, parse_exchanges, parse_stack
 from megatron_ampipe.timeline import Timeline
-from megatron_ampipe.tools import plan_answer, plan_timeline, timeline_picture
+from megatron_ampipe.tools import plan_answer, plan_routing, plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import value_of
 
@@ -40,6 +42,8 @@ examples:
       another layout than the model file names
   ampipe plan --model qwen3-30b-a3b-like --cluster a800x8-20gbps --stack 4
       four layers as one schedule, compared with block by block
+  ampipe plan --model deepseek-v2-lite --cluster dgx-h100 --exchange auto
+      each token sent for each of its experts, or once to each rank or node: the one predicted to be fastest
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures measured on your machines; writes the plan, and a picture of the predicted timeline
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
@@ -75,9 +79,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance",
         type=_at_least_one,
-        default=1.0,
         metavar="X",
         help="tokens of the busiest rank over the mean (default: 1, experts evenly used)",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="DIR",
+        help="take from a training that ran with --ampipe-routing-dir how unevenly experts are used, how "
+        "many ranks or nodes get a token, and how many tokens are similar",
+    )
+    parser.add_argument(
+        "--condense",
+        type=float,
+        metavar="THRESHOLD",
+        help="plan for --ampipe-condense THRESHOLD, with the share that --routing has for it",
     )
     parser.add_argument(
         "--degrees",
@@ -93,6 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how many consecutive layers may share a schedule: 1 (block by block), a number, or all of a "
         "pipeline stage (default: all)",
+    )
+    parser.add_argument(
+        "--exchange",
+        type=_exchanges,
+        default=(Exchange.ROWS,),
+        metavar="E,E",
+        help=f"how often a token may be sent, as --ampipe-exchange: {', '.join(Exchange)}, several of these, "
+        f"or {ALL_EXCHANGES} for all that the layout allows; the first is kept unless another is predicted "
+        "to save more than 1 %% (default: rows)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     parser.add_argument(
@@ -118,6 +143,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="degree (N forward, M backward) and order of stages that --trace and --picture show, in equal "
         "chunks, for example 4 or 4:2,moe-only (default: the choice)",
     )
+    parser.add_argument(
+        "--grad-reduce",
+        choices=(STOCK, PLACED),
+        default=STOCK,
+        help="with placed, --trace and --picture show the last micro-batch of an iteration, with the "
+        "reductions of --ampipe-grad-reduce placed (default: stock, an earlier one)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -132,12 +164,20 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = read_cluster(find_cluster(arguments.cluster))
     overrides = _settings(arguments.set)
     model = read_model(find_model(arguments.model), overrides=overrides)
-    workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=arguments.imbalance)
+    imbalance = arguments.imbalance or 1.0
+    workload, assumed = workload_of(model, cluster, ranks=arguments.ranks, imbalance=imbalance)
+    workload, recorded = plan_routing.with_routing(
+        workload, arguments.routing, condense=arguments.condense, given=arguments.imbalance
+    )
     layers = layers_of(model)
     predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
-    plans = make_plans(predictor, degrees=arguments.degrees, stack=arguments.stack)
+    _require_useful(arguments.exchange, predictor)
+    plans = make_plans(
+        predictor, degrees=arguments.degrees, stack=arguments.stack, exchanges=arguments.exchange
+    )
     plan = plans.chosen
-    answer = plan_answer.answer_of(predictor, plans, arguments, assumed)
+    predictor = predictor.with_exchange(plan.exchange)
+    answer = plan_answer.answer_of(predictor, plans, arguments, (*assumed, *recorded))
     timeline = _timeline(predictor, plan, arguments)
     if arguments.json not in (None, "-"):
         outputs.write_text(Path(arguments.json), json.dumps(answer, indent=1) + "\n")
@@ -155,6 +195,26 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         plan_answer.show(answer, plan, Console())
     return 0
+
+
+def _require_useful(exchanges: Sequence[Exchange], predictor: Predictor) -> None:
+    """Refuse a single exchange that saves nothing; of several, those are left out."""
+    possible = predictor.workload.exchanges(predictor.cluster.ranks_per_node)
+    if predictor.workload.condense is not None and not all(one.sends_every_copy for one in exchanges):
+        raise BadInput(
+            "--exchange",
+            ",".join(exchanges),
+            rule="with --condense, a row is of several experts, and its result their sum",
+            remedy="Leave one of the two out.",
+        )
+    if not set(exchanges) & set(possible):
+        raise BadInput(
+            "--exchange",
+            ",".join(exchanges),
+            rule="saves nothing in this layout: no rank or node gets a token twice, or ranks are not spread "
+            "equally over several nodes with several of them on each",
+            remedy=f"Use --exchange {ALL_EXCHANGES}, which leaves out what does not apply.",
+        )
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -178,18 +238,34 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> Timeline | None:
     """What ``--trace`` and ``--picture`` show; None if neither was asked for."""
     if arguments.trace is None and arguments.picture is None:
-        if arguments.trace_of is not None:
-            raise BadInput(
-                "--trace-of",
-                arguments.trace_of.degree,
-                rule="chooses the timeline that is written, and none is written",
-                remedy="Add --trace FILE or --picture NAME.",
-            )
+        degree = None if arguments.trace_of is None else arguments.trace_of.degree
+        reduce = None if arguments.grad_reduce == STOCK else arguments.grad_reduce
+        for flag, value in (("--trace-of", degree), ("--grad-reduce", reduce)):
+            if value is not None:
+                raise BadInput(
+                    flag,
+                    value,
+                    rule="chooses the timeline that is written, and none is written",
+                    remedy="Add --trace FILE or --picture NAME.",
+                )
         return None
+    _check_grad_reduce(predictor, arguments)
     pipeline = arguments.trace_of or plan.pipeline(rows=predictor.workload.rows)
     source = f"{arguments.model} on {arguments.cluster}"
     shown = sharing_layers(predictor, pipeline.stack) if pipeline.stack != 1 else predictor.of_layers(1)
+    if arguments.grad_reduce == PLACED:
+        shown = shown.with_reductions()
     return plan_timeline.predicted_timeline(shown, pipeline, source=source)
+
+
+def _check_grad_reduce(predictor: Predictor, arguments: argparse.Namespace) -> None:
+    if arguments.grad_reduce == PLACED and not tensors_of(predictor.workload, dense=False).parameters:
+        raise BadInput(
+            "--grad-reduce",
+            PLACED,
+            rule="shows reductions of gradients, and each rank has parameters that no other one has",
+            remedy="Leave it out, or give more --ranks.",
+        )
 
 
 def _first_layers(timeline: Timeline) -> Timeline:
@@ -233,6 +309,13 @@ def _at_least_one(text: str) -> float:
 def _stack(text: str) -> int:
     try:
         return parse_stack(text, flag="--stack")
+    except BadInput as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.rule}") from None
+
+
+def _exchanges(text: str) -> tuple[Exchange, ...]:
+    try:
+        return parse_exchanges(text, flag="--exchange")
     except BadInput as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error.rule}") from None
 

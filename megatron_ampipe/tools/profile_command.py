@@ -19,7 +19,13 @@ from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
-from megatron_ampipe.tools.measuring.link import LinkKind, parse_link, require_one_class
+from megatron_ampipe.tools.measuring.link import LinkKind
+from megatron_ampipe.tools.measuring.link_arguments import (
+    NO_LINK,
+    add_link_arguments,
+    link_of,
+    num_ranks,
+)
 from megatron_ampipe.tools.profiling.assemble import Profile, assemble
 from megatron_ampipe.tools.profiling.joined import measure_here, under_torchrun
 from megatron_ampipe.tools.profiling.profile_job import ProfileJob
@@ -34,6 +40,8 @@ _EPILOG = """\
 examples:
   ampipe profile --link 200mbit --output cluster.yaml
       two ranks of this machine over a real 200 Mbit/s network between network namespaces (needs root)
+  ampipe profile --link inter=50mbit,intra=400mbit --nodes 2 --ranks-per-node 2 --output cluster.yaml
+      four ranks of this machine as two nodes; the file has figures of both classes of links
   torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile --grid mixtral --output cluster.yaml
       the ranks that will train, on one node or several
 
@@ -48,14 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
     grid = "file of blocks, or a name in configs/bench: the sizes of one of them are measured"
-    link = "none; a rate (200mbit) for a real network between namespaces; or emulated:RATE[:LATENCY]"
     timeout = "fail after so many seconds without an answer of any rank"
     chosen = " (default: %(default)s)"
     add("--output", metavar="FILE", type=Path, required=True, help="the cluster file to write")
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--case", metavar="NAME", help="which block of the grid (default: the first)")
-    add("--ranks", metavar="N", type=at_least(2), help="expert-parallel ranks to start (default: 2)")
-    add("--link", metavar="L", help=link + " (default: none)")
+    add_link_arguments(parser, fewest_ranks=2)
     add("--repeats", metavar="N", type=at_least(3), default=7, help="timed calls of each operation" + chosen)
     add("--seed", metavar="N", type=at_least(0, at_most=LARGEST_SEED), default=1, help="of weights" + chosen)
     add("--timeout", metavar="S", type=at_least(1), default=300, help=timeout + chosen)
@@ -82,13 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             job = _job(arguments, case)
             found = rank_processes.measure(job, timeout_s=arguments.timeout, on_event=advance)
-            reports, ranks_per_node = found.cases[0], job.num_ranks
+            reports, ranks_per_node = found.cases[0], job.ranks_per_node
     command = shlex.join(["ampipe", *sys.argv[1:]])
     profile = assemble(
         case,
         reports,
         ranks_per_node=ranks_per_node,
-        description=_description(case, arguments.link or "none", len(reports), reports[0]["kernel"]),
+        description=_description(case, arguments.link or NO_LINK, len(reports), reports[0]["kernel"]),
         source="measured by ampipe profile; medians of the slowest rank",
         device_memory_gib=_device_memory_gib(),
     )
@@ -101,34 +107,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace, case: Case) -> ProfileJob:
-    link = parse_link(arguments.link or "none")
-    require_one_class(link)
-    num_ranks = arguments.ranks or 2
+    link, count = link_of(arguments), num_ranks(arguments)
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
     num_gpus = 0 if link.kind is LinkKind.NETWORK else machine.num_gpus()
-    if 0 < num_gpus < num_ranks:
+    if 0 < num_gpus < count:
         raise EnvironmentMissing(
-            f"{num_ranks} ranks need as many GPUs, and there are {num_gpus}. Use --link RATE, which measures "
+            f"{count} ranks need as many GPUs, and there are {num_gpus}. Use --link RATE, which measures "
             "on the processor, or run where there are more."
         )
-    if case.experts % num_ranks:
+    if case.experts % count:
         raise BadInput(
             "--ranks",
-            num_ranks,
+            count,
             rule=f"does not divide the {case.experts} experts of case {case.name}",
             remedy="Use --ranks 2, or another grid.",
         )
     return ProfileJob(
         case=case,
         link=link.text,
-        num_ranks=num_ranks,
+        num_ranks=count,
         device="cuda" if num_gpus else "cpu",
         repeats=arguments.repeats,
         seed=arguments.seed,
         timeout_s=arguments.timeout,
         rendezvous="",
-        cores=() if num_gpus else machine.cores_of(num_ranks),
+        cores=() if num_gpus else machine.cores_of(count),
     )
 
 
@@ -149,7 +153,12 @@ def _case(arguments: argparse.Namespace) -> Case:
 
 
 def _refuse_own_ranks(arguments: argparse.Namespace) -> None:
-    for flag, value in (("--ranks", arguments.ranks), ("--link", arguments.link)):
+    for flag, value in (
+        ("--ranks", arguments.ranks),
+        ("--link", arguments.link),
+        ("--nodes", arguments.nodes),
+        ("--ranks-per-node", arguments.ranks_per_node),
+    ):
         if value is not None:
             raise BadInput(
                 flag,

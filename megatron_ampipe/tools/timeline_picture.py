@@ -427,5 +427,5 @@ def _write(figure: Figure, target: Path) -> None:
 
 
 def _letter(stage: str) -> str:
-    """The initial of a stage, where its name does not fit; counts and combine share one."""
-    return "#" if stage == "counts" else stage[:1].upper()
+    """The initial of a stage, where its name does not fit; counts and combine share one, as others do."""
+    return {"counts": "#", "reduce": "Σ"}.get(stage, stage[:1].upper())

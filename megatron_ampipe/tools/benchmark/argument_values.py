@@ -11,20 +11,17 @@ from collections.abc import Sequence
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
-    Exchange,
     check_memory,
     of_chunks,
     parse_shares,
     parse_stack,
 )
-from megatron_ampipe.tools.measuring.link import Link, has_classes, parse_link, with_nodes
+from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
 from megatron_ampipe.wire_names import UNCHANGED, check_wire
 
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""
-RANKS = 2
-"""Where neither ``--ranks`` nor ``--nodes`` is given."""
 
 
 def cuts(degrees: str, chunks: Sequence[str]) -> tuple[Cut, ...]:
@@ -113,23 +110,6 @@ def stacks(text: str | None, *, layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def exchanges(text: str) -> tuple[Exchange, ...]:
-    """The value of ``--exchange``, each once.
-
-    Raises:
-        BadInput: a word is no exchange.
-    """
-    try:
-        return tuple(dict.fromkeys(map(Exchange, text.split(","))))
-    except ValueError:
-        raise BadInput(
-            "--exchange",
-            text or "(empty)",
-            rule=f"is not a list of {', '.join(Exchange)}",
-            remedy="Use --exchange rows,ranks.",
-        ) from None
-
-
 def wires(text: str) -> tuple[str | None, ...]:
     """The value of ``--wire``, each once; None for ``none``.
 
@@ -141,43 +121,6 @@ def wires(text: str) -> tuple[str | None, ...]:
         if word != UNCHANGED:
             check_wire(word, flag="--wire")
     return tuple(None if word == UNCHANGED else word for word in words)
-
-
-def link_of(arguments: argparse.Namespace) -> Link:
-    """The value of ``--link``, with that of ``--ranks-per-node``.
-
-    Raises:
-        BadInput: it is not a link, or the flags about nodes do not go together with it.
-    """
-    text = arguments.link
-    given = {"--nodes": arguments.nodes, "--ranks-per-node": arguments.ranks_per_node}
-    if not has_classes(text):
-        for flag, value in given.items():
-            if value is not None:
-                rule, remedy = f"has no effect with --link {text}", "Use --link inter=50mbit,intra=400mbit."
-                raise BadInput(flag, value, rule=rule, remedy=remedy)
-        return parse_link(text)
-    for flag, value in given.items():
-        if value is None:
-            remedy = "Add for example --nodes 2 --ranks-per-node 2."
-            raise BadInput("--link", text, rule=f"has two classes of links, and needs {flag}", remedy=remedy)
-    return parse_link(with_nodes(text, ranks_per_node=arguments.ranks_per_node))
-
-
-def ranks(arguments: argparse.Namespace) -> int:
-    """The value of ``--ranks``, or how many there are without.
-
-    Raises:
-        BadInput: it is not the number of ranks of all nodes.
-    """
-    found: int = arguments.ranks or RANKS
-    if arguments.nodes is None:
-        return found
-    of_nodes: int = arguments.nodes * arguments.ranks_per_node
-    if arguments.ranks not in (None, of_nodes):
-        rule = f"is not {arguments.nodes} nodes of {arguments.ranks_per_node} ranks"
-        raise BadInput("--ranks", found, rule=rule, remedy=f"Leave it out: there are {of_nodes}.")
-    return of_nodes
 
 
 def _is_number(word: str) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ampipe.schedule import KEEP, SCHEDULE_NAMES, STRATEGIES
-from megatron_ampipe.tools.benchmark.argument_values import LAYERS_OF_TRAINING, RANKS, ROUNDS
+from megatron_ampipe.schedule import KEEP, PAPER_NAMES, SCHEDULE_NAMES, STRATEGIES
+from megatron_ampipe.tools.benchmark.argument_values import LAYERS_OF_TRAINING, ROUNDS
+from megatron_ampipe.tools.measuring.link_arguments import add_link_arguments
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 from megatron_ampipe.wire_names import SHIPPED_WIRES, UNCHANGED
 
@@ -53,11 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
     grid = "blocks to measure: a YAML file or a name in configs/bench"
-    link = (
-        "none; a rate (200mbit) for a real network between namespaces; inter=RATE,intra=RATE for one between "
-        "nodes and one within each; or emulated:RATE[:LATENCY]"
-    )
-    nodes = "with --link inter=RATE,intra=RATE: how many nodes there are; ranks of a node follow one another"
     degrees = "numbers of chunks; 4:2 is 4 in the forward pass and 2 in the backward pass"
     shares = "also measure chunks of these shares of the sequence (0.4,0.3,0.3); can be repeated"
     schedules = f"of {', '.join(SCHEDULE_NAMES)}"
@@ -75,13 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "have left this one: 1 is block by block; numbers, or 'all' (default: 1,all)"
     )
     memory = (
-        f"what the experts keep for their backward pass: of {', '.join(STRATEGIES)}, or one for each chunk "
-        "(keep/rebuild/rebuild/rebuild); several are compared"
+        f"what the experts keep for their backward pass: of {', '.join((*STRATEGIES, *PAPER_NAMES))}, or one "
+        "for each chunk (keep/rebuild/rebuild/rebuild); several are compared"
     )
     exchange = (
         "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "
-        "that has some of them), nodes (once to each node, with --nodes), or several of these; each is "
-        "measured in cases where it saves something"
+        "that has some of them), nodes (once to each node, with --nodes), several of these, or auto for all; "
+        "each is measured in cases where it saves something"
     )
     wire = (
         f"what rows become while they travel: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "
@@ -97,19 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = " (default: %(default)s)"
     add("--grid", metavar="NAME|FILE", default="cpu-small", help=grid + chosen)
     add("--cases", metavar="NAME,NAME", help="only these cases of the grid (default: all)")
-    add("--link", metavar="L", default="none", help=link + chosen)
+    add_link_arguments(parser, fewest_ranks=1)
     add("--degrees", metavar="N,N", default="1,2,4,8", help=degrees + chosen)
     add("--chunks", metavar="SHARE,SHARE", action="append", default=[], help=shares)
     add("--planned", metavar="CLUSTER", help=planned)
     add("--schedules", metavar="S,S", default="moe-only,ampipe", help=schedules + chosen)
-    add(
-        "--ranks",
-        metavar="N",
-        type=at_least(1),
-        help=f"expert-parallel ranks (default: {RANKS}, or those of all nodes)",
-    )
-    add("--nodes", metavar="N", type=at_least(2), help=nodes)
-    add("--ranks-per-node", metavar="N", type=at_least(2), help="ranks of a node, with --nodes")
     add("--repeats", metavar="N", type=at_least(1), default=10, help="timed passes of each layer" + chosen)
     add("--warmup", metavar="N", type=at_least(0), default=2, help="passes before those" + chosen)
     add(

@@ -86,8 +86,7 @@ class BenchJob:
             if len(of_chunks(memory)) in (1, cut.backward_degree)
             for exchange in self.exchanges
             for wire in self.wires
-            # Rows of two hops travel as they are.
-            if exchange in useful and (wire is None or exchange is not Exchange.NODES)
+            if exchange in useful
         )
         planned = self.planned[case_index] if self.planned else ()
         return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows), *planned)

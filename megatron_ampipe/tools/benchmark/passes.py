@@ -51,10 +51,11 @@ def measure(
         progress: Called after every repeat.
 
     Returns:
-        ``samples_s``: by variant, seconds of every repeat; ``processor_s``: by variant, seconds that
-        processors worked in it, None on CUDA; ``stages``: by variant (None where the layer is
-        Megatron's own), microseconds of every stage alone, and ``needs``, what each waits for;
-        ``starved``: by variant, how often a GPU was out of work within a stage, by the stage's kind;
+        ``samples_s``: by variant, seconds of every repeat, and ``backward_s``, of its backward part;
+        ``processor_s``: by variant, seconds that processors worked in it, None on CUDA; ``stages``: by
+        variant (None where the layer is Megatron's own), microseconds of every stage alone, and ``needs``,
+        what each waits for; ``starved``: by variant, how often a GPU was out of work within a stage, by the
+        stage's kind;
         ``difference`` by variant; ``peak_bytes`` by variant, of tensors that a pass holds at once beyond
         weights and input; ``wire_bytes``: by variant, bytes that this rank put on the wire in every repeat,
         by class of links, None where the link is no real network, and ``expected_wire_bytes``, what it had to
@@ -113,6 +114,7 @@ def measure(
         progress()
     return {
         "samples_s": [[sample.wall_s for sample in of_layer] for of_layer in samples],
+        "backward_s": [[sample.backward_s for sample in of_layer] for of_layer in samples],
         "processor_s": (
             None if on_cuda else [[sample.processor_s for sample in of_layer] for of_layer in samples]
         ),
@@ -139,6 +141,8 @@ class _Sample(NamedTuple):
 
     Attributes:
         wall_s: Seconds it took.
+        backward_s: Those from the end of the forward part: on a CPU when the host has reached it, on a GPU
+            when the device has.
         processor_s: Seconds that processors worked for it: all threads of this process, and the kernel on
             their behalf.
         wire_bytes: What this rank put on the wire, headers included, by class of links; None where it was not
@@ -146,6 +150,7 @@ class _Sample(NamedTuple):
     """
 
     wall_s: float
+    backward_s: float
     processor_s: float
     wire_bytes: dict[str, int] | None
 
@@ -203,16 +208,16 @@ class _Passes:
             self._meet()
             begin, worked = time.perf_counter(), time.process_time()
             output, _ = layer(hidden_states=hidden, attention_mask=None)
+            between = _Clock(on_cuda=self._on_cuda)
             output.backward(self._gradient)
-            if self._on_cuda:
-                torch.cuda.synchronize()
+            backward_s = between.passed_s()
             wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.
                 self._meet()
                 wire_bytes = {name: sent - sent_before[name] for name, sent in sent_bytes().items()}
-            return _Sample(wall_s, processor_s, wire_bytes), output, hidden
+            return _Sample(wall_s, backward_s, processor_s, wire_bytes), output, hidden
         finally:
             gc.enable()
 
@@ -223,6 +228,25 @@ class _Passes:
         if self._on_cuda:
             # NCCL's barrier may return when it is only enqueued.
             torch.cuda.synchronize()
+
+
+class _Clock:
+    """Starts where it is made in the order of the work: of the device if there is one."""
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._begin_s = time.perf_counter()
+
+    def passed_s(self) -> float:
+        """Seconds until now, when all work has ended."""
+        if self._event is None:
+            return time.perf_counter() - self._begin_s
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        torch.cuda.synchronize()
+        return self._event.elapsed_time(end) / 1e3
 
 
 def _clear_gradients(layer: torch.nn.Module) -> None:

@@ -83,11 +83,14 @@ def predict_peaks(document: dict[str, Any]) -> None:
         stock = predicted(forward_degree=1, backward_degree=1)
         case["stock_predicted_peak_bytes"] = round(stock)
         for row in case["rows"]:
+            pipeline = _variant(row).pipeline
             row["predicted_peak_bytes"] = round(
                 predicted(
-                    forward_degree=row["degree"],
-                    backward_degree=row["backward_degree"] or row["degree"],
-                    memory=row.get("memory", KEEP),
+                    forward_degree=pipeline.degree,
+                    backward_degree=pipeline.backward_degree,
+                    memory=pipeline.memory,
+                    whole_attention=pipeline.whole_attention,
+                    splits_weights=pipeline.splits_weights,
                 )
             )
 
@@ -145,14 +148,11 @@ def _summary(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) -> float:
     """Of one pass through so many layers; ``predictor`` is of one."""
-    shares = tuple(row["shares"]) if row["shares"] else None
-    cut = Cut.of(row["degree"], row["backward_degree"], shares)
-    memory, exchange = row.get("memory", KEEP), Exchange(row.get("exchange", Exchange.ROWS))
-    variant = Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory, exchange)
-    predictor = predictor.with_exchange(exchange)
+    variant = _variant(row)
+    predictor = predictor.with_exchange(variant.exchange)
 
     def predicted_us(num_layers: int) -> float:
-        of_layers = predictor.of_layers(num_layers, memory=memory)
+        of_layers = predictor.of_layers(num_layers, memory=variant.memory)
         if not variant.pipelined:
             time = of_layers.stock()
         else:
@@ -163,6 +163,14 @@ def _predicted_ms(row: Mapping[str, Any], predictor: Predictor, *, layers: int) 
 
     stacks, others = divmod(layers, variant.stack)
     return (stacks * predicted_us(variant.stack) + (predicted_us(others) if others else 0.0)) / 1e3
+
+
+def _variant(row: Mapping[str, Any]) -> Variant:
+    """What a row measured."""
+    shares = tuple(row["shares"]) if row["shares"] else None
+    cut = Cut.of(row["degree"], row["backward_degree"], shares)
+    memory, exchange = row.get("memory", KEEP), Exchange(row.get("exchange", Exchange.ROWS))
+    return Variant(row["schedule"], cut, row.get("order"), row.get("stack", 1), memory, exchange)
 
 
 def _workload(case: Mapping[str, Any], num_ranks: int) -> Workload:

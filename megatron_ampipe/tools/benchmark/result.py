@@ -93,8 +93,10 @@ def case_result(
         link: Over which link.
         layers: How many of these blocks one pass goes through.
     """
-    by_variant, worked = (_by_variant_ms(reports, key) for key in ("samples_s", "processor_s"))
-    assert by_variant is not None
+    by_variant, backward, worked = (
+        _by_variant_ms(reports, key) for key in ("samples_s", "backward_s", "processor_s")
+    )
+    assert by_variant is not None and backward is not None
     stock = slowest_rank(by_variant[0])
     rows = [
         _row(
@@ -102,6 +104,7 @@ def case_result(
             layers=layers,
             stock=stock,
             by_rank=by_variant[index],
+            backward_by_rank=backward[index],
             processor_by_rank=worked and worked[index],
             stages=[report["stages"][index] for report in reports],
             needs=reports[0]["needs"][index],
@@ -121,6 +124,7 @@ def case_result(
         "layers": layers,
         "stock_ms": stock_ms,
         "stock_samples_ms": stock,
+        "stock_backward_ms": round(statistics.median(slowest_rank(backward[0])), 4),
         "stock_samples_ms_by_rank": by_variant[0],
         "stock_processor_ms_by_rank": worked and worked[0],
         "stock_peak_bytes": _largest(reports, "peak_bytes", 0),
@@ -189,6 +193,7 @@ def _row(
     layers: int,
     stock: Sequence[float],
     by_rank: Sequence[Sequence[float]],
+    backward_by_rank: Sequence[Sequence[float]],
     processor_by_rank: Sequence[Sequence[float]] | None,
     stages: Sequence[StageSamples | None],
     needs: StageNeeds | None,
@@ -214,6 +219,8 @@ def _row(
         "exchange": variant.exchange,
         "wire": variant.wire,
         "ms": round(median_ms, 4),
+        # Of these, from the end of the forward pass of a rank.
+        "backward_ms": round(statistics.median(slowest_rank(backward_by_rank)), 4),
         "speedup": round(statistics.median(ratios), 4),
         "speedup_p10": round(percentile(ratios, 0.1), 4),
         "speedup_p90": round(percentile(ratios, 0.9), 4),

@@ -109,20 +109,24 @@ class Routings:
         total = dict.fromkeys(CLASSES if nodes is not None else ["inter"], 0)
         for routing in self._found.values():
             by_rank = routing.map.unflatten(1, (-1, self._num_local_experts))
-            rows = (by_rank.sum(dim=2) if exchange is Exchange.ROWS else by_rank.any(dim=2)).sum(dim=0)
+            copies = exchange.sends_every_copy
+            rows = (by_rank.sum(dim=2) if copies else by_rank.any(dim=2)).sum(dim=0)
             parts: Sequence[Tensor] = [routing.row]
             if wire is not None:
                 parts = load_wire(wire).encode(routing.row, Trip(1, 0, "dispatch", Direction.FORWARD))
             sent = sum(part.nbytes for part in parts)
-            row_bytes = routing.bytes_of(sent, 1 if exchange is Exchange.ROWS else self._num_local_experts)
-            if exchange is Exchange.NODES:
+            row_bytes = routing.bytes_of(sent, 1 if copies else self._num_local_experts)
+            if exchange.has_two_hops:
                 assert nodes is not None
                 of_node = nodes.ranks_per_node * self._num_local_experts
-                by_node = routing.map.unflatten(1, (-1, of_node)).any(dim=2).sum(dim=0).tolist()
+                to_nodes = routing.map.unflatten(1, (-1, of_node))
+                by_node = (to_nodes.sum(dim=2) if copies else to_nodes.any(dim=2)).sum(dim=0).tolist()
                 others = sum(by_node) - by_node[nodes.node_of(rank)]
-                total["inter"] += others * routing.bytes_of(sent, of_node)
+                total["inter"] += others * routing.bytes_of(sent, 1 if copies else of_node)
+                # Within a node, rows travel as they are.
+                row_bytes = routing.bytes_of(routing.row.nbytes, 1 if copies else self._num_local_experts)
             for peer, num_rows in enumerate(rows.tolist()):
-                if exchange is Exchange.NODES:
+                if exchange.has_two_hops:
                     # Handed on by the rank of that node which has this rank's place.
                     if (peer - rank) % nodes.ranks_per_node:
                         total["intra"] += num_rows * row_bytes

@@ -64,7 +64,7 @@ class Case:
 
 
 def exchanges_of_case(case: Case, *, num_ranks: int, ranks_per_node: int | None) -> tuple[Exchange, ...]:
-    """What the layers of a case can choose from; all but Megatron's own send fewer copies of a token."""
+    """What the layers of a case can choose from (``schedule.useful_exchanges``)."""
     return useful_exchanges(
         experts=case.experts,
         expert=num_ranks,

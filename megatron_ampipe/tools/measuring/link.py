@@ -126,8 +126,8 @@ def require_one_class(link: Link, *, flag: str = "--link") -> None:
         BadInput: it has two classes.
     """
     if link.nodes is not None:
-        rule, remedy = "has two classes of links, which only ampipe bench makes", f"Use {flag} 100mbit."
-        raise BadInput(flag, link.text, rule=rule, remedy=remedy)
+        rule = "has two classes of links, which ampipe bench and ampipe profile make"
+        raise BadInput(flag, link.text, rule=rule, remedy=f"Use {flag} 100mbit.")
 
 
 def with_nodes(text: str, *, ranks_per_node: int) -> str:

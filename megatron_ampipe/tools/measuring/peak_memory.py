@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor, Needs, Order, RunStage
+from megatron_ampipe.runtime.host_memory import is_host_memory
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Stage
 
@@ -52,7 +53,7 @@ class TensorMeter:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
-            if key in self._known or key in self._live or not size:
+            if key in self._known or key in self._live or not size or is_host_memory(tensor):
                 return
             place = f"{getattr(self.where, 'stage', '')} {operation}"
             self._live[key] = (size, place, list(tensor.shape))

@@ -57,9 +57,12 @@ class StageTimer:
             {name(stage): list(map(name, found)) for stage, found in needs.items()}
         )
         on_cuda = torch.cuda.is_available()
-        first_collective = next((stage for _, stage in order if stage.is_communication), None)
+        collectives = dict.fromkeys(
+            stage for _, stage in order if stage.is_communication and not stage.kind.copies
+        )
+        first_collective = next(iter(collectives), None)
         for lane, stage in order:
-            if stage.is_communication:
+            if stage in collectives:
                 if on_cuda:
                     torch.cuda.synchronize()
                 dist.barrier()

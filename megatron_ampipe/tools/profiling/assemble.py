@@ -107,6 +107,7 @@ def assemble(
             },
             memory=make.transfer("memory"),
             permute=make.transfer("permute"),
+            copy=make.transfer("copy"),
         ),
         host=Host(
             issue=make.overhead(block["issue"], block["issue"]),
@@ -122,13 +123,15 @@ def assemble(
             latency_us=_rounded(slowdowns["latency_us"]),
         ),
     )
-    workload = workload_of_case(case, num_ranks=ranks_per_node, fused_gradients=reports[0]["fused_gradients"])
+    workload = workload_of_case(case, num_ranks=len(reports), fused_gradients=reports[0]["fused_gradients"])
     model = CostModel(workload, cluster)
     beyond = {way: block["stock"][way] - model.stock().of(way) for way in Direction}
-    if (name := f"intra{STOCK_EXCHANGE}") in lines:
+    if tables:
         exchanges = model.stock_exchanges()
         slower = 1 + max(0.0, sum(beyond.values())) / (exchanges.forward + exchanges.backward)
-        cluster = dataclasses.replace(cluster, intra={**cluster.intra, **_slower(cluster, name, slower)})
+        cluster = dataclasses.replace(
+            cluster, intra=_slower(cluster.intra, slower), inter=_slower(cluster.inter, slower)
+        )
         beyond = dict.fromkeys(Direction, 0.0)
     host = dataclasses.replace(
         cluster.host,
@@ -141,19 +144,20 @@ def assemble(
     return Profile(dataclasses.replace(cluster, host=host), lines)
 
 
-def _slower(cluster: Cluster, family: str, factor: float) -> dict[Operation, TransferCost]:
-    """Megatron's exchange, with all its times multiplied by ``factor``."""
-    operation = cast(Operation, family.partition(".")[2])
-    figure = cluster.collective(operation, across_nodes=False)
-    table = tuple(Point(mb=point.mb, us=_rounded(point.us * factor)) for point in figure.table or ())
-    return {
-        operation: dataclasses.replace(
-            figure,
-            alpha_us=_rounded(figure.alpha_us * factor),
-            beta_us_per_mb=_rounded(figure.beta_us_per_mb * factor),
-            table=table,
-        )
-    }
+def _slower(
+    figures: Mapping[Operation, TransferCost] | None, factor: float
+) -> Mapping[Operation, TransferCost] | None:
+    """The collectives of a class of links, with all times of Megatron's exchange multiplied by ``factor``."""
+    if figures is None:
+        return None
+    figure = figures["stock_all_to_all"]
+    slower = dataclasses.replace(
+        figure,
+        alpha_us=_rounded(figure.alpha_us * factor),
+        beta_us_per_mb=_rounded(figure.beta_us_per_mb * factor),
+        table=tuple(Point(mb=point.mb, us=_rounded(point.us * factor)) for point in figure.table or ()),
+    )
+    return {**figures, "stock_all_to_all": slower}
 
 
 def _table(samples: Sequence[Sample]) -> tuple[Point, ...]:

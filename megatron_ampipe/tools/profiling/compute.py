@@ -1,7 +1,7 @@
 """What one rank computes, to be timed: matrix products, core attention, passes over memory, permutation.
 
 The sizes are those of a block's stages, whole and cut into up to 16 chunks. All ranks measure at the same
-time, as they compute in training. Called by :mod:`.measure`.
+time, as they compute in training, or those that share a core in turns. Called by :mod:`.measure`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.runtime.host_memory import HostCopies
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.grid import Case
@@ -52,6 +53,7 @@ class Computation:
                 yield from self._product(rows, k, n)
             yield self._pass_over_memory(rows)
             yield self._permutation(rows)
+            yield self._copy(rows)
         length = self._case.sequence_length
         for cut in CUTS:
             rows = length // cut
@@ -102,6 +104,17 @@ class Computation:
         """Adding two tensors into a third, as a residual is added."""
         left, right = (self._random(rows, self._case.hidden) for _ in range(2))
         return _of_bytes("memory", 3 * left.nbytes, lambda: left + right)
+
+    def _copy(self, rows: int) -> Probe:
+        """What arrives for the experts to host memory and back, as the lane ``copy`` copies."""
+        tokens = self._random(rows * self._case.topk, self._case.hidden)
+
+        def copy() -> None:
+            copies = HostCopies([tokens])
+            copies.store(lambda: None).wait()
+            copies.load().wait()
+
+        return _of_bytes("copy", tokens.nbytes, copy, count=2)
 
     def _permutation(self, rows: int) -> Probe:
         """Rows into another order and back."""

@@ -48,6 +48,7 @@ def measure_here(
         rank=rank,
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
+        turns=1 if on_cuda else machine.ranks_per_core(ranks_per_node),
         repeats=repeats,
         on_cuda=on_cuda,
         seed=seed,

@@ -15,7 +15,7 @@ from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.block_times import block_times
 from megatron_ampipe.tools.profiling.compute import Computation
 from megatron_ampipe.tools.profiling.timing import Stopwatch
-from megatron_ampipe.tools.profiling.traffic import Traffic, node_groups
+from megatron_ampipe.tools.profiling.traffic import Traffic, link_groups
 
 
 def measure(
@@ -24,6 +24,7 @@ def measure(
     rank: int,
     num_ranks: int,
     ranks_per_node: int,
+    turns: int,
     repeats: int,
     on_cuda: bool,
     seed: int,
@@ -35,7 +36,8 @@ def measure(
         case: Whose sizes are measured.
         rank: Of this process.
         num_ranks: Over which experts are spread.
-        ranks_per_node: Of them on one machine.
+        ranks_per_node: Of them on one node.
+        turns: In how many turns ranks time their computation: as many as share a core.
         repeats: Timed calls of each operation.
         on_cuda: Whether there is a GPU.
         seed: Of weights.
@@ -49,14 +51,21 @@ def measure(
     factory = BlockFactory(case, rank=rank, num_ranks=num_ranks, on_cuda=on_cuda, seed=seed)
     compute = Computation(case, kernel=factory.kernel, on_cuda=on_cuda)
     traffic = Traffic(case, watch=watch)
-    groups = node_groups(ranks_per_node)
+    links = link_groups(ranks_per_node)
     demote_gloo_threads()
+    samples = []
+    for turn in range(turns):
+        watch.meet()
+        if rank % turns == turn:
+            # Ranks that share a core would be timed together or alone by chance. What sharing costs is in the
+            # stages of the block, which all ranks run at the same time.
+            samples = watch.samples(list(compute.probes()))
     watch.meet()
-    samples = watch.samples(list(compute.probes()))
     progress()
-    samples += watch.samples(list(traffic.probes(groups)))
+    samples += watch.samples(list(traffic.probes(links)))
     progress()
-    slowdowns = traffic.slowdowns(next(iter(groups.values())))
+    # On the links where the longest transfers are.
+    slowdowns = traffic.slowdowns(links[-1].exchange)
     progress()
     block = block_times(case, factory, watch=watch, progress=progress)
     return {

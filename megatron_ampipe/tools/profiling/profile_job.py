@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.measuring.link import parse_link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,12 @@ class ProfileJob:
     def cases(self) -> tuple[Case, ...]:
         """The one block."""
         return (self.case,)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node: all of them where they have one network."""
+        nodes = parse_link(self.link).nodes
+        return self.num_ranks if nodes is None else nodes.ranks_per_node
 
     @property
     def num_processes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.rank_worker import Answer, measure_cases, serve
 from megatron_ampipe.tools.profiling.profile_job import ProfileJob
 
@@ -26,7 +27,8 @@ def _profile(job: ProfileJob, rank: int, answer: Answer) -> None:
             job.cases[index],
             rank=rank,
             num_ranks=job.num_ranks,
-            ranks_per_node=job.num_ranks,
+            ranks_per_node=job.ranks_per_node,
+            turns=1 if job.cores or job.device == "cuda" else machine.ranks_per_core(job.num_ranks),
             repeats=job.repeats,
             on_cuda=job.device == "cuda",
             seed=job.seed,

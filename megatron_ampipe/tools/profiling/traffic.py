@@ -1,14 +1,17 @@
 """Collectives to be timed, by the functions that training calls; how they and computation slow each other.
 
-Sizes are what one rank sends to the others of its group. Groups are the ranks of a node, and ranks of
-different nodes. Called by :mod:`.measure`; every rank measures the same things in the same order.
+Sizes are what one rank sends to the others of its group. Within a node, that is all of its ranks. Between
+nodes, AMPipe's all-to-all is between the ranks of one place in all nodes, as in the first of two hops. The
+other collectives there are between all ranks of all nodes, and the size of an all-to-all is then what leaves
+the node. Called by :mod:`.measure`; every rank measures the same things in the same order.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,23 @@ OVERLAP_US = 300e3
 _MINIMUM_ROUNDS, _MAXIMUM_ROUNDS = 3, 100
 
 
+@dataclass(frozen=True, slots=True)
+class LinkGroups:
+    """The ranks over which one class of links is measured.
+
+    Attributes:
+        name: ``intra`` or ``inter``, as in a cluster file.
+        exchange: Of AMPipe's all-to-all.
+        all: Of the other collectives.
+        near: How many of those are reached over other links, this rank included.
+    """
+
+    name: str
+    exchange: dist.ProcessGroup
+    all: dist.ProcessGroup
+    near: int = 1
+
+
 class Traffic:
     """The collectives of a block.
 
@@ -39,36 +59,43 @@ class Traffic:
         self._device = "cuda" if watch.on_cuda else "cpu"
         self._dtype = DTYPES[case.dtype]
 
-    def probes(self, groups: dict[str, dist.ProcessGroup]) -> Iterator[Probe]:
-        """Every collective over every group, to be timed.
+    def probes(self, links: Sequence[LinkGroups]) -> Iterator[Probe]:
+        """Every collective over every class of links, to be timed.
 
         Args:
-            groups: ``intra`` and, where there are several nodes, ``inter``.
+            links: Of this rank.
         """
-        for name, group in groups.items():
-            for rows in self._rows(group.size()):
-                yield self._exchange(name, group, rows)
+        for link in links:
+            name, group = link.name, link.all
+            for rows in self._rows(link.exchange.size()):
+                yield self._exchange(f"{name}.all_to_all", link.exchange, rows)
+            if link.near > 1:
+                for rows in self._rows(group.size()):
+                    yield self._exchange(f"{name}.direct_all_to_all", group, rows, near=link.near)
             if not self._on_cuda:
                 # With NCCL, both call the same. Megatron's layer sends whole blocks: of half as many tokens
                 # as this one, up to twice as many.
                 half = self._rows(group.size())[-2]
                 for multiple in (1, 2, 3, 4):
-                    yield self._stock_exchange(name, group, multiple * half)
-            for rows in (1, *self._rows(group.size())):
+                    yield self._stock_exchange(name, group, multiple * half, near=link.near)
+            for rows in (1, *(rows // group.size() for rows in self._rows(group.size()))):
                 yield from self._gathers(name, group, rows)
 
-    def _exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
-        """AMPipe's all-to-all of tokens and their probabilities, equally many to each rank."""
-        tensors, splits, sent = self._tokens(group, rows)
+    def _exchange(self, family: str, group: dist.ProcessGroup, rows: int, *, near: int = 1) -> Probe:
+        """AMPipe's all-to-all of tokens and their probabilities, equally many to each rank.
+
+        Its size is what goes to others than ``near`` ranks.
+        """
+        tensors, splits, sent = self._tokens(group, rows, near=near)
         return _of_bytes(
-            f"{name}.all_to_all",
+            family,
             sent,
             lambda: exchange_rows(tensors, send=splits, receive=splits, group=group).wait(),
         )
 
-    def _stock_exchange(self, name: str, group: dist.ProcessGroup, rows: int) -> Probe:
+    def _stock_exchange(self, name: str, group: dist.ProcessGroup, rows: int, *, near: int) -> Probe:
         """Likewise, as Megatron's layer does it."""
-        tensors, splits, sent = self._tokens(group, rows)
+        tensors, splits, sent = self._tokens(group, rows, near=near)
 
         def exchange() -> None:
             for tensor in tensors:
@@ -76,11 +103,13 @@ class Traffic:
 
         return _of_bytes(f"{name}.stock_all_to_all", sent, exchange)
 
-    def _tokens(self, group: dist.ProcessGroup, rows: int) -> tuple[list[Tensor], list[int], float]:
-        """Tokens and probabilities, how many go to each rank, and bytes that leave this one."""
+    def _tokens(
+        self, group: dist.ProcessGroup, rows: int, *, near: int = 1
+    ) -> tuple[list[Tensor], list[int], float]:
+        """Tokens and probabilities, how many go to each rank, and bytes to others than the ``near`` ranks."""
         ranks = group.size()
         tensors = [self._random(rows), torch.zeros(rows, device=self._device)]
-        return tensors, [rows // ranks] * ranks, sum(t.nbytes for t in tensors) * (ranks - 1) / ranks
+        return tensors, [rows // ranks] * ranks, sum(t.nbytes for t in tensors) * (ranks - near) / ranks
 
     def _gathers(self, name: str, group: dist.ProcessGroup, rows: int) -> Iterator[Probe]:
         part = self._random(rows)
@@ -203,15 +232,19 @@ def _of_bytes(family: str, size: float, operation: Callable[[], object]) -> Prob
     return Probe(family, columns, operation, together=True)
 
 
-def node_groups(ranks_per_node: int) -> dict[str, dist.ProcessGroup]:
-    """The groups to measure on this rank: all ranks of its node, and its counterparts on the other nodes."""
+def link_groups(ranks_per_node: int) -> list[LinkGroups]:
+    """What to measure on this rank: links within its node, if it has several ranks, then those between."""
     world, rank = dist.get_world_size(), dist.get_rank()
     nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world, ranks_per_node)]
-    groups = {}
+    links = []
     if ranks_per_node > 1:
-        groups["intra"] = dist.new_subgroups_by_enumeration(nodes)[0]
+        node = dist.new_subgroups_by_enumeration(nodes)[0]
+        links.append(LinkGroups("intra", node, node))
     if len(nodes) > 1:
         counterparts = [list(range(place, world, ranks_per_node)) for place in range(ranks_per_node)]
-        groups["inter"] = dist.new_subgroups_by_enumeration(counterparts)[0]
-    assert all(dist.get_rank(group) >= 0 for group in groups.values()), rank
-    return groups
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        between = dist.new_subgroups_by_enumeration(counterparts)[0]
+        links.append(LinkGroups("inter", between, everyone, near=ranks_per_node))
+    assert all(dist.get_rank(link.exchange) >= 0 for link in links), rank
+    return links

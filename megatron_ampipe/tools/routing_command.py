@@ -1,0 +1,200 @@
+"""``ampipe routing``: shows who went where in a training that ran with ``--ampipe-routing-dir``.
+
+Needs neither torch nor a GPU. The figures are :mod:`megatron_ampipe.plan.recorded_routing`'s, which ``ampipe
+plan --routing`` plans with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ampipe import outputs
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.migration import Residual, simulate
+from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, places_of, read_routing
+from megatron_ampipe.plan.workload import even_rows
+from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.tools import routing_picture
+from megatron_ampipe.tools.timeline_picture import SUFFIXES
+from megatron_ampipe.tools.whole_numbers import at_least
+
+_EPILOG = """\
+examples:
+  ampipe routing runs/routing                        how evenly the experts are used, and what is sent
+  ampipe routing runs/routing --ranks 8              as if the experts were divided between 8 ranks
+  ampipe routing runs/routing --picture routing      routing.svg and routing.png
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100 --routing runs/routing      a plan with these figures
+
+A training records with --ampipe-routing-dir DIR. docs/routing.md explains the figures.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``ampipe routing``."""
+    parser.description = "Show who went where in a training that ran with --ampipe-routing-dir."
+    parser.epilog = _EPILOG
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of --ampipe-routing-dir")
+    parser.add_argument(
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="ranks between which the experts are divided (default: those of the training)",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="NAME", help="draw the figures as NAME.svg and NAME.png"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures as JSON; - for stdout, in place of the tables"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, show, and draw.
+
+    Raises:
+        BadInput: the folder has no recorded routing, or the experts cannot be divided so.
+        EnvironmentMissing: matplotlib is absent, and a picture was asked for.
+        RunFailed: an output cannot be written.
+    """
+    if arguments.json not in (None, "-"):
+        outputs.check(Path(arguments.json), flag="--json", makes_folder=True)
+    if arguments.picture is not None:
+        outputs.check_prefix(arguments.picture, suffixes=SUFFIXES, flag="--picture", makes_folder=True)
+    routing = read_routing(arguments.folder, flag="DIR")
+    ranks = arguments.ranks or routing.records[-1].ranks
+    if routing.num_experts % ranks:
+        raise BadInput(
+            "--ranks",
+            ranks,
+            rule=f"does not divide the {routing.num_experts} experts",
+            remedy=f"Use one of {', '.join(map(str, divisors(routing.num_experts)))}.",
+        )
+    figures = figures_of(routing, ranks)
+    text = json.dumps(figures, indent=1) + "\n"
+    if arguments.json == "-":
+        sys.stdout.write(text)
+    else:
+        _show(figures, Console())
+        if arguments.json is not None:
+            outputs.write_text(Path(arguments.json), text)
+    if arguments.picture is not None:
+        routing_picture.draw(routing, ranks, arguments.picture)
+    return 0
+
+
+def divisors(num_experts: int) -> tuple[int, ...]:
+    """Numbers of ranks between which experts can be divided."""
+    return tuple(dict.fromkeys((1, *places_of(num_experts), num_experts)))
+
+
+def figures_of(routing: RecordedRouting, ranks: int) -> dict[str, Any]:
+    """Everything that is shown, as plain data."""
+    last = routing.records[-1]
+    topk = last.layers[0].rows / (last.num_parts * sum(last.tokens))
+    return {
+        "iterations": [record.iteration for record in routing.records],
+        "num_experts": routing.num_experts,
+        "experts_per_token": topk,
+        "chunks": len(last.tokens),
+        "ranks": ranks,
+        "imbalance": routing.imbalance(ranks),
+        "chunk_imbalance": routing.chunk_imbalance(ranks),
+        "rows_per_token": {
+            str(places): [routing.rows_to(places), even_rows(routing.num_experts, round(topk), places)]
+            for places in divisors(routing.num_experts)
+            if round(topk) <= routing.num_experts
+        },
+        "condensed": {f"{one:g}": routing.condensed(one) for one in routing.thresholds},
+        "migration": _migration(routing, ranks),
+        "layers": [
+            {
+                "layer": layer.layer,
+                "busiest_expert": busiest(layer.per_expert()),
+                "idle_experts": layer.per_expert().count(0),
+                "busiest_rank": busiest(layer.per_place(ranks)),
+                "condensed": {
+                    f"{one:g}": routing.condensed_of(layer.layer, one) for one in routing.thresholds
+                },
+            }
+            for layer in last.layers
+        ],
+    }
+
+
+def _migration(routing: RecordedRouting, ranks: int) -> list[dict[str, Any]]:
+    """What moving sequences would save; nothing where they are not whole on a rank, or there is one rank."""
+    if ranks == 1 or any(record.ranks_per_sequence > 1 for record in routing.records):
+        return []
+    found = []
+    for exchange, residual in itertools.product((Exchange.ROWS, Exchange.RANKS), Residual):
+        moves = simulate(routing, ranks, once=exchange is Exchange.RANKS, residual=residual)
+        found.append(
+            {
+                "exchange": str(exchange),
+                "residual_rows": str(residual),
+                "saved_by_most": moves.saved_by_most,
+                "saved_of_combine": moves.saved_of_combine,
+                "saved_by_best": moves.saved_by_best,
+            }
+        )
+    return found
+
+
+def _show_migration(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(
+        title="rows saved if sequences moved to the rank with most of their tokens",
+        caption="below 0: more rows; at most: over all ways of a sequence over the ranks, however uneven",
+    )
+    for name in ("exchange", "residual rows", "of the combine", "of both all-to-alls", "at most, of both"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shares = (row[key] for key in ("saved_of_combine", "saved_by_most", "saved_by_best"))
+        table.add_row(row["exchange"], row["residual_rows"], *(f"{share:.1%}" for share in shares))
+    console.print(table)
+
+
+def _show(figures: dict[str, Any], console: Console) -> None:
+    iterations, thresholds = figures["iterations"], list(figures["condensed"])
+    table = Table(
+        title=f"iteration {iterations[-1]}, {figures['ranks']} ranks",
+        caption="load over the mean; share of rows similar to an earlier one, by cosine, over all iterations",
+    )
+    for name in (
+        *("layer", "busiest expert", "idle experts", "busiest rank"),
+        *thresholds,
+    ):
+        table.add_column(name, justify="right", no_wrap=name in thresholds)
+    for layer in figures["layers"]:
+        table.add_row(
+            str(layer["layer"]),
+            f"{layer['busiest_expert']:.2f}",
+            str(layer["idle_experts"]),
+            f"{layer['busiest_rank']:.2f}",
+            *("-" if share is None else f"{share:.0%}" for share in layer["condensed"].values()),
+        )
+    console.print(table)
+    console.print(
+        f"{len(iterations)} iterations, mean of all layers: the busiest of {figures['ranks']} ranks has "
+        f"{figures['imbalance']:.3f} times the mean of a sequence, {figures['chunk_imbalance']:.3f} times "
+        f"that of a chunk ({figures['chunks']} chunks)",
+        soft_wrap=True,
+    )
+    for places, (seen, even) in figures["rows_per_token"].items():
+        if places != "1":
+            console.print(
+                f"sent once per place, {places} ranks or nodes: {seen:.3f} rows per token ({even:.3f} if "
+                "experts were chosen evenly)",
+                soft_wrap=True,
+            )
+    if figures["migration"]:
+        _show_migration(figures["migration"], console)
+    shares = ", ".join(f"{share:.1%} at {threshold}" for threshold, share in figures["condensed"].items())
+    console.print(f"rows that --ampipe-condense would not send: {shares}", soft_wrap=True)
