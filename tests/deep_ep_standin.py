@@ -2,6 +2,7 @@
 
 A token goes once to every rank that has at least one of its experts. What DeepEP documents and callers rely
 on is checked: dtypes, contiguous tensors, fp32 weights, and that a handle is used by the buffer that made it.
+The package's other buffer is in :mod:`tests.hybrid_ep_standin`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.hybrid_ep_standin import HybridEPBuffer
 
 
 class Config:
@@ -122,15 +126,39 @@ class Buffer:
         return output
 
 
+class _OnTheHost(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+
+
 def install() -> None:
     """Make the stand-in what Megatron has found as ``deep_ep``; Megatron may have been imported before."""
     package, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     package.__spec__ = ModuleSpec("deep_ep", None, is_package=True)
-    package.Buffer, package.utils = Buffer, utils
+    package.Buffer, package.HybridEPBuffer, package.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle, utils.EventOverlap = EventHandle, EventOverlap
     sys.modules |= {"deep_ep": package, "deep_ep.utils": utils}
     from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
     importlib.reload(fused_a2a)
-    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+    dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
+    for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    manager = token_dispatcher._HybridEPManager
+    make = manager.__init__
+
+    def make_on_the_host(*args: Any, **kwargs: Any) -> None:
+        with _OnTheHost():
+            make(*args, **kwargs)
+
+    manager.__init__ = make_on_the_host
+
+
+def forget_groups() -> None:
+    """The next buffers are made for other groups: Megatron makes HybridEP's once for all."""
+    from megatron.core.transformer.moe import fused_a2a
+
+    fused_a2a.reset_hybrid_ep_buffer()

@@ -9,6 +9,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_ampipe.layers.gates.expert_choice import ExpertChoiceRouter
+from megatron_ampipe.layers.gates.id_router import TokenIdRouter
 from megatron_ampipe.layers.gates.scored import ScoredRouter
 
 
@@ -35,6 +37,27 @@ class ThresholdRouter(ScoredRouter):
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
         chosen = scores > scores.mean(dim=-1, keepdim=True)
         return (scores * chosen).type_as(logits), chosen, scores
+
+
+class ExpertChoiceOfEight(ExpertChoiceRouter):
+    """What ``expert-choice`` is in chunks of eight rows: each expert chooses among eight."""
+
+    needs_all_tokens = None
+
+    def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Route eight rows at a time."""
+        routed = [super(ExpertChoiceOfEight, self).routing(rows) for rows in logits.split(8)]
+        probs, routing_map = (torch.cat(parts) for parts in zip(*routed, strict=True))
+        return probs, routing_map
+
+
+class BiasedByIdRouter(TokenIdRouter):
+    """Learned logits, and an expert that the id of a token prefers."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Add to one logit of each token."""
+        preferred = (self.token_ids % self.num_experts).unsqueeze(-1)
+        return super().gating(input).scatter_add(-1, preferred, torch.full_like(input[..., :1], 0.5))
 
 
 class LookingAheadRouter(TopKRouter):

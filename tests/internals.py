@@ -311,10 +311,12 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/chunk_attention.py layers/spec.py",
-        "`get_query_key_value_tensors` is the `qkv` stage; only this class is pipelined",
+        "layers/chunk_attention.py layers/block_modules.py layers/spec.py",
+        "`get_query_key_value_tensors` is the `qkv` stage, and `linear_qkv` gathers in it; only this class "
+        "is pipelined",
         "queries, keys or values are something else",
         (
+            sets("linear_qkv"),
             begins_with("hidden_states", "key_value_states", method="get_query_key_value_tensors"),
             says("return (query, key, value)", method="get_query_key_value_tensors"),
             says("return (query, key, value, gate)", method="get_query_key_value_tensors"),
@@ -383,10 +385,10 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/chunk_attention.py layers/linear_weights.py layers/rank_dispatcher.py",
-        "gathers keys and values over context-parallel ranks, and rows of experts and of linear layers over "
-        "tensor-parallel ones, gradients summed back",
-        "context parallelism, `--ampipe-exchange ranks` and `--ampipe-schedule lancet` lose gradients",
+        "layers/chunk_attention.py layers/linear_weights.py",
+        "gathers keys and values over context-parallel ranks, and rows of linear layers over tensor-parallel "
+        "ones, gradients summed back",
+        "context parallelism and `--ampipe-schedule lancet` lose gradients",
         (begins_with("input_", "tensor_parallel_output_grad"), takes("group", "output_split_sizes")),
     ),
     Internal(
@@ -396,18 +398,36 @@ INTERNALS = [
         "dropout masks shared between ranks, or another mask in recompute",
         (behaves(_forks_a_named_state),),
     ),
-    *(
-        Internal(
-            f"core.tensor_parallel.layers.{name}",
-            "layers/linear_weights.py launch/host/hybrid_layers.py",
-            (
-                "calls its method `_forward_impl` by keywords, which is replaced while weight gradients "
-                "wait; a module of the local layers of hybrid models"
+    Internal(
+        "core.tensor_parallel.layers.ColumnParallelLinear",
+        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "calls its method `_forward_impl` by keywords, which is replaced while weight gradients wait; leaves "
+        "its all-gather to the caller while `explicit_expert_comm` is set; a module of the local layers of "
+        "hybrid models",
+        "`--ampipe-schedule lancet` fails at the first pass, and hybrid models on a CPU host; rows of "
+        "tensor-parallel attention are gathered twice",
+        (
+            says("self._forward_impl(", "input=input_parallel", method="forward"),
+            says(
+                "or self.explicit_expert_comm",
+                "sequence_parallel=False if self.explicit_expert_comm else self.sequence_parallel",
+                "allreduce_dgrad = False if self.explicit_expert_comm else self.allreduce_dgrad",
+                method="forward",
             ),
-            "`--ampipe-schedule lancet` fails at the first pass, and hybrid models on a CPU host",
-            (says("self._forward_impl(", "input=input_parallel", method="forward"),),
-        )
-        for name in ("ColumnParallelLinear", "RowParallelLinear")
+        ),
+    ),
+    Internal(
+        "core.tensor_parallel.layers.RowParallelLinear",
+        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "the same; and leaves its reduce-scatter, and its bias, to the caller while `explicit_expert_comm` "
+        "is set",
+        "the same; and rows of tensor-parallel attention are scattered twice, or their bias is added several "
+        "times",
+        (
+            says("self._forward_impl(", "input=input_parallel", method="forward"),
+            says("if self.explicit_expert_comm:", "output_ = output_parallel", method="forward"),
+            sets("sequence_parallel", "skip_bias_add", "tp_group", "explicit_expert_comm", "bias"),
+        ),
     ),
     Internal(
         "core.tensor_parallel.layers.linear_with_frozen_weight",
@@ -587,7 +607,19 @@ INTERNALS = [
                 "all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits",
                 method="token_combine",
             ),
-            says("self.tokens_per_expert = None", method="dispatch_postprocess"),
+            says(
+                "if self.tp_size > 1:",
+                "self.output_splits_tp.tolist()",
+                "gather_from_sequence_parallel_region(global_input_tokens, group=self.tp_group",
+                "self.tokens_per_expert = None",
+                method="dispatch_postprocess",
+            ),
+            says(
+                "if self.tp_size > 1:",
+                "reduce_scatter_to_sequence_parallel_region(hidden_states.to(self.probs.dtype)",
+                method="combine_preprocess",
+            ),
+            sets("tp_group"),
         ),
     ),
     Internal(
@@ -605,8 +637,8 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.token_dispatcher.MoEFlexTokenDispatcher",
-        "layers/deep_ep.py",
-        "subclassed likewise, for DeepEP",
+        "layers/flex_chunk.py layers/deep_ep.py layers/hybrid_ep.py",
+        "subclassed likewise, for DeepEP and HybridEP",
         "mixed-up tokens",
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
@@ -631,15 +663,53 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.token_dispatcher._HybridEPManager",
+        "layers/hybrid_ep.py runtime/hybrid_ep_transport.py",
+        "its `dispatch` makes the first call of a chunk; the other calls are given its handle",
+        "mixed-up tokens",
+        (
+            sets("routing_map", "token_probs", "handle", "pad_multiple", "drop_and_pad", "tokens_per_expert"),
+            says(
+                "self.dispatched_probs",
+                "self.tokens_per_expert=tokens_per_expert.to(torch.int64)",
+                "self.handle",
+                "fused=self.config.moe_permute_fusion_into_hybridep",
+                method="dispatch",
+            ),
+        ),
+    ),
+    Internal(
         "core.transformer.moe.fused_a2a",
-        "layers/deep_ep.py",
-        "DeepEP's buffer",
-        "a training step with DeepEP fails",
-        (has("get_buffer", "get_hidden_bytes"),),
+        "layers/deep_ep.py layers/hybrid_ep.py",
+        "the buffers of DeepEP and HybridEP",
+        "a training step with the flex dispatcher fails",
+        (has("get_buffer", "get_hidden_bytes", "_hybrid_ep_buffer"),),
+    ),
+    Internal(
+        "core.transformer.moe.fused_a2a.HybridEPDispatch",
+        "runtime/hybrid_ep_transport.py",
+        "its backward is a call of the transport, with the same arguments",
+        "mixed-up tokens",
+        (says("combine_with_unpermute(hidden=grad_x,probs=grad_probs,handle=handle", method="backward"),),
+    ),
+    Internal(
+        "core.transformer.moe.fused_a2a.HybridEPCombine",
+        "runtime/hybrid_ep_transport.py",
+        "likewise, forward and backward",
+        "mixed-up tokens",
+        (
+            says("combine_with_unpermute(hidden=x,handle=handle", method="forward"),
+            says(
+                "dispatch_with_permute(hidden=grad_x,scaling_factor=None,handle=handle",
+                "num_permuted_tokens=ctx.num_permuted_tokens",
+                method="backward",
+            ),
+        ),
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py",
+        "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py "
+        "layers/routing_recorder.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
@@ -771,13 +841,6 @@ INTERNALS = [
         ),
     ),
     Internal(
-        "core.tensor_parallel.mappings.reduce_scatter_to_sequence_parallel_region",
-        "layers/rank_dispatcher.py",
-        "adds the sums of the ranks that share an expert",
-        "wrong outputs with `--ampipe-exchange ranks` and tensor-parallel experts",
-        (takes("group", "input_split_sizes"),),
-    ),
-    Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
         "layers/router.py runtime/gradients.py",
         "adds the gradient of a loss whatever gradient comes in",
@@ -904,24 +967,34 @@ INTERNALS = [
     ),
     Internal(
         "core.utils.unwrap_model",
-        "launch/trace.py launch/hooks.py",
-        "is the model training or evaluating; which class it is",
-        "evaluation is recorded in traces",
+        "launch/trace.py launch/hooks.py launch/gate.py",
+        "is the model training or evaluating; which class it is; it is given hooks for the ids of tokens",
+        "evaluation is recorded in traces; a router that reads ids is refused in the first iteration",
         (begins_with("model"),),
     ),
     Internal(
         "core.models.gpt.GPTModel",
-        "launch/hooks.py launch/patched.py",
-        ("its constructor is wrapped, or patched: the layer specification passes through"),
-        "layers stay stock; the launcher refuses the run",
-        (begins_with("config", "transformer_layer_spec", method="__init__"),),
+        "launch/hooks.py launch/patched.py layers/token_ids.py",
+        "its constructor is wrapped, or patched: the layer specification passes through; its first argument "
+        "is the ids of the tokens, which are below its `vocab_size`",
+        "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
+        (
+            begins_with("config", "transformer_layer_spec", method="__init__"),
+            begins_with("input_ids", method="forward"),
+            sets("vocab_size"),
+        ),
     ),
     Internal(
         "core.models.hybrid.hybrid_model.HybridModel",
-        "launch/hooks.py",
-        "its constructor is wrapped: the specification of its stack passes through",
-        "layers stay stock; the launcher refuses the run",
-        (begins_with("config", "hybrid_stack_spec", method="__init__"),),
+        "launch/hooks.py layers/token_ids.py",
+        "its constructor is wrapped: the specification of its stack passes through; its first argument is "
+        "the ids of the tokens, which are below its `vocab_size`",
+        "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
+        (
+            begins_with("config", "hybrid_stack_spec", method="__init__"),
+            begins_with("input_ids", method="forward"),
+            sets("vocab_size"),
+        ),
     ),
     Internal("training.initialize", "launch/hooks.py", "holds both by name in 0.17", "as above, on 0.17"),
     Internal(
@@ -1016,11 +1089,12 @@ INTERNALS = [
     ),
     Internal(
         "training.training",
-        "launch/command_line.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py",
+        "launch/command_line.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py "
+        "launch/record_routing.py",
         (
             "imported first, so that the environment is checked early; `initialize_megatron` is "
             "replaced in it on the host platform, `training_log` while a run lasts; `train_step` is "
-            "wrapped for `--ampipe-degree auto`; sets `args.curr_iteration`"
+            "wrapped for `--ampipe-degree auto` and `--ampipe-routing-dir`; sets `args.curr_iteration`"
         ),
         "start-up fails; the degree is never chosen; traces name no iteration",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
@@ -1133,6 +1207,24 @@ INTERNALS = [
         "launch/gpt.py",
         "likewise, for hybrid context parallelism",
         "a training step fails",
+    ),
+    Internal(
+        "core.parallel_state.get_expert_data_parallel_rank",
+        "layers/routing_recorder.py",
+        "which expert-parallel group is recorded",
+        "a recorded iteration fails",
+    ),
+    Internal(
+        "core.parallel_state.get_expert_model_parallel_world_size",
+        "layers/routing_recorder.py",
+        "between how many ranks the experts are divided",
+        "a recorded iteration fails",
+    ),
+    Internal(
+        "core.parallel_state.get_expert_tensor_and_model_parallel_group",
+        "layers/routing_recorder.py",
+        "the ranks of which a micro-batch is recorded",
+        "a recorded iteration fails",
     ),
     Internal(
         "core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder",
@@ -1538,7 +1630,7 @@ INTERNALS = [
         "benchmarks fail; collectives wait for computation",
         (
             takes("high_priority_stream_groups"),
-            says("get_nccl_options('ep'", "get_nccl_options('tp_ep_mp'"),
+            says("get_nccl_options('ep'", "get_nccl_options('ep_tp'", "get_nccl_options('tp_ep_mp'"),
         ),
     ),
     Internal(

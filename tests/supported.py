@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from megatron_ampipe.refusals import REFUSALS
+from megatron_ampipe.refusals import REFUSALS, TOKEN_ID_REFUSALS, Refusal
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 from tests.dist.cases import PARITY, Case
@@ -62,6 +62,13 @@ With `--ampipe-degree` above 1, a run with one of these settings ends before any
 with exit code 2.
 """
 
+REFUSED_WITH_IDS_HEAD = """\
+## Refused with a router that reads token ids
+
+At any degree, with `--ampipe-router hash` or a class that derives from `TokenIdRouter`
+([routers](gates.md#hash-layers)).
+"""
+
 NOT_BITWISE = """\
 ## Same distribution, but different random numbers
 
@@ -103,6 +110,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("dense layers between MoE layers in one schedule", lambda case: "d" in case.layers),
     ("each token once per rank (`--ampipe-exchange ranks`)", lambda case: case.exchange is Exchange.RANKS),
     ("each token once per node (`--ampipe-exchange nodes`)", lambda case: case.exchange is Exchange.NODES),
+    ("copies in two hops (`--ampipe-exchange 2dh`)", lambda case: case.exchange is Exchange.TWO_DIMENSIONAL),
     ("micro-batch of 3", lambda case: case.batch == 3),
     ("expert parallelism over 1, 2 and 4 ranks", lambda case: case.name.startswith("ep")),
     (
@@ -110,7 +118,7 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
         _parallel("tensor_model", "expert_model"),
     ),
     ("tensor-parallel experts", _parallel("expert_tensor")),
-    ("context parallelism (keys and values gathered)", _parallel("context")),
+    ("context parallelism: a ring, or keys gathered", _parallel("context")),
     ("tensor with context parallelism", _parallel("tensor_model", "context")),
     ("grouped-query and multi-query attention", _model("num_query_groups")),
     ("multi-head latent attention", _model("multi_latent_attention", True)),
@@ -141,8 +149,10 @@ ROWS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ),
     ("latent experts", _model("moe_latent_size")),
     ("routing replay, and hooks of routers", lambda case: case.replay is not None),
+    ("routers of `--ampipe-router`", lambda case: case.router is not None),
     ("random routing with a bias of the experts", _model("moe_router_force_biased")),
-    ("flex dispatcher, over a stand-in of DeepEP", _model("moe_token_dispatcher_type", "flex")),
+    ("flex dispatcher, over stand-ins of DeepEP and HybridEP", _model("moe_token_dispatcher_type", "flex")),
+    ("of these, HybridEP", _model("moe_flex_dispatcher_backend", "hybridep")),
     ("all-gather dispatcher", _model("moe_token_dispatcher_type", "allgather")),
     ("shared experts, with and without gate", _model("moe_shared_expert_intermediate_size")),
     ("selective recompute", _model("recompute_granularity", "selective")),
@@ -179,8 +189,14 @@ def render() -> Iterator[str]:
     for flag in SWITCHED_OFF:
         yield f"| `{flag.setting}` | {flag.reason} |"
     yield f"\n{REFUSED_HEAD}"
+    yield from _table(REFUSALS)
+    yield f"\n{REFUSED_WITH_IDS_HEAD}"
+    yield from _table(TOKEN_ID_REFUSALS)
+
+
+def _table(refusals: Iterable[Refusal]) -> Iterator[str]:
     yield "| setting | why | instead | what would be needed |\n|---|---|---|---|"
-    for refusal in REFUSALS:
+    for refusal in refusals:
         yield f"| `{refusal.setting}` | {refusal.rule} | {refusal.remedy} | {refusal.needs} |"
 
 

@@ -60,6 +60,9 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
     outputs: dict[int, torch.Tensor] = {}
     difference = 0.0
     alone = Trials(candidates(LONG), schedule="ampipe")
+    megatrons: set[int] = set()
+    layer.mlp.register_forward_pre_hook(lambda *_: megatrons.add(context.pipeline.num_chunks))
+    timed: set[tuple[int, bool]] = set()
 
     def train_step(rows: int) -> None:
         nonlocal difference
@@ -77,9 +80,18 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
     step = auto.around(train_step)
     for iteration, rows in enumerate([LONG] * 26 + [SHORT] * 12 + [LONG] * 2):
         step(rows)
+        if 0 < iteration < 5:  # every degree once
+            timed.add((context.pipeline.num_chunks, all(passes.sum_us(direction) for direction in Direction)))
         if 0 < iteration < 26:
             alone.add_times(*(passes.sum_us(direction) + noise.random() * 1e3 for direction in Direction))
-    return {"ran": ran, "said": said, "difference": difference, "alone": str(alone.choice)}
+    return {
+        "ran": ran,
+        "said": said,
+        "difference": difference,
+        "alone": str(alone.choice),
+        "megatrons": sorted(megatrons),
+        "timed": sorted(timed),
+    }
 
 
 def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:

@@ -21,6 +21,7 @@ from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import load_gate
+from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined, with_gate
 from megatron_ampipe.layers.wires import load_wire
@@ -31,7 +32,7 @@ from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, Thre
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.tools.measuring.blocks import Layers
-from tests.dist import changed_functions, logged_losses, routing_records
+from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case
 from tests.reference_pieces import REFERENCE_KERNELS
 
@@ -158,12 +159,16 @@ class Inputs(NamedTuple):
     rotary: torch.Tensor | None
     mask: torch.Tensor | None = None
     packing: PackedSeqParams | None = None
+    ids: torch.Tensor | None = None
 
 
 def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype) -> Inputs:
     """The inputs of a case: the same for all layers, different for each rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     parts = [case.parallel.get(f"{kind}_parallel_size", 1) for kind in ("tensor_model", "context")]
+    # Those of a model are the same on its tensor-parallel ranks.
+    of_ids = torch.Generator().manual_seed(300 + rank // parts[0])
+    ids = torch.randint(255, (case.batch, case.sequence_length // parts[1]), generator=of_ids).to(device)
     num_rows = case.sequence_length // math.prod(parts)
     width = case.model.get("hidden_size", HIDDEN)
     shape = (num_rows, case.batch, width)
@@ -172,6 +177,7 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     packed = bool(case.documents) and not case.masked
     packing = packing_of(case) if packed else None
     if packed:
+        ids = ids.view(1, -1)
         # One sequence after another.
         hidden, gradient = (x.transpose(0, 1).reshape(-1, 1, width) for x in (hidden, gradient))
     positions = case.sequence_length if packing is None else packing.max_seqlen_q
@@ -183,7 +189,7 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
         else None
     )
     mask = mask_of(case).to(device) if case.masked else None
-    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing)
+    return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, ids)
 
 
 def packing_of(case: Case) -> PackedSeqParams:
@@ -229,9 +235,9 @@ def run(
         # Noise that is drawn chunk by chunk on a CPU continues a series.
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    with routing_records.watched(layer, case) as records:
+    with routing_records.watched(layer, case) as records, score_records.watched(layer, case) as scores:
         output, hidden = run_pass(layer, inputs)
-    found = {**records, "output": output.detach(), "input gradient": hidden.grad}
+    found = {**records, **scores, "output": output.detach(), "input gradient": hidden.grad}
     for name, parameter in layer.named_parameters():
         gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if getattr(parameter, "sequence_parallel", False):
@@ -260,6 +266,8 @@ def run_pass(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torc
 def forward(layer: torch.nn.Module, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one forward pass; returns the output, and the input that receives a gradient."""
     hidden = inputs.hidden.detach().requires_grad_()
+    if isinstance(layer, torch.nn.Module):  # not a call of a layer under Megatron's recompute
+        give_token_ids(layer).keep(inputs.ids)
     output, _ = layer(
         hidden_states=hidden,
         attention_mask=inputs.mask,

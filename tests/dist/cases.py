@@ -49,7 +49,7 @@ class Case:
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
     ranks_per_node: int | None = None
-    """Of all ranks, for an exchange once per node."""
+    """Of all ranks, for an exchange in two hops."""
     router: str | None = None
     """As ``--ampipe-router``, for both layers."""
     wire: str | None = None
@@ -281,6 +281,7 @@ TP_EXPERTS = {
 }  # fmt: skip
 TP_EXPERTS_EP = {**TP_EXPERTS, "expert_model_parallel_size": 2}
 CP = {"context_parallel_size": 2, "expert_model_parallel_size": 2}
+CP4 = {"context_parallel_size": 4, "expert_model_parallel_size": 4}
 TP_CP = {**TP, "context_parallel_size": 2}
 LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8,
@@ -325,6 +326,25 @@ PARALLEL = [
         },
     ),
     Case("tp-losses-alone", parallel=TP, only_losses=True, model=SEVERAL_AUX | Z),
+    *(
+        Case(
+            f"cp4-{name}",
+            world_size=4,
+            parallel=CP4,
+            degree=degree,
+            backward_degree=backward,
+            kernel=kernel,
+            sequence_length=48,
+            batch=2,
+            rope=True,
+            model=LARGE | model,
+        )
+        for name, degree, backward, kernel, model in (
+            ("ring", 3, None, "cpu-flash", {"num_query_groups": 2}),
+            ("ring-gate-degree4-2", 4, 2, "sdpa", {"attention_output_gate": True, "num_query_groups": 2}),
+        )
+    ),
+    Case("cp-gathered", parallel=CP, rope=True, batch=3, model=LARGE | {"cp_comm_type": "all_gather"}),
     Case("cp-losses-alone", parallel=CP, only_losses=True, model=SEVERAL_AUX | Z),
     *(Case(f"mla-{kernel}", kernel=kernel, model=LATENT | LARGE) for kernel in ("exact", "sdpa")),
     Case(
@@ -558,6 +578,23 @@ MEMORY = [
         ),
         ("redispatch", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
         ("rebuild", "ep1", {"world_size": 1}),
+        ("offload", "thread", {"model": LARGE | TIGHT | {"gated_linear_unit": True}}),
+        ("S2", "bias", {"model": LARGE | {"add_bias_linear": True}, "batch": 3}),
+        ("S3", "sequential", {"schedule": "sequential", "executor": "sequential", "degree": 3}),
+        (
+            "offload/S2/S3/keep",
+            "stack",
+            {"layers": "mdm", "stack": 0, "degree": 2, "backward_degree": 4},
+        ),
+        (
+            "S2/offload/S3",
+            "stack-cuda-executor",
+            {
+                "layers": "mmm", "stack": 0, "degree": 6, "backward_degree": 3, "sequence_length": 37,
+                "executor": "cuda", "model": LARGE | SEVERAL_AUX,
+            },
+        ),
+        ("offload", "tp-experts-ep", {"parallel": TP_EXPERTS_EP, "world_size": 4}),
     )
 ]  # fmt: skip
 
@@ -576,7 +613,18 @@ DOCUMENTS = [
         "documents-masked-recompute", documents=MANY[1:], masked=True, batch=2, kernel="cpu-flash",
         model={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     ),
-    Case("documents-tp", documents=MANY[1:2], rope=True, kernel="cpu-flash", parallel=TP, model=LARGE),
+    Case(
+        "documents-tp-three-sequences", documents=MANY, batch=3, rope=True, kernel="cpu-flash", parallel=TP,
+        layers="mm", stack=0, model=SEVERAL_AUX,
+    ),
+    Case(
+        "documents-tp-two-sequences-of-a-rank", documents=(*MANY, (0, 30)), batch=4, rope=True, parallel=TP,
+        kernel="cpu-flash", model=SEVERAL_AUX | TIGHT,
+    ),
+    Case(
+        "documents-masked-not-in-windows", documents=MANY, masked=True, batch=3, kernel="sdpa", layers="mm",
+        stack=0, model={"window_size": (5, 0), "window_attn_skip_freq": 2},
+    ),
     Case(
         "documents-stack-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash", layers="mdm",
         stack=0, recompute=UNIFORM, model=LARGE,
@@ -615,7 +663,7 @@ ONCE_PER_NODE = [
     for name, settings in {
         "degree1": {"degree": 1, "batch": 3, "model": WIDE | {"num_moe_experts": 4, "moe_router_topk": 2}},
         "two-degrees-shared": {
-            "degree": 2, "backward_degree": 4,
+            "degree": 2, "backward_degree": 4, "wire": "tests.wires:HalvesWire",
             "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
         },
         "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
@@ -627,8 +675,95 @@ ONCE_PER_NODE = [
         "redispatch": {"memory": "redispatch"},
     }.items()
 ]  # fmt: skip
+# Also what two hops of rows that are sent once refuse: one expert per token and rank, condensed tokens.
+COPIES_OVER_NODES = [
+    Case(f"2dh-{name}", exchange=Exchange.TWO_DIMENSIONAL, **TWO_NODES, **{"model": WIDE} | settings)
+    for name, settings in {
+        "degree1-one-expert": {"degree": 1, "batch": 3, "model": LARGE | {"num_moe_experts": 4}},
+        "two-degrees-shared": {
+            "degree": 2, "backward_degree": 4,
+            "model": WIDE | SEVERAL_AUX | {"moe_shared_expert_intermediate_size": 48},
+        },
+        "capacity-padded": {"model": WIDE | TIGHT | {"moe_pad_expert_input_to_capacity": True}, "batch": 3},
+        "tp": {
+            "parallel": TP | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+            "schedule": "moe-only", "rope": True, "batch": 3,
+        },
+        "condense-fp8": {"condense": 0.3, "wire": "fp8", "degree": 2, "batch": 3},
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "executor": "cuda"},
+        "redispatch": {"memory": "redispatch"},
+    }.items()
+]  # fmt: skip
+
+# Ranks that share an expert gather on the lane of the other transfers, and on two nodes on their own.
+SHARES = {"parallel": TP_EXPERTS, "world_size": 2}
+SHARES_ON_NODES = {"parallel": TP_EXPERTS_EP, **TWO_NODES}
+GATHERED = [
+    Case(f"gathers-{name}", **{"model": LARGE} | settings)
+    for name, settings in {
+        "degree2": SHARES | {"degree": 2, "executor": "sequential"},
+        "two-degrees": SHARES | {"degree": 2, "backward_degree": 4, "batch": 3, "model": LARGE | TIGHT},
+        "rebuild-stack": SHARES | {"memory": "rebuild/S3/S2/offload", "layers": "mdm", "stack": 0},
+        "recompute-moe": SHARES
+        | {"model": LARGE | {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+        "lancet": SHARES | {"schedule": "lancet", "degree": 2, "exchange": Exchange.RANKS, "model": WIDE},
+        "nodes-degree2": SHARES_ON_NODES | {"degree": 2, "schedule": "moe-only", "wire": "bf16"},
+        "nodes-ranks": SHARES_ON_NODES
+        | {"exchange": Exchange.RANKS, "model": WIDE, "degree": 4, "backward_degree": 2},
+        "nodes-memory": SHARES_ON_NODES | {"memory": "redispatch/S3/S2/keep", "executor": "cuda"},
+        "nodes-lancet": SHARES_ON_NODES | {"schedule": "lancet", "degree": 2, "memory": "rebuild"},
+        "nodes-stack-recompute": SHARES_ON_NODES | {"layers": "mdm", "stack": 0, "recompute": UNIFORM},
+        "and-handed-on": {
+            "exchange": Exchange.NODES, "world_size": 8, "ranks_per_node": 4, "memory": "redispatch",
+            "degree": 2, "model": WIDE, "parallel": TP_EXPERTS | {"expert_model_parallel_size": 4},
+        },
+        "every-copy-handed-on": {
+            "exchange": Exchange.TWO_DIMENSIONAL, "world_size": 8, "ranks_per_node": 4, "memory": "rebuild",
+            "degree": 2, "model": WIDE, "parallel": TP_EXPERTS | {"expert_model_parallel_size": 4},
+        },
+    }.items()
+]  # fmt: skip
+
+# Rows of tensor-parallel attention on their lane: with a bias, which is added once, and orders of all kinds.
+BIAS = AUX | Z | {"moe_router_topk": 2, "normalization": "LayerNorm", "add_bias_linear": True}
+OLD_ORDER = """\
+schedule before degree 2
+forward compute: qkv attention.0 attention.1 route.1 route.0 losses expert.0 expert.1 merge.0 merge.1
+forward comm: counts.1 dispatch.1 counts.0 dispatch.0 combine.0 combine.1
+backward compute: merge.1 merge.0 losses expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
+backward comm: combine.1 combine.0 dispatch.1 dispatch.0
+"""
+SCATTERED = [
+    Case(f"rows-{name}", **{"parallel": TP, "model": BIAS} | settings)
+    for name, settings in {
+        "degree1-lancet": {"schedule": "lancet", "degree": 1},
+        "degree2": {"degree": 2, "batch": 3},
+        "degree8-two-degrees": {"degree": 8, "backward_degree": 2},
+        "moe-only": {"schedule": "moe-only", "backward_degree": 1, "degree": 2},
+        "sequential": {"schedule": "sequential", "executor": "sequential", "shares": UNEQUAL},
+        "order-from-before": {"degree": 2, "order": OLD_ORDER},
+        "cuda-lancet": {"schedule": "lancet", "executor": "cuda"},
+        "stack-lancet": {"schedule": "lancet", "layers": "mdm", "stack": 0, "rope": True, "degree": 3},
+        "stack-memory": {"memory": "rebuild/S3/redispatch/keep", "layers": "mmm", "stack": 0},
+        "stack-recompute": {"layers": "mdm", "stack": 0, "recompute": UNIFORM, "backward_degree": 2},
+        "stack-cuda": {"layers": "mm", "stack": 0, "executor": "cuda", "backward_degree": 8},
+        "gate": {"model": BIAS | {"attention_output_gate": True, "num_query_groups": 2}, "kernel": "sdpa"},
+        "latent-lancet": {"schedule": "lancet", "model": LATENT | {"add_bias_linear": True}},
+        "chosen": {"model": BIAS | {"moe_router_load_balancing_type": "quantile_balancing"}},
+        "wide-residual": {"model": BIAS | {"fp32_residual_connection": True}},
+        "evaluation": {"training": False},
+        "ring": {"parallel": TP_CP, "world_size": 4, "rope": True},
+        "nodes": SHARES_ON_NODES | {"exchange": Exchange.RANKS, "degree": 3, "model": LARGE},
+        "nodes-stack-cuda": SHARES_ON_NODES
+        | {"layers": "mm", "stack": 0, "executor": "cuda", "model": LARGE},
+        "nodes-of-whole-experts": {
+            "parallel": TP | {"expert_model_parallel_size": 4}, **TWO_NODES, "exchange": Exchange.NODES,
+        },
+    }.items()
+]  # fmt: skip
 
 TOP2 = {"moe_router_topk": 2}
+DROPS = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "probs"}
 # Stock Megatron takes a number of experts that varies with a capacity only; this one drops nothing.
 ALL_KEPT = TIGHT | {"moe_expert_capacity_factor": 4.0}
 GATES = [
@@ -641,7 +776,15 @@ GATES = [
     Case("gate-forward-and-routing", router="tests.gates:ForwardRouter", model=TOP2 | SEVERAL_AUX | Z),
     Case("gate-varying-choice", router="tests.gates:ThresholdRouter", batch=3, model=ALL_KEPT | SEVERAL_AUX),
     Case("gate-varying-choice-dropless", router="tests.gates:ThresholdRouter", batch=3, stock=ALL_KEPT),
+    Case("gate-expert-choice", router="tests.gates:ExpertChoiceOfEight", batch=3, stock=ALL_KEPT),
     Case("gate-degree1", router="cosine", degree=1, model=TOP2 | AUX),
+    Case("gate-hash", router="hash", degree=2, backward_degree=4, batch=3, model=TOP2),
+    Case("gate-hash-capacity", router="hash", batch=3, schedule="moe-only", model=TOP2 | TIGHT),
+    Case("gate-hash-tp-stack", router="hash", parallel=TP, layers="mdm", stack=0, batch=3, recompute=UNIFORM),
+    Case("gate-hash-tp-cp", router="hash", parallel=TP | CP, world_size=4, batch=2, rope=True, model=TOP2),
+    Case("gate-hash-documents", router="hash", documents=MANY, batch=3, model=TOP2),
+    Case("gate-ids-probs", router="tests.gates:BiasedByIdRouter", batch=3, model=TOP2 | DROPS | SEVERAL_AUX),
+    Case("gate-ids-tp", router="tests.gates:BiasedByIdRouter", parallel=TP, batch=3, model=TOP2 | AUX | Z),
 ]
 
 JOINED = """\
@@ -705,12 +848,43 @@ FLEXES = [
     ),
 ]  # fmt: skip
 
+HYBRID = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+HYBRIDS = [
+    *(
+        Case(
+            f"flex-hybridep-degree{degree}-{backward}-{schedule}",
+            degree=degree,
+            backward_degree=backward,
+            schedule=schedule,
+            batch=3,
+            model=LARGE | HYBRID,
+            stock=ALL_TO_ALL,
+        )
+        for degree, backward, schedule in (
+            (2, None, "sequential"), (3, None, "moe-only"), (4, 2, "ampipe"), (8, None, "ampipe"),
+        )
+    ),
+    Case("flex-hybridep-of-stock", model=LARGE | HYBRID | {"moe_permute_fusion_into_hybridep": True}),
+    Case(
+        "flex-hybridep-capacity-tp-experts", parallel=TP_EXPERTS, stock=ALL_TO_ALL,
+        model=TIGHT | AUX | HYBRID | {"moe_router_topk": 2, "moe_pad_expert_input_to_capacity": True},
+    ),
+    Case(
+        "flex-hybridep-cuda-executor-recompute", executor="cuda", stock=ALL_TO_ALL,
+        model=LARGE | HYBRID | {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
+    Case(
+        "flex-hybridep-stack-recompute", layers="mm", stack=0, recompute=UNIFORM, model=LARGE | HYBRID,
+        stock=ALL_TO_ALL,
+    ),
+]  # fmt: skip
+
 # Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
 CHANGED = [
     Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",
          stack=0, model=WIDE, recompute=UNIFORM),
     Case("wire-fp8", wire="fp8", model=WIDE | AUX | {"moe_shared_expert_intermediate_size": 48}),
-    Case("condense-batch3", condense=0.3, degree=2, batch=3, model=TOP2 | SEVERAL_AUX),
+    Case("condense-batch3-fp8", condense=0.3, wire="fp8", degree=2, batch=3, model=TOP2 | SEVERAL_AUX),
     Case("condense-all-equal", condense=1.0, shares=(0.6, 0.4), degree=2, model=WIDE),
     Case("condense-stack-recompute-wire", condense=0.25, wire="tests.wires:HalvesWire", degree=2,
          layers="mm", stack=0, recompute=UNIFORM, model=TOP2),
@@ -719,6 +893,9 @@ CHANGED = [
 # What other launches have: GPT-OSS (sinks, windows), Qwen3-Next (gate), Nemotron 3 (latent experts).
 LATENT_EXPERTS = {"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 48, "moe_router_topk": 2}
 BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_topk": 2}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+QUANTILE = {"moe_router_load_balancing_type": "quantile_balancing"}
+SHARED = {"moe_shared_expert_intermediate_size": 48}
 LAUNCHES = [
     Case(
         "gate-of-attention-sinks", kernel="sdpa", rope=True, parallel=TP, layers="mm", stack=0, batch=3,
@@ -741,11 +918,49 @@ LAUNCHES = [
         "routing-forced-biased", layers="mm", stack=0, recompute=UNIFORM,
         model={"moe_router_force_biased": 1.5, "moe_router_topk": 2},
     ),
+    *(
+        Case(
+            f"choice-{name}", **{"batch": 3, "model": SINKHORN} | settings
+        )
+        for name, settings in {
+            "sinkhorn-two-degrees": {"degree": 2, "backward_degree": 4, "model": SINKHORN | Z | SHARED},
+            "sinkhorn-tp": {"parallel": TP, "rope": True, "model": SINKHORN | LATENT_EXPERTS},
+            "quantile-stack-recompute": {
+                "layers": "mdm", "stack": 0, "recompute": UNIFORM, "model": QUANTILE | {"moe_router_topk": 2},
+            },
+            "quantile-cp": {"parallel": CP, "rope": True, "schedule": "moe-only", "model": QUANTILE},
+            "probs-padded": {"model": BIASED | DROPS | {"moe_pad_expert_input_to_capacity": True}},
+            "probs-lancet": {"schedule": "lancet", "model": DROPS | SEVERAL_AUX | {"moe_router_topk": 2}},
+            "probs-sequential-ranks": {
+                "schedule": "sequential", "executor": "sequential", "exchange": Exchange.RANKS,
+                "model": WIDE | DROPS | SEVERAL_AUX,
+            },
+        }.items()
+    ),
+    Case(
+        "scores-clipped", batch=3, rope=True, kernel="sdpa",
+        model={"qk_clip": True, "qk_clip_threshold": 0.05, "num_query_groups": 2, "window_size": (5, 0)},
+    ),
+    Case("scores-cp", parallel=CP, rope=True, model={"log_max_attention_logit": True}),
+    Case(
+        "scores-documents-recompute", documents=MANY, batch=3, rope=True, kernel="cpu-flash",
+        model={
+            "log_max_attention_logit": True, "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn"],
+        },
+    ),
+    Case(
+        "losses-negative", batch=3,
+        model={
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_z_loss_coeff": -0.1,
+            "moe_aux_loss_coeff": [0.1, -0.2],
+        },
+    ),
     Case("replay-recorded", replay="record", layers="mm", stack=0, batch=3, model=TOP2 | SEVERAL_AUX),
     Case("replay-prescribed", replay="replay_forward", parallel=TP, layers="mm", stack=0, model=TOP2),
 ]  # fmt: skip
 
-PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES
-PARITY += ONCE_PER_RANK + ONCE_PER_NODE + LAUNCHES
+PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES + HYBRIDS
+PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

@@ -1,7 +1,8 @@
 """Makes a stock MoE layer compute what ``--ampipe-wire`` and ``--ampipe-condense`` ask for, plainly.
 
-Casts are applied to whole tensors, before Megatron's own collectives. Condensation replaces every token by
-the one that represents it, found in a loop, and runs Megatron's dispatcher once for each expert of a token.
+Casts are applied to whole tensors, before Megatron's own collectives. Condensation sends all tokens to each
+expert in turn, by Megatron's dispatcher, and takes the results of the tokens that stand for others, which it
+finds in a loop.
 """
 
 from __future__ import annotations
@@ -68,27 +69,25 @@ def _forward(
 ) -> tuple[Tensor, None]:
     probs, routing_map = layer.router(hidden)
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    experts = routing_map.nonzero()[:, 1].view(len(tokens), -1)
-    dispatcher, total = layer.token_dispatcher, torch.zeros_like(hidden)
-    for expert in experts.T:
-        # ``expert[t]``: where this pass sends token t, or rather the token in whose place it stands.
-        taken = [
-            _representative(
-                t, int(expert[t]), tokens.detach(), routing_map, threshold, bounds, hidden.shape[1]
-            )
-            for t in range(len(tokens))
-        ]
-        only = torch.zeros_like(routing_map).scatter(1, expert[:, None], True)
-        sent, ones = dispatcher.dispatch_preprocess(
-            tokens[taken].view_as(hidden), only, torch.ones_like(probs) * only
-        )
+    dispatcher, total = layer.token_dispatcher, torch.zeros_like(tokens)
+    for expert in range(probs.shape[1]):
+        # Every token is sent to this expert, and only the results of those that stand for others are used.
+        only = torch.zeros_like(routing_map)
+        only[:, expert] = True
+        sent, ones = dispatcher.dispatch_preprocess(hidden, only, torch.ones_like(probs) * only)
         received, ones = dispatcher.token_dispatch(sent, ones)
         received, per_expert, ones = dispatcher.dispatch_postprocess(received, ones)
         output, _ = layer.experts(received, per_expert, ones)
         output = dispatcher.combine_postprocess(
             dispatcher.token_combine(dispatcher.combine_preprocess(output))
-        )
-        total = total + output * probs.gather(1, expert[:, None]).view(*hidden.shape[:2], 1)
+        ).flatten(0, 1)
+        theirs = routing_map[:, expert].nonzero()[:, 0].tolist()
+        taken = [
+            _representative(t, expert, tokens.detach(), routing_map, threshold, bounds, hidden.shape[1])
+            for t in theirs
+        ]
+        total = total.index_add(0, torch.tensor(theirs), output[taken] * probs[theirs, expert, None])
+    total = total.view_as(hidden)
     if layer.shared_experts is not None:
         total = total + layer.shared_experts(hidden)
     return total, None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.dist.cases import AUX, TIGHT, Case, Z
@@ -135,12 +137,85 @@ def fused_weight_gradients() -> Iterator[None]:
         torch.empty = empty
 
 
+class Wire:
+    """Which exchanges of tokens and which reductions are in flight at the same time.
+
+    From their start until they have been waited for.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight = {"exchange": 0, "reduction": 0}
+        self._lock = threading.Lock()
+        self.num_reductions = 0
+        self.overlaps = 0
+        self.handles: set[str] = set()
+
+    def begin(self, what: str, works: Sequence[Any]) -> list[_Watched]:
+        """Operations that are about to be waited for, one after another."""
+        other = "reduction" if what == "exchange" else "exchange"
+        with self._lock:
+            self.num_reductions += what == "reduction"
+            self.overlaps += self._in_flight[other] > 0
+            self._in_flight[what] += len(works)
+        return [_Watched(work, functools.partial(self._end, what)) for work in works]
+
+    def _end(self, what: str) -> None:
+        with self._lock:
+            self._in_flight[what] -= 1
+
+    def watch(self, group: Any) -> None:
+        """Count the reductions of a bucket group of Megatron's."""
+        start_now = group.start_grad_sync
+
+        def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+            start_now(*args, **kwargs)
+            self.handles.add(type(group.grad_reduce_handle).__name__)
+            (group.grad_reduce_handle,) = self.begin("reduction", [group.grad_reduce_handle])
+
+        group.start_grad_sync = start_grad_sync
+
+    @contextlib.contextmanager
+    def watched_exchanges(self) -> Iterator[None]:
+        """Context manager that counts AMPipe's exchanges of tokens."""
+        from megatron_ampipe.runtime import collectives
+
+        exchange_rows = collectives.exchange_rows
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            transfer = exchange_rows(*args, **kwargs)
+            return dataclasses.replace(transfer, works=tuple(self.begin("exchange", transfer.works)))
+
+        collectives.exchange_rows = watched
+        try:
+            yield
+        finally:
+            collectives.exchange_rows = exchange_rows
+
+
+@dataclasses.dataclass
+class _Watched:
+    """An operation that says when it has been waited for."""
+
+    work: Any
+    ended: Callable[[], None]
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.ended()
+
+
 def run_ddp(
-    layer: Any, *, distributed_optimizer: bool, inputs: list[list[Any]], reductions: Any = None
+    layer: Any,
+    *,
+    distributed_optimizer: bool,
+    inputs: list[list[Any]],
+    reductions: Any = None,
+    wire: Wire | None = None,
+    **ddp_settings: Any,
 ) -> dict[str, Any]:
     """Run iterations of micro-batches under DDP; returns the reduced gradients and counts of hook calls.
 
-    With ``reductions``, the bucket groups ask there before they reduce.
+    With ``reductions``, the bucket groups ask there before they reduce; ``wire`` watches what they start.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -149,12 +224,15 @@ def run_ddp(
         use_distributed_optimizer=distributed_optimizer,
         grad_reduce_in_fp32=True,
         bucket_size=4000,
+        **ddp_settings,
     )
     model = DistributedDataParallel(getattr(layer, "layers", [layer])[0].config, settings, layer)
-    if reductions is not None:
-        from megatron_ampipe.launch.grad_reduce import hold_back
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        if wire is not None:
+            wire.watch(group)
+        if reductions is not None:
+            from megatron_ampipe.launch.grad_reduce import hold_back
 
-        for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
             hold_back(group, reductions)
     fired: dict[str, list[int]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
@@ -239,8 +317,11 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
     return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}
 
 
-def placed(*, distributed_optimizer: bool, schedule: str, degree: int) -> dict[str, Any]:
-    """Reductions that the schedule places, compared with those that Megatron starts; who has started them."""
+def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_settings: Any) -> dict[str, Any]:
+    """Reductions that the schedule places, compared with those that Megatron starts; who has started them.
+
+    And how many of them were in flight together with an exchange of tokens.
+    """
     from megatron_ampipe.runtime.collectives import Transfer
     from megatron_ampipe.runtime.reductions import Reductions
 
@@ -261,13 +342,18 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int) -> dict[s
 
             return Transfer((), begin=begin)
 
-    found, started = [], []
-    for reductions in (None, Noted(on_cuda=False)):
+    found, started, wires = [], [], [Wire(), Wire()]
+    for wire, reductions in zip(wires, (None, Noted(on_cuda=False)), strict=True):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
-        with stage_of_thread() as stage, recorded_collectives(stage) as issued:
+        with stage_of_thread() as stage, recorded_collectives(stage) as issued, wire.watched_exchanges():
             ran = run_ddp(
-                layer, distributed_optimizer=distributed_optimizer, inputs=inputs, reductions=reductions
+                layer,
+                distributed_optimizer=distributed_optimizer,
+                inputs=inputs,
+                reductions=reductions,
+                wire=wire,
+                **ddp_settings,
             )
         found.append(ran["main_grad"])
         started.append(
@@ -282,7 +368,27 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int) -> dict[s
         "started by Megatron": started[0],
         "started": started[1],
         "begun": begun,
+        "reductions": [wire.num_reductions for wire in wires],
+        "overlaps": [wire.overlaps for wire in wires],
+        "handles": sorted(wires[1].handles),
     }
+
+
+def placed_fp32() -> dict[str, Any]:
+    """With reductions that add in fp32, and whose wait is what adds."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+    try:
+        return placed(
+            distributed_optimizer=True,
+            schedule="lancet",
+            degree=1,
+            reduce_scatter_with_fp32_accumulation=True,
+        )
+    finally:
+        # Megatron sets it for the whole process.
+        param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter
 
 
 # Autograd
@@ -616,6 +722,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "same-products-fused": lambda: same_products(fusion=True),
     "placed": lambda: placed(distributed_optimizer=False, schedule="ampipe", degree=2),
     "placed-sharded-lancet": lambda: placed(distributed_optimizer=True, schedule="lancet", degree=1),
+    "placed-sharded-fp32": placed_fp32,
     "layer-hooks": layer_hooks,
     **{
         f"parameter-hooks-{executor}": lambda executor=executor: parameter_hooks(executor)

@@ -6,9 +6,11 @@ module of each rank calls :func:`serve`. Requests and answers are JSON, one per 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -55,8 +57,12 @@ class Service:
             self._start(rank, world_size)
         self._collect("the start", time.monotonic() + start_timeout_s)
 
-    def ask(self, request: Any) -> list[Any]:
+    def ask(self, request: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Send a request to every rank.
+
+        Args:
+            request: A JSON value.
+            timeout_s: In place of that of later requests.
 
         Returns:
             What the ranks' ``answer`` functions returned, or ``{"error": traceback}``, in rank order.
@@ -74,7 +80,7 @@ class Service:
                 process.stdin.flush()
         except BrokenPipeError:
             self._lose(f"a rank ended before {line}")
-        return self._collect(line, time.monotonic() + self._timeout_s)
+        return self._collect(line, time.monotonic() + (timeout_s or self._timeout_s))
 
     def close(self) -> None:
         """Kill the ranks; they have nothing to save."""
@@ -128,6 +134,10 @@ class Service:
         return answers
 
     def _lose(self, reason: str, answers: list[Any] | None = None) -> None:
+        # Each rank writes to its log where it is; it has a second for that.
+        for process in self._processes:
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
         for process in self._processes:
             process.kill()
         logs = "\n".join(
@@ -157,6 +167,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
     Args:
         answer: Takes a request and returns a JSON value. For an exception the traceback is sent.
     """
+    faulthandler.register(signal.SIGUSR1)
     answers = os.fdopen(os.dup(1), "w")
     # Megatron prints to stdout, but the pipe is only for answers.
     os.dup2(2, 1)

@@ -31,6 +31,13 @@ def test_each_rank_alone_would_have_chosen_differently(reports: list[Any]) -> No
     assert any(len({run["alone"] for run in of_ranks}) > 1 for of_ranks in runs)
 
 
+def test_degree_1_is_megatrons_own_layer_and_timed_like_the_others(reports: list[Any]) -> None:
+    for report in reports:
+        for run in report["runs"]:
+            assert run["megatrons"] == [1]
+            assert run["timed"] == [[1, True], [2, True], [4, True], [8, True]]
+
+
 def test_it_chooses_once_for_each_shape(reports: list[Any]) -> None:
     for run in reports[0]["runs"]:
         said = run["said"]

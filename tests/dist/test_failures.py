@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from megatron_ampipe.schedule import (
 from megatron_ampipe.schedule.graph import BlockFeatures
 from tests.dist.launch import run_workers
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
+from tests.rendezvous import meeting_place
 
 DEGREE = 4
 FEATURES = BlockFeatures(losses=True, shared=True, ordered_routing=True)
@@ -118,9 +118,7 @@ def test_a_failing_collective_of_a_layer(direction: str, tmp_path: Path) -> None
 @pytest.mark.timeout(240)
 def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> None:
     """There is no launcher that would end the other ranks: the survivor must detect it itself."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+    address = meeting_place()
     arguments = [
         *TINY_GPT, *TINY_MOE, "--mock-data", "--attention-dropout", "0", "--hidden-dropout", "0",
         "--expert-model-parallel-size", "2", "--train-iters", "100000", "--ampipe-degree", str(DEGREE),
@@ -136,7 +134,7 @@ def test_the_survivor_of_a_killed_rank_ends_with_a_message(tmp_path: Path) -> No
                     cwd=REPOSITORY,
                     env=environment()
                     | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-                    | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+                    | address,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                 )

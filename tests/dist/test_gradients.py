@@ -51,7 +51,22 @@ def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[di
         assert results[name]["unequal"] == []
 
 
-@pytest.mark.parametrize("name", ["placed", "placed-sharded-lancet"])
+PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_placed_reductions_are_alone_on_the_wire(name: str, reports: list[dict[str, Any]]) -> None:
+    """No exchange of tokens is in flight with one; with those that Megatron starts, some are."""
+    for results in reports:
+        megatron, ours = results[name]["reductions"]
+        assert megatron == ours > 0
+        by_megatron, placed = results[name]["overlaps"]
+        assert by_megatron > 0 and placed == 0
+        adds_in_fp32 = "_ReduceScatterWithFP32AccumulationWorkHandle" in results[name]["handles"]
+        assert adds_in_fp32 is (name == "placed-sharded-fp32")
+
+
+@pytest.mark.parametrize("name", PLACED)
 def test_placed_reductions_give_the_same_gradients(name: str, reports: list[dict[str, Any]]) -> None:
     """Bit by bit; what is complete in time starts in a stage of the schedule, in one order on all ranks."""
     first, second = (results[name] for results in reports)

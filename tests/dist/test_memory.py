@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange
+from megatron_ampipe.tools.measuring.case_workload import workload_of_case
+from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.dist.cases import Case
 from tests.dist.launch import run_workers
 
@@ -64,6 +68,24 @@ CASES = [
     for schedule, executor in (("ampipe", "sequential"), ("ampipe", "thread"), ("moe-only", "thread"))
 ]
 
+# In one chunk: the ranks send each token once, or weight gradients are separate stages.
+SENT_ONCE = [
+    dataclasses.replace(
+        case("top2-swiglu-losses", degree=1, executor=executor),
+        name=f"top2-swiglu-losses degree 1 ranks {executor}",
+        exchange=Exchange.RANKS,
+    )
+    for executor in ("sequential", "thread")
+]
+IN_ONE_CHUNK = [
+    case(model, degree=1, schedule="lancet", executor=executor)
+    for model, executor in (
+        ("top1", "sequential"),
+        ("top1", "thread"),
+        ("top2-swiglu-losses", "thread"),
+        ("shared", "thread"),
+    )
+]
 
 # Without recompute, one schedule of two layers and one of four; then four layers that keep their inputs.
 TWO, FOUR, *RECOMPUTED = (
@@ -83,7 +105,12 @@ TWO, FOUR, *RECOMPUTED = (
 )
 RESTORING = [
     dataclasses.replace(FOUR, name=f"mmmm {executor} memory {memory}", executor=executor, memory=memory)
-    for executor, memory in (("sequential", "rebuild"), ("thread", "rebuild"), ("thread", "redispatch"))
+    for executor, memory in (
+        ("sequential", "rebuild"),
+        ("thread", "rebuild"),
+        ("thread", "redispatch"),
+        ("thread", "offload"),
+    )
 ]
 STACKS = [
     stacks("top1", degree=2, executor="thread"),
@@ -95,7 +122,17 @@ STACKS = [
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """The reports by rank and case name."""
-    cases = [*STOCK.values(), *CASES, *itertools.chain(*STACKS), TWO, FOUR, *RECOMPUTED, *RESTORING]
+    cases = [
+        *STOCK.values(),
+        *CASES,
+        *SENT_ONCE,
+        *IN_ONE_CHUNK,
+        *itertools.chain(*STACKS),
+        TWO,
+        FOUR,
+        *RECOMPUTED,
+        *RESTORING,
+    ]
     found = run_workers(
         "tests.dist.memory_worker",
         [json.dumps([dataclasses.asdict(case) for case in cases])],
@@ -108,7 +145,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("model", "case"),
-    [(model, case) for model in MODELS for case in CASES if case.name.startswith(f"{model} ")],
+    [(model, case) for model in MODELS for case in (*CASES, *SENT_ONCE) if case.name.startswith(f"{model} ")],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
 def test_peak_is_not_above_stock(model: str, case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
@@ -163,7 +200,8 @@ def test_experts_that_restore_their_tensors_keep_less(
         peak = restoring["peak_bytes"] / keeping["peak_bytes"]
         print(f"{case.name}: {kept:.3f} after the forward pass, peak {peak:.3f} of keep")
         assert kept <= (11 if case.memory == "rebuild" else 10) / 23 + 0.02
-        assert peak <= (0.58 if case.memory == "rebuild" else 0.55)
+        # Of the four layers, 3 of 16 chunks are loaded at once.
+        assert peak <= {"rebuild": 0.58, "redispatch": 0.55, "offload": 0.6}[case.memory]
         assert restoring["left_bytes"] <= keeping["left_bytes"]
 
 
@@ -173,6 +211,164 @@ def test_only_gradients_stay_allocated(model: str, reports: list[dict[str, dict[
     """After the backward pass only the gradients of the input and the parameters are alive."""
     for report in reports:
         expected = report[STOCK[model].name]["left_bytes"]
-        for case in CASES:
+        for case in (*CASES, *SENT_ONCE, *IN_ONE_CHUNK):
             if case.name.startswith(f"{model} "):
                 assert report[case.name]["left_bytes"] <= expected, case.name
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", IN_ONE_CHUNK, ids=lambda case: case.name)
+def test_weight_gradients_that_wait_hold_what_one_product_takes(
+    case: Case, reports: list[dict[str, dict[str, Any]]]
+) -> None:
+    """The input of an expert's last product waits for the weight's gradient; Megatron's layer has used it."""
+    for report in reports:
+        stock, ours = report[STOCK[case.name.partition(" ")[0]].name], report[case.name]
+        width = SHAPE["ffn_hidden_size"]
+        held = max(
+            size
+            for size, place, shape in ours["largest"]
+            if place.startswith("expert") and shape[1:] == [width]
+        )
+        above = ours["peak_bytes"] - stock["peak_bytes"]
+        print(f"{case.name}: {above / 2**20:.2f} MiB above stock, the product takes {held / 2**20:.2f}")
+        assert above <= held + (ABOVE_STOCK - 1) * stock["peak_bytes"]
+
+
+def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
+    """What the planner predicts for a case."""
+    model = case.model
+    block = GridCase(
+        name=case.name,
+        sequence_length=case.sequence_length,
+        batch=case.batch,
+        hidden=model["hidden_size"],
+        heads=model["num_attention_heads"],
+        experts=model["num_moe_experts"],
+        topk=model.get("moe_router_topk", 1),
+        ffn=model["ffn_hidden_size"],
+        shared_ffn=model.get("moe_shared_expert_intermediate_size"),
+        activation="swiglu" if model.get("gated_linear_unit") else "gelu",
+        dtype="bf16" if model.get("bf16") else "fp32",
+    )
+    return peak_bytes(
+        workload_of_case(block, num_ranks=num_ranks, fused_gradients=False),
+        forward_degree=case.degree,
+        backward_degree=case.degree,
+        num_layers=len(case.layers),
+        memory=case.memory,
+        local=True,
+        gathers=True,
+        whole_attention=case.pipeline.whole_attention,
+        splits_weights=case.pipeline.splits_weights,
+    )
+
+
+PREDICTED = [
+    *STOCK.values(),
+    *CASES,
+    *SENT_ONCE,
+    *IN_ONE_CHUNK,
+    *itertools.chain(*STACKS),
+    TWO,
+    FOUR,
+    *RESTORING,
+]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", PREDICTED, ids=lambda case: case.name)
+def test_the_planner_predicts_the_peak(case: Case, reports: list[dict[str, dict[str, Any]]]) -> None:
+    measured = max(report[case.name]["peak_bytes"] for report in reports)
+    predicted = predicted_bytes(case)
+    print(f"{case.name}: {measured / 2**20:.2f} MiB, predicted {predicted / measured - 1:+.1%}")
+    assert predicted == pytest.approx(measured, rel=0.05)
+
+
+FOUR_RANKS = 4
+RING = Case(
+    name="ring",
+    degree=4,
+    kernel="cpu-flash",
+    sequence_length=SEQUENCE_LENGTH,
+    parallel={"context_parallel_size": FOUR_RANKS, "expert_model_parallel_size": FOUR_RANKS},
+    layers="mm",
+    model=SHAPE,
+)
+RINGS = [
+    dataclasses.replace(RING, name="alone", degree=1),
+    RING,
+    dataclasses.replace(RING, name="gathered", model=SHAPE | {"cp_comm_type": "all_gather"}),
+]
+# Eight layers on two data-parallel groups of two expert-parallel ranks.
+EIGHT = dataclasses.replace(
+    case("top1", degree=1),
+    name="eight",
+    layers="m" * 8,
+    stack=0,
+    parallel={"expert_model_parallel_size": 2},
+)
+# The block of docs/measured/memory-grid.yaml.
+EIGHT_BF16 = dataclasses.replace(
+    EIGHT,
+    name="eight bf16",
+    model=EIGHT.model | {"hidden_size": 256, "ffn_hidden_size": 1024, "moe_router_topk": 2, "bf16": True},
+)
+EIGHTS = [
+    EIGHT,
+    EIGHT_BF16,
+    *(
+        dataclasses.replace(stock, name=f"{stock.name} {memory}", degree=4, executor="thread", memory=memory)
+        for stock, memories in (
+            (EIGHT, (KEEP, "offload", "S2", "S3", "rebuild/keep/rebuild/rebuild")),
+            (EIGHT_BF16, (KEEP, "offload", "S3")),
+        )
+        for memory in memories
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """The reports of four ranks by rank and case name."""
+    cases = [*RINGS, *EIGHTS]
+    found = run_workers(
+        "tests.dist.memory_worker",
+        [json.dumps([dataclasses.asdict(case) for case in cases])],
+        world_size=FOUR_RANKS,
+        folder=tmp_path_factory.mktemp("four"),
+    )
+    return [{case.name: one for case, one in zip(cases, rank, strict=True)} for rank in found]
+
+
+@pytest.mark.world_size(4)
+def test_a_ring_keeps_the_keys_of_its_rank(of_four: list[dict[str, dict[str, Any]]]) -> None:
+    """Next to a layer whose rows attend to those of their rank alone, which has no other keys at any time."""
+    # Keys and values of the other ranks, of both layers.
+    others = 2 * 2 * 4 * SHAPE["hidden_size"] * RING.sequence_length * (FOUR_RANKS - 1) // FOUR_RANKS
+    for of in of_four:
+        for case in RINGS:
+            found = of[case.name]
+            print(
+                f"{case.name}: {found['after_forward_bytes'] / 2**20:.2f} MiB, "
+                f"peak {found['peak_bytes'] / 2**20:.2f}"
+            )
+        for figure in ("after_forward_bytes", "peak_bytes"):
+            assert of["ring"][figure] <= 1.03 * of["alone"][figure]
+            assert of["ring"][figure] + others <= of["gathered"][figure]
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("case", EIGHTS, ids=lambda case: case.name)
+def test_the_planner_predicts_the_peak_of_two_groups(
+    case: Case, of_four: list[dict[str, dict[str, Any]]]
+) -> None:
+    measured = max(of[case.name]["peak_bytes"] for of in of_four)
+    stock = EIGHT_BF16 if case.model.get("bf16") else EIGHT
+    less = 1 - measured / max(of[stock.name]["peak_bytes"] for of in of_four)
+    predicted = predicted_bytes(case)
+    print(
+        f"{case.name}: {measured / 2**20:.2f} MiB, {less:.1%} less, predicted {predicted / measured - 1:+.1%}"
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert less >= (0.45 if case.memory in STRATEGIES and case.memory != KEEP else 0.0)

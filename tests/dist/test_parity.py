@@ -10,27 +10,39 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.schedule import STRATEGIES, of_chunks
-from tests.dist.cases import MEMORY, PARITY, Case
+from tests.dist.cases import MEMORY, PARITY, SCATTERED, Case
 from tests.dist.launch import run_workers
 
 TOLERANCE = 1e-5
 
 
-class Reports(dict[int, list[Any]]):
-    """The ranks' reports by world size; the selected cases of a world size share one launch of processes."""
+PER_LAUNCH = 80
+"""Cases that share processes. The process groups of each case stay, with threads, until the processes end."""
+
+
+class Reports:
+    """The ranks' reports of the selected cases, of which several share one launch of processes."""
 
     def __init__(self, folders: pytest.TempPathFactory, selected: set[str]) -> None:
-        super().__init__()
-        self._folders, self._selected = folders, selected
+        self._folders, self._reports = folders, dict[str, list[Any]]()
+        self._launches = dict[str, list[str]]()
+        for world_size in {case.world_size for case in PARITY}:
+            names = [case.name for case in PARITY if case.world_size == world_size and case.name in selected]
+            for shared in (names[i : i + PER_LAUNCH] for i in range(0, len(names), PER_LAUNCH)):
+                self._launches |= dict.fromkeys(shared, shared)
 
-    def __missing__(self, world_size: int) -> list[Any]:
-        self[world_size] = run_workers(
-            "tests.dist.parity_worker",
-            [case.name for case in PARITY if case.world_size == world_size and case.name in self._selected],
-            world_size=world_size,
-            folder=self._folders.mktemp(f"parity{world_size}"),
-        )
-        return self[world_size]
+    def __getitem__(self, case: Case) -> list[Any]:
+        """What each rank reported of a case's launch, by names of cases."""
+        if case.name not in self._reports:
+            shared = self._launches[case.name]
+            reports = run_workers(
+                "tests.dist.parity_worker",
+                shared,
+                world_size=case.world_size,
+                folder=self._folders.mktemp(f"parity{case.world_size}"),
+            )
+            self._reports |= dict.fromkeys(shared, reports)
+        return self._reports[case.name]
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +53,8 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
-def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
-    for rank, results in enumerate(reports[case.world_size]):
+def test_equals_stock(case: Case, reports: Reports) -> None:
+    for rank, results in enumerate(reports[case]):
         result = results[case.name]
         assert "error" not in result, f"rank {rank}:\n{result['error']}"
         assert result["same state_dict"]
@@ -53,11 +65,9 @@ def test_equals_stock(case: Case, reports: dict[int, list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
-def test_modules_are_called_before_their_parameters_are_read(
-    case: Case, reports: dict[int, list[Any]]
-) -> None:
+def test_modules_are_called_before_their_parameters_are_read(case: Case, reports: Reports) -> None:
     """Megatron's forward pre-hooks wait for the parameters of their module (``--overlap-param-gather``)."""
-    for results in reports[case.world_size]:
+    for results in reports[case]:
         assert_called_before_read(results[case.name]["parameter reads"])
 
 
@@ -71,9 +81,9 @@ def assert_called_before_read(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in PARITY if case.only_losses], ids=lambda case: case.name)
-def test_router_losses_alone_give_the_router_a_gradient(case: Case, reports: dict[int, list[Any]]) -> None:
+def test_router_losses_alone_give_the_router_a_gradient(case: Case, reports: Reports) -> None:
     """The comparison above would also pass with zeros: with only the losses, this gradient is not zero."""
-    for results in reports[case.world_size]:
+    for results in reports[case]:
         largest = results[case.name]["largest"]
         routers = [value for name, value in largest.items() if name.endswith("mlp.router.weight")]
         assert len(routers) == case.layers.count("m") and min(routers) > 1e-6
@@ -82,12 +92,12 @@ def test_router_losses_alone_give_the_router_a_gradient(case: Case, reports: dic
 @pytest.mark.parametrize(
     "case", [case for case in PARITY if case.backward_degree], ids=lambda case: case.name
 )
-def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: dict[int, list[Any]]) -> None:
+def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: Reports) -> None:
     if case.executor != "thread":
         pytest.skip("only the thread executor is recorded")
     degrees = {"forward": case.degree, "backward": case.backward_degree}
     of_experts = case.layers.count("m")
-    for results in reports[case.world_size]:
+    for results in reports[case]:
         ran = [tuple(stage) for stage in results[case.name]["stages"]]
         for direction, degree in degrees.items():
             for kind in ("dispatch", "combine", "expert"):
@@ -95,14 +105,44 @@ def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: di
                 assert times == degree * of_experts
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in SCATTERED if case.executor == "thread"], ids=lambda case: case.name
+)
+def test_rows_are_exchanged_in_stages_without_a_changed_bit(case: Case, reports: Reports) -> None:
+    """Compared with linear layers that do it inside."""
+    scatter, gather = "scatter-rows", "gather-rows"
+    if case.ranks_per_node is not None:
+        scatter, gather = "scatter-rows-intra", "gather-rows-intra"
+    for results in reports[case]:
+        assert results[case.name]["changed"] == []
+        ran = {(direction, name.partition(".")[0]) for direction, name in results[case.name]["stages"]}
+        kinds = {kind for _, kind in ran if "rows" in kind}
+        expected = {scatter, gather, f"re{gather}"} if case.stack != 1 else {scatter}
+        if case.recompute:
+            expected = {scatter, gather, f"again:{scatter}", f"again:{gather}"}
+        assert kinds == expected
+        assert {("forward", scatter), ("backward", scatter)} <= ran
+
+
 @pytest.mark.parametrize("case", MEMORY, ids=lambda case: case.name)
-def test_a_memory_strategy_changes_no_bit(case: Case, reports: dict[int, list[Any]]) -> None:
+def test_a_memory_strategy_changes_no_bit(case: Case, reports: Reports) -> None:
     degree = case.backward_degree or case.degree
     names = of_chunks(case.memory) * (degree if case.memory in STRATEGIES else 1)
-    kinds = {"keep": (), "rebuild": ("rebuild",), "redispatch": ("repermute", "redispatch", "rebuild")}
+    kinds = {
+        "keep": (),
+        "rebuild": ("rebuild",),
+        "redispatch": ("repermute", "redispatch", "rebuild"),
+        "offload": ("store", "load"),
+        "S2": ("store", "repermute", "redispatch", "resort", "load"),
+        "S3": ("store-tokens", "load-tokens", "rebuild"),
+    }
     restoring = {f"{kind}.{chunk}" for chunk, name in enumerate(names) for kind in kinds[name]}
-    for results in reports[case.world_size]:
+    for results in reports[case]:
         result = results[case.name]
-        assert result["differs from keep"] == []
-        ran = {name for _, name in result["stages"] if name.partition(".")[0] in kinds["redispatch"]}
+        assert result["changed"] == []
+        every = {kind for of_strategy in kinds.values() for kind in of_strategy}
+        ran = {name for _, name in result["stages"] if name.partition(".")[0] in every}
+        if degree != case.degree:
+            # Copies to host memory are of chunks of the forward pass.
+            restoring, ran = ({name for name in one if "store" not in name} for one in (restoring, ran))
         assert case.executor != "thread" or restoring == ran

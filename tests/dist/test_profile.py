@@ -5,6 +5,7 @@ How well the times fit depends on the load of the machine, so the limits of the 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megatron_ampipe.cli import build_parser, main
 from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import build
+from megatron_ampipe.schedule import Exchange, build
 from megatron_ampipe.tools import profile_command
 from megatron_ampipe.tools.measuring import rank_processes
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
@@ -83,3 +84,25 @@ def test_as_one_of_torchruns_ranks(grid: Path, tmp_path: Path) -> None:
         refused = "Close other work and measure again" in run.output
         assert refused and run.output.count("exitcode  : 3") == 1, run.output[-3000:]
         assert not output.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_two_classes_of_links(grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two nodes: the file has figures of both, with which two hops can be predicted."""
+    monkeypatch.setattr(fit, "LEAST_R_SQUARED", -1e9)
+    monkeypatch.setattr(fit, "LEAST_FALL", 0.0)
+    output = tmp_path / "cluster.yaml"
+    words = ["--grid", str(grid), "--link", "inter=10mbit,intra=80mbit", "--nodes", "2"]
+    words += ["--ranks-per-node", "2", "--repeats", "3", "--output", str(output)]
+    assert main(["profile", *words]) == 0
+    cluster = read_cluster(output)
+    assert cluster.ranks_per_node == 2
+    exchanges = {"all_to_all", "stock_all_to_all"}
+    assert exchanges <= set(cluster.intra or ())
+    assert exchanges | {"direct_all_to_all"} <= set(cluster.inter or ())
+    # Its messages fit into what an idle link saves up, so nothing is said of times.
+    case = profile_command._case(build_parser("profile").parse_args(["profile", *words]))
+    workload = workload_of_case(case, num_ranks=4, fused_gradients=True)
+    predictor = Predictor(workload, cluster).with_exchange(Exchange.NODES)
+    schedule = build("ampipe", degree=2, features=predictor.features)
+    assert predictor.pass_us(schedule, (64, 64)).forward > 0

@@ -51,6 +51,9 @@ NO_QUERY_COMPRESSION = {"q_lora_rank": None, "qk_layernorm": False}
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("property")
     with Service("tests.dist.property_worker", world_size=2, folder=folder) as ranks:
+        # Megatron compiles an extension when a checkpoint without outputs first runs: up to a minute.
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+        ranks.ask(dataclasses.asdict(Case("first", model=LATENT | recompute)), timeout_s=300)
         yield ranks
 
 

@@ -303,6 +303,16 @@ _TOOLS = (
     Row("bench-grid-axes", "bench --grid {here}/axes.grid", "axes: they make 1099511627776 cases. Make"),
     Row("bench-grid-bomb", "bench --grid {here}/bomb.yaml", "the alias *a repeats a list or a section"),
     Row("bench-ranks", "bench --ranks 1000000", "--ranks 1000000: does not divide the 4 experts of case"),
+    Row(
+        "bench-two-hops",
+        "bench --exchange rows,2dh",
+        "--exchange 2dh: --link none has no nodes. Use --link inter=50mbit,intra=400mbit --nodes 2 --ranks-p",
+    ),
+    Row(
+        "plan-two-hops",
+        _ON + "dgx-h100 --ranks 8 --exchange 2dh",
+        "--exchange 2dh: saves nothing in this layout: no rank or node gets a token twice, or ranks are not",
+    ),
     Row("bench-degrees", f"bench --degrees {_NINES}", "is not a list of whole numbers of at least 1. Use"),
     Row("bench-seed", "bench --seed 99999999999999999999", "is more than 4294967295"),
     Row("bench-predict-plan", "bench --predict {here}/good.plan", "format: is not a known key. Use one of"),
@@ -461,6 +471,31 @@ _FLAGS = (
         "save-empty",
         "train --ampipe-degree 2 --save '' --save-interval 2",
         "--save (empty): names nothing, so that",
+    ),
+    Row(
+        "router-hash-mtp",
+        "train --ampipe-router hash --mtp-num-layers 1 --position-embedding-type rope",
+        "--mtp-num-layers 1: with --ampipe-router hash, layers of multi-token prediction embed later",
+    ),
+    Row(
+        "router-hash-drops",
+        "train --ampipe-degree 2 --ampipe-router hash --moe-expert-capacity-factor 1",
+        "--moe-token-drop-policy probs: with --ampipe-router hash, all weights are equal",
+    ),
+    Row(
+        "router-hash-balancing",
+        "train --ampipe-degree 2 --ampipe-router hash --moe-router-load-balancing-type sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn: with --ampipe-router hash, experts are a fixed function",
+    ),
+    Row(
+        "router-hash-loss",
+        "train --ampipe-degree 2 --ampipe-router hash --moe-aux-loss-coeff 0.1",
+        "--moe-aux-loss-coeff 0.1: has no effect with --ampipe-router hash",
+    ),
+    Row(
+        "router-ids-mlp-chunks",
+        "train --ampipe-router tests.gates:BiasedByIdRouter --mlp-chunks-for-training 2",
+        "--mlp-chunks-for-training 2: with --ampipe-router tests.gates:BiasedByIdRouter, Megatron routes",
     ),
     Row(
         "flag-underscore",

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.forked import REPOSITORY, run_ranks
+from tests.rendezvous import meeting_place
 
 MODULE = "megatron_ampipe.pretrain_gpt"
 SEVERAL = "tests.megatron.runs_worker"
@@ -137,9 +137,7 @@ def _run_forked(
     module: str, arguments: Sequence[str], *, num_ranks: int, timeout_s: float
 ) -> tuple[int, list[str]]:
     """The exit code of the first rank that failed, and what each rank printed."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
+    address = meeting_place()
     environments = [
         environment()
         | address

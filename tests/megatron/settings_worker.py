@@ -63,8 +63,12 @@ def every_flag(parser: argparse.ArgumentParser) -> list[str]:
         words.append(flag)
         if action.nargs != 0:
             several = {None: 1, "+": 2, "*": 2}.get(action.nargs, action.nargs)
-            words += [accepted_value(action)] * several
+            words += [CHECKED.get(flag) or accepted_value(action)] * several
     return words
+
+
+CHECKED = {"--cp-comm-type": "p2p"}
+"""Values of flags that the parser takes as any text, and the check of values does not."""
 
 
 def accepted_value(action: argparse.Action) -> str:

@@ -102,7 +102,7 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for degree, ways in report["block"]["stages"].items()
     }
     path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    profile = assemble(CASE, [report], ranks_per_node=2, description="of a test", source="a test")
+    profile = assemble(CASE, [report] * 2, ranks_per_node=2, description="of a test", source="a test")
     write_cluster(profile.cluster, path, head="test")
     return path
 

@@ -38,7 +38,8 @@ COMMON = [
 PACKED = "--dataloader-inter-document-masking"
 TWO_SEQUENCES = (
     "--micro-batch-size 2 --group-query-attention --num-query-groups 2 "
-    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1"
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-1 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 )
 DOCUMENT_BYTES = {"one": (300, 500), "three": (20, 22), "many": (2, 9)}
 RUNS: dict[str, tuple[str, str, str]] = {
@@ -53,7 +54,8 @@ RUNS: dict[str, tuple[str, str, str]] = {
     ),
     "masked": (
         "three",
-        "--reset-attention-mask --reset-position-ids --eod-mask-loss --micro-batch-size 2",
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss --micro-batch-size 2 "
+        "--window-size 16,0 --window-attn-skip-freq 2",
         DEGREE_4,
     ),
 }

@@ -1,6 +1,7 @@
-"""Training runs that send a token once to each rank or node (``--ampipe-exchange``), compared with stock.
+"""Training runs that send a token once to each rank or node, or in two hops (``--ampipe-exchange``).
 
-All runs of a layout have the same mock data and seed and share their ranks; they must log the same digits.
+All runs of a layout have the same mock data and seed as stock's and share its ranks; they must log the
+same digits.
 """
 
 from __future__ import annotations
@@ -61,13 +62,44 @@ def test_tensor_parallel_runs_equal_stock() -> None:
     assert_same_digits(found["stock"], found["chunks"], iterations=4)
 
 
-def test_two_hops_equal_stock() -> None:
-    """Four ranks on two nodes."""
+def test_gathers_of_experts_that_ranks_share_equal_stock() -> None:
+    """Four ranks on two nodes, and what each memory strategy gathers once more."""
+    layout = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    ours = f"{layout} --ampipe-degree 4 --ampipe-ranks-per-node 2"
+    found = _train(
+        {
+            "stock": layout,
+            "gathers": f"{ours} --ampipe-memory rebuild/redispatch/S2/S3",
+            "ranks": f"{ours} --ampipe-exchange ranks --ampipe-schedule lancet",
+        },
+        num_ranks=4,
+    )
+    for kind in ("gathers", "ranks"):
+        assert_same_digits(found["stock"], found[kind], iterations=4)
+
+
+def test_two_hops_and_their_restarts_equal_stock(tmp_path: Path) -> None:
+    """Four ranks on two nodes. Each goes on from a checkpoint of the other."""
     layout = "--expert-model-parallel-size 4"
-    nodes = f"{layout} --ampipe-exchange nodes --ampipe-ranks-per-node 2 --ampipe-degree 4"
-    found = _train({"stock": layout, "nodes": nodes}, num_ranks=4)
-    assert_same_digits(found["stock"], found["nodes"], iterations=4)
-    assert "exchange nodes a row for each node that has experts of a token" in found["nodes"].table
+    in_hops = f"{layout} --ampipe-ranks-per-node 2 --ampipe-degree 4 --ampipe-exchange"
+    kinds = {"stock": layout, "nodes": f"{in_hops} nodes", "2dh": f"{in_hops} 2dh"}
+    runs = {}
+    for (kind, flags), other in zip(kinds.items(), ("2dh", "stock", "nodes"), strict=True):
+        runs[kind] = f"{flags} --save {tmp_path / kind} --save-interval {SAVED_ITERATION}"
+        runs[f"{kind} from {other}"] = f"{flags} --load {tmp_path / other} --ckpt-step {SAVED_ITERATION}"
+    # Checkpoints have to be there first.
+    found = _train(dict(sorted(runs.items(), key=lambda run: "from" in run[0])), num_ranks=4)
+    for kind, told in (
+        ("nodes", "a row for each node that has experts of a token"),
+        ("2dh", "a row for each expert of a token, to its node and then inside it"),
+    ):
+        assert_same_digits(found["stock"], found[kind], iterations=4)
+        assert f"exchange {kind} {told}" in found[kind].table
+    for resumed in ("stock from 2dh", "nodes from stock", "2dh from nodes"):
+        assert_resumed(found[resumed], found["stock"], first=SAVED_ITERATION + 1)
 
 
 def _train(runs: dict[str, str], *, num_ranks: int = 2) -> Mapping[str, Run]:

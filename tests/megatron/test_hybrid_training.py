@@ -82,6 +82,12 @@ LAYOUTS: dict[str, dict[str, Pair]] = {
     },
     "pp2": {
         "stages": Pair("*EM*E|*E*-", "3 pairs of 9 layers", flags="--pipeline-model-parallel-size 2"),
+        "stages-hash": Pair(
+            "*EM*E|*E*-E",
+            "3 pairs of 10 layers",
+            flags="--pipeline-model-parallel-size 2 --ampipe-router hash --moe-aux-loss-coeff 0 "
+            "--moe-router-load-balancing-type none",
+        ),
     },
 }
 PAIRS = {name: (layout, pair) for layout, pairs in LAYOUTS.items() for name, pair in pairs.items()}

@@ -46,10 +46,27 @@ PAIRS = {
         "--expert-tensor-parallel-size 1",
         "--ampipe-degree 4 --ampipe-stack all",
     ),
+    "sinkhorn": (
+        "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-z-loss-coeff 0.01 "
+        "--moe-shared-expert-intermediate-size 32 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+        "--ampipe-degree 4",
+    ),
+    "quantiles": (
+        "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        "--ampipe-degree 2 --ampipe-stack all",
+    ),
+    "probs": (
+        "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy probs "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --micro-batch-size 2",
+        "--ampipe-degree 4 --ampipe-backward-degree 2 --ampipe-stack all",
+    ),
     "padded": (
         "--moe-expert-capacity-factor 1.25 --moe-token-drop-policy position "
         "--moe-pad-expert-input-to-capacity --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias",
+        "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff -0.1 "
+        "--moe-z-loss-coeff -0.001",
         "--ampipe-degree 4",
     ),
 }
@@ -74,6 +91,10 @@ def runs(folder: Path) -> Mapping[str, Run]:
 @pytest.mark.parametrize("name", PAIRS)
 def test_trains_like_stock(name: str, runs: Mapping[str, Run]) -> None:
     assert_same_digits(runs[name], runs[f"{name}-ampipe"], iterations=4)
+
+
+def test_a_loss_that_megatron_leaves_out_is_reported(runs: Mapping[str, Run]) -> None:
+    assert "--moe-aux-loss-coeff -0.1 ignored: Megatron adds no loss" in runs["padded-ampipe"].table
 
 
 def test_the_records_of_the_routing_are_those_of_stock(folder: Path, runs: Mapping[str, Run]) -> None:

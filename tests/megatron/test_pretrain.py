@@ -4,7 +4,6 @@ import math
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from tests.megatron.launcher import (
     train,
     unfolded,
 )
+from tests.rendezvous import meeting_place
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -132,9 +132,7 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 def _start_alone(log: Path, *arguments: str, until: str) -> subprocess.Popen[bytes]:
     """Start a run of one rank, and wait until it prints ``until``."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(found.getsockname()[1])}
+    address = meeting_place()
     with log.open("wb") as output:
         job = subprocess.Popen(
             [sys.executable, "-m", MODULE, *TINY_GPT, *TINY_MOE, "--mock-data", *arguments],

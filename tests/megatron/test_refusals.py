@@ -23,6 +23,14 @@ PROCESS_GROUP_MADE = 99
 OTHERS = {
     "degree-0": ([*ACCEPTED, "--ampipe-degree", "0"], "--ampipe-degree 0: must be a whole number"),
     "degree-negative": ([*ACCEPTED, "--ampipe-degree", "-1"], "--ampipe-degree -1: must be a whole number"),
+    "padding-for-8-bit-without": (
+        [*ACCEPTED, "--moe-router-padding-for-fp8"],
+        "fp8/fp4 must be specified when moe_router_padding_for_quantization is True",
+    ),
+    "padding-for-quantization-without": (
+        [*ACCEPTED, "--moe-router-padding-for-quantization"],
+        "fp8/fp4 must be specified when moe_router_padding_for_quantization is True",
+    ),
     "degree-word": ([*ACCEPTED, "--ampipe-degree", "four"], "--ampipe-degree 'four': "),
     "degree-fraction": ([*ACCEPTED, "--ampipe-degree", "2.5"], "--ampipe-degree '2.5': "),
     "degree-above-sequence": (

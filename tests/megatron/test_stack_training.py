@@ -36,7 +36,7 @@ COMMON = [
 ]
 EP = "--expert-model-parallel-size 2 "
 ALL = "--ampipe-stack all --ampipe-degree 2"
-REBUILD, REDISPATCH = f"{ALL} --ampipe-memory rebuild", f"{ALL} --ampipe-memory redispatch"
+REBUILD, REDISPATCH = (f"{ALL} --ampipe-memory {two}" for two in ("rebuild/offload", "redispatch/S3"))
 PLACED = "--ampipe-grad-reduce placed"
 OTHERS = (ALL, "--ampipe-stack 2 --ampipe-degree 4 --ampipe-backward-degree 2")
 
@@ -176,7 +176,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
         {"context_parallel_size": 2},
         (
             "1, in place of all",
-            "a boundary after every layer: with context parallelism, a layer gathers keys and values of the "
+            "a boundary after every layer: with context parallelism, a layer needs keys and values of the "
             "whole sequence",
         ),
     ),
@@ -185,7 +185,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_start_up_table_says_where_boundaries_are(name: str) -> None:
-    from megatron_ampipe.launch.attach import _stack_row
+    from megatron_ampipe.launch.startup_rows import stack_row
 
     stack, settings, expected = ROWS[name]
     plain = {
@@ -198,4 +198,4 @@ def test_the_start_up_table_says_where_boundaries_are(name: str) -> None:
         "hybrid_layer_pattern": None,
     }
     args = argparse.Namespace(**plain | settings)
-    assert _stack_row(args, Pipeline.of(4, stack=stack)) == ("layers per schedule", *expected)
+    assert stack_row(args, Pipeline.of(4, stack=stack)) == ("layers per schedule", *expected)

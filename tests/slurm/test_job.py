@@ -29,9 +29,11 @@ SECOND_NODE_FAILS = 'if [ "$SLURM_NODEID" = 1 ]; then exit 3; else sleep 600; fi
 WAITS = "echo waiting; sleep 600"
 LISTENS = """
 import os, pathlib, signal, time
+run_dir = pathlib.Path("runs/job", os.environ["SLURM_JOB_ID"])
 def leave(*_):
+    while not (run_dir / "all signals were sent").exists():
+        time.sleep(0.05)
     time.sleep(0.5)
-    run_dir = pathlib.Path("runs/job", os.environ["SLURM_JOB_ID"])
     (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text("7\\n")
     raise SystemExit(0)
 print("at first", signal.signal(signal.SIGUSR1, leave).name, flush=True)
@@ -110,6 +112,7 @@ def test_a_signal_reaches_the_ranks_and_the_script_waits_for_them(run: Run, time
     for asked in range(times):
         os.kill(cluster.script_pid, signal.SIGUSR1)
         cluster.until(lambda asked=asked: cluster.said("job").count("received USR1") > asked)
+    (cluster.run_dir("job") / "all signals were sent").touch()
     cluster.wait()
     assert cluster.said("job").count("received USR1") == times
     (attempt,) = cluster.attempts

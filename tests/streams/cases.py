@@ -25,8 +25,8 @@ from megatron_ampipe.schedule import (
     memory_to_text,
     with_memory,
 )
-from megatron_ampipe.schedule.kinds import COMM, COMPUTE
-from tests.dist.cases import AUX, ONCE_PER_NODE, PARITY, TIGHT, Case, Z
+from megatron_ampipe.schedule.kinds import COMM, COMPUTE, INTRA
+from tests.dist.cases import AUX, COPIES_OVER_NODES, ONCE_PER_NODE, PARITY, TIGHT, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]
 """As ``schedule.issue_order``."""
@@ -103,17 +103,19 @@ def runs() -> Iterator[Run]:
     for case in PARITY:
         # The split of the sequence and the attention kernel make no difference here.
         told = case.name.startswith(("degree", "length", "kernel", "only"))
-        # DeepEP has its own streams, of which the device knows nothing.
+        # DeepEP has its own streams, of which the device knows nothing; HybridEP's stand-in is of real ranks.
         told = told or case.name.startswith("flex") or case.pipeline.is_stock
         if case.executor == "thread" and case.world_size == RANKS and not case.parallel and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     yield from random_runs()
     yield from runs_of_nodes()
+    yield from runs_of_shares()
+    yield from runs_of_rows()
 
 
 def runs_of_nodes() -> Iterator[Run]:
     """Two hops on two lanes, with named and with random orders."""
-    for case in ONCE_PER_NODE:
+    for case in (*ONCE_PER_NODE, *COPIES_OVER_NODES):
         if not case.parallel:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     for number in range(10):
@@ -121,10 +123,66 @@ def runs_of_nodes() -> Iterator[Run]:
         memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
         features = with_memory(BlockFeatures(losses=True, nodes=True, chunked_qkv=True), memory)
         order = random_schedule(degree, features, chooser)
-        pipeline = Pipeline.of(degree, order=order, memory=memory, exchange=Exchange.NODES)
+        exchange = (Exchange.NODES, Exchange.TWO_DIMENSIONAL)[number % 4 // 2]
+        pipeline = Pipeline.of(degree, order=order, memory=memory, exchange=exchange)
         case = dataclasses.replace(ONCE_PER_NODE[0], executor="cuda", degree=degree)
         issue = functools.partial(random_issue, chooser) if number % 2 else None
         yield Run(f"random-nodes-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
+
+
+def runs_of_shares() -> Iterator[Run]:
+    """Two ranks for each expert, which gather on one of two lanes, with named and with random orders."""
+    for nodes, ranks in ((None, 1), (RANKS, RANKS)):
+        parallel = {"expert_tensor_parallel_size": RANKS, "expert_model_parallel_size": ranks}
+        shared = block(local_experts=2, parallel=parallel, ranks_per_node=nodes)
+        name = "shares" if nodes is None else "shares-on-nodes"
+        for forward, backward in ((4, 4), (4, 2), (2, 4)):
+            yield Run(
+                f"{name}-{forward}-{backward}", shared, Pipeline(degree=forward, backward_degree=backward)
+            )
+        yield Run(f"{name}-late", shared, issue=lazy_issue)
+        for number in range(10):
+            chooser = random.Random(number)
+            memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
+            gathers = COMM if nodes is None else INTRA
+            features = with_memory(BlockFeatures(gathers=gathers, chunked_qkv=True), memory)
+            order = random_schedule(degree, features, chooser)
+            pipeline = Pipeline.of(degree, order=order, memory=memory)
+            issue = functools.partial(random_issue, chooser) if number % 2 else None
+            case = dataclasses.replace(shared, degree=degree)
+            in_flight = chooser.choice((1, 2))
+            yield Run(f"random-{name}-{number}", case, pipeline, in_flight=in_flight, issue=issue)
+
+
+def runs_of_rows() -> Iterator[Run]:
+    """Tensor-parallel ranks that gather and scatter rows on their lane, with named and with random orders."""
+    parallel = {
+        "tensor_model_parallel_size": RANKS, "expert_tensor_parallel_size": 1,
+        "expert_model_parallel_size": RANKS,
+    }  # fmt: skip
+    rows = block(
+        parallel=parallel, layers="mdm", stack=0, model={"add_bias_linear": True} | VARIANTS["losses-top2"]
+    )
+    for schedule in ("ampipe", "lancet"):
+        for forward, backward in ((4, 4), (4, 2), (2, 4)):
+            pipeline = Pipeline(degree=forward, backward_degree=backward, schedule=schedule, stack=0)
+            yield Run(f"rows-{schedule}-{forward}-{backward}", rows, pipeline)
+    for schedule in ("ampipe", "moe-only", "lancet"):
+        alone = block(parallel=parallel, schedule=schedule, model={"add_bias_linear": True})
+        yield Run(f"rows-alone-{schedule}", alone, in_flight=2, issue=lazy_issue)
+    yield Run("rows-no-grad", rows, gradients=False)
+    yield Run("rows-in-flight", rows, in_flight=3)
+    yield Run("rows-late", rows, issue=lazy_issue)
+    yield Run("rows-recomputed", dataclasses.replace(rows, recompute=("uniform", 1)))
+    for number in range(20):
+        chooser = random.Random(number)
+        memory, degree = chooser.choice(tuple(STRATEGIES)), chooser.choice((2, 3))
+        features = BlockFeatures(losses=True, chunked_qkv=True, row_links="network", gathers_rows=True)
+        order = random_schedule(degree, with_memory(features, memory), chooser)
+        pipeline = Pipeline.of(degree, order=order, memory=memory, stack=0)
+        issue = functools.partial(random_issue, chooser) if number % 2 else None
+        case = dataclasses.replace(rows, degree=degree)
+        yield Run(f"random-rows-{number}", case, pipeline, in_flight=chooser.choice((1, 2)), issue=issue)
 
 
 def random_runs() -> Iterator[Run]:

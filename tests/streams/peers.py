@@ -43,6 +43,7 @@ class Peers:
         """Context manager that installs them in ``torch.distributed``."""
         with (
             mock.patch.object(dist, "all_to_all_single", self.all_to_all_single),
+            mock.patch.object(dist, "all_to_all", self.all_to_all),
             mock.patch.object(dist, "all_gather_into_tensor", self.all_gather_into_tensor),
             mock.patch.object(dist, "reduce_scatter_tensor", self.reduce_scatter_tensor),
         ):
@@ -57,19 +58,26 @@ class Peers:
         group: Any = None,
         async_op: bool = False,
     ) -> _Work | None:
-        return self._run(output, input, group, async_op)
+        return self._run([output], input, group, async_op)
+
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any = None, async_op: bool = False
+    ) -> _Work | None:
+        # Of a gather: every rank is sent the same.
+        assert all(one is inputs[0] for one in inputs)
+        return self._run(outputs, inputs[0], group, async_op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
     ) -> _Work | None:
-        return self._run(output, input, group, async_op)
+        return self._run([output], input, group, async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
     ) -> _Work | None:
-        return self._run(output, input, group, async_op)
+        return self._run([output], input, group, async_op)
 
-    def _run(self, output: Tensor, input: Tensor, group: Any, async_op: bool) -> _Work | None:
+    def _run(self, outputs: Sequence[Tensor], input: Tensor, group: Any, async_op: bool) -> _Work | None:
         if group not in self._streams:
             self._streams[group] = ModelStream(name=f"NCCL {len(self._streams)}")
             self._streams[group].inside_a_call = True
@@ -78,12 +86,13 @@ class Peers:
         waiting = DEVICE.current
         with DEVICE.using(stream):
             stream.wait_stream(waiting)
-            if input.shape[0]:
-                output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
-            else:
-                output.zero_()
+            for output in outputs:
+                if input.shape[0]:
+                    output.copy_(input[torch.arange(output.shape[0]) % input.shape[0]])
+                else:
+                    output.zero_()
             done = stream.record_event()
-        work = _Work(done, output, input)
+        work = _Work(done, *outputs, input)
         if async_op:
             return work
         work.wait()

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
+from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.runtime import block_stages
@@ -146,6 +147,8 @@ def _passes(
     layer: Any, case: Case, hidden_size: int, *, in_flight: int, gradients: bool, stock: bool
 ) -> None:
     shape = (case.sequence_length, case.batch, hidden_size)
+    if case.router is not None:
+        give_token_ids(layer).keep(torch.zeros((case.batch, case.sequence_length), dtype=torch.int64))
     outputs = []
     for number in range(in_flight):
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number), requires_grad=gradients)

@@ -27,15 +27,22 @@ def start(world_size: int, *, expert: int | None = None) -> None:
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
 
 
-def use_expert_ranks(number: int) -> None:
-    """Share the experts among so many ranks from now on."""
+def use_expert_ranks(number: int, *, shares: int = 1, tensor: int = 1) -> None:
+    """Spread experts over so many ranks from now on, each over ``shares``, and rows over ``tensor``."""
     from megatron.core import parallel_state
 
-    if parallel_state.get_expert_model_parallel_world_size() != number:
+    sizes = {
+        "expert_model_parallel_size": number,
+        "expert_tensor_parallel_size": shares,
+        "tensor_model_parallel_size": tensor,
+    }
+    if sizes != {
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+    }:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=number, create_gloo_process_groups=False
-        )
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
 
 
 def main() -> None:
@@ -51,7 +58,12 @@ def main() -> None:
     process, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found: dict[str, object] = {}
     for run in itertools.islice(runs(), process, None, processes):
-        use_expert_ranks(run.case.world_size)
+        parallel = run.case.parallel
+        use_expert_ranks(
+            parallel.get("expert_model_parallel_size", run.case.world_size),
+            shares=parallel.get("expert_tensor_parallel_size", 1),
+            tensor=parallel.get("tensor_model_parallel_size", 1),
+        )
         try:
             result = run_case(
                 run.case,

@@ -10,7 +10,13 @@ from torch import Tensor
 from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.cpu_flash import CpuFlash
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import AttentionPiece, MergedAttention, PieceKernel, PieceOutput, _merge
+from megatron_ampipe.runtime.merged import (
+    AttentionPiece,
+    MergedAttention,
+    PieceKernel,
+    PieceOutput,
+    merge_pieces,
+)
 from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from tests.reference_pieces import REFERENCE_KERNELS, ReferencePieces
@@ -103,8 +109,8 @@ def test_16_bit_outputs_are_merged_in_fp32_and_rounded_once() -> None:
     parts = [
         PieceOutput(torch.randn(64, 2, 4, 16, dtype=torch.bfloat16), torch.randn(2, 4, 64)) for _ in range(2)
     ]
-    output, lse = _merge(parts)
-    precise, total = _merge([PieceOutput(part.output.double(), part.lse.double()) for part in parts])
+    output, lse = merge_pieces(parts)
+    precise, total = merge_pieces([PieceOutput(part.output.double(), part.lse.double()) for part in parts])
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(lse.double(), total)
     # A few fp32 values are rounded to the other neighbour.

@@ -28,10 +28,11 @@ from megatron_ampipe.schedule import (
     dependencies,
     from_text,
     kinds,
+    parse_exchanges,
 )
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file
-from megatron_ampipe.tools.benchmark.argument_values import exchanges, link_of, ranks, stacks, wires
+from megatron_ampipe.tools.benchmark.argument_values import stacks, wires
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
@@ -45,6 +46,7 @@ from megatron_ampipe.tools.measuring.link import (
     require_one_class,
     with_nodes,
 )
+from megatron_ampipe.tools.measuring.link_arguments import link_of, num_ranks
 from megatron_ampipe.tools.measuring.variant import Cut, Variant
 from tests.added_stages import COPY, DELAY
 
@@ -593,6 +595,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
     difference = [0.0] * len(variants)
     return {
         "samples_s": seconds,
+        "backward_s": [[one / 2, two / 4, three / 2] for one, two, three in seconds],
         # In the second repeat half of the time is idle.
         "processor_s": [[one, two / 2, three] for one, two, three in seconds],
         "stages": stages,
@@ -645,6 +648,7 @@ def test_a_case_holds_what_scripts_read() -> None:
     # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
     assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
     assert (ampipe["speedup_p10"], ampipe["speedup_p90"]) == (2.0, 3.6)
+    assert (case["stock_backward_ms"], ampipe["backward_ms"]) == (20.0, 10.0)
     # Medians of 1 ms a stage: forward 3 + 6 collectives + 1 against 9 of computing, backward 1 + 4 + 3.
     assert ampipe["bound_ms"] == 10.0 + 9.0
     assert ampipe["bound_share"] == 0.95
@@ -728,16 +732,16 @@ def test_two_classes_of_links() -> None:
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         found = parser.parse_args(list(words))
-        return link_of(found), ranks(found)
+        return link_of(found), num_ranks(found)
 
     classes = ("--link", "inter=50mbit,intra=400mbit")
-    link, num_ranks = parsed(*classes, "--nodes", "3", "--ranks-per-node", "2")
-    assert num_ranks == 6
+    link, count = parsed(*classes, "--nodes", "3", "--ranks-per-node", "2")
+    assert count == 6
     assert (link.kind, link.rate_bit_per_s, link.nodes) == (LinkKind.NETWORK, 50e6, Nodes(2, 400e6))
     assert link.nodes is not None and [link.nodes.node_of(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert parse_link(link.text) == link
     assert parsed("--link", "50mbit") == (parse_link("50mbit"), 2)
-    with pytest.raises(BadInput, match="which only ampipe bench makes"):
+    with pytest.raises(BadInput, match="which ampipe bench and ampipe profile make"):
         require_one_class(link)
     for words, rule in (
         (classes, "has two classes of links, and needs --nodes"),
@@ -762,10 +766,11 @@ def test_exchanges_have_a_column_and_an_own_series(tmp_path: Path) -> None:
 
 
 def test_an_exchange_is_measured_where_it_saves_something() -> None:
-    assert exchanges("rows,ranks,rows,nodes") == tuple(Exchange)
+    assert parse_exchanges("rows,ranks,rows,nodes,2dh", flag="--exchange") == tuple(Exchange)
+    assert parse_exchanges("auto", flag="--exchange") == tuple(Exchange)
     for text in ("once", "", "rows,"):
-        with pytest.raises(BadInput, match="is not a list of rows, ranks"):
-            exchanges(text)
+        with pytest.raises(BadInput, match="is not auto, or a list of rows, ranks"):
+            parse_exchanges(text, flag="--exchange")
     cases = tuple(dataclasses.replace(CASE, experts=8, topk=topk) for topk in (1, 4))
     job = BenchJob(
         cases=cases,

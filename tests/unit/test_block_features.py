@@ -31,6 +31,8 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     ),
 }
 
+WHOLE: Any = {"capacity_scope": "sequence", "router_scope": "sequence"}
+
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
@@ -51,12 +53,11 @@ def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], t
     if given["z"] is not None:
         settings["moe-z-loss-coeff"] = given["z"]
     cluster = read_cluster(find_cluster("dgx-h100"))
-    if not isinstance(given["aux"], float) or given["aux"] >= 0:
-        workload, _ = workload_of(read_model(path, overrides=settings), cluster)
-        assert workload.features.losses is expected
+    workload, _ = workload_of(read_model(path, overrides=settings), cluster)
+    assert workload.features.losses is expected
 
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
-    assert features_of_settings(arguments(**settings), capacity_scope="sequence").losses is expected
+    assert features_of_settings(arguments(**settings), **WHOLE).losses is expected
 
 
 def arguments(**settings: Any) -> argparse.Namespace:
@@ -66,16 +67,28 @@ def arguments(**settings: Any) -> argparse.Namespace:
         "moe_aux_loss_coeff": 0.0,
         "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None,
+        "moe_token_drop_policy": "probs",
         "moe_shared_expert_intermediate_size": None,
         "recompute_granularity": None,
         "tensor_model_parallel_size": 1,
         "context_parallel_size": 1,
+        "window_size": None,
+        "attention_dropout": 0.0,
         "multi_latent_attention": False,
         "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": settings.get("tensor_model_parallel_size", 1) > 1,
+        "transformer_impl": "transformer_engine",
     }
     return argparse.Namespace(**defaults | settings)
 
 
+SHARED_EXPERTS = {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+LOCAL_TENSOR = {
+    "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "transformer_impl": "local",
+}  # fmt: skip
+RING = {"context_parallel_size": 2, "attention_dropout": 0.0, "cp_comm_type": "p2p"}
 FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
     "plain": ({}, "sequence", BlockFeatures(chunked_qkv=True)),
     "shared experts": (
@@ -84,26 +97,79 @@ FEATURES: dict[str, tuple[dict[str, Any], str, BlockFeatures]] = {
         BlockFeatures(shared=True, chunked_qkv=True),
     ),
     "capacity": (
-        {"moe_expert_capacity_factor": 1.25},
+        {"moe_expert_capacity_factor": 1.25, "moe_token_drop_policy": "position"},
         "sequence",
         BlockFeatures(ordered_routing=True, chunked_qkv=True),
     ),
     "capacity of a chunk": ({"moe_expert_capacity_factor": 1.25}, "chunk", BlockFeatures(chunked_qkv=True)),
     "capacity of nothing": (
-        {"moe_expert_capacity_factor": 0.0},
+        {"moe_expert_capacity_factor": 0.0, "moe_token_drop_policy": "position"},
         "sequence",
         BlockFeatures(ordered_routing=True, chunked_qkv=True),
     ),
-    "tensor-parallel": ({"tensor_model_parallel_size": 2}, "sequence", BlockFeatures()),
-    "context-parallel": ({"context_parallel_size": 2}, "sequence", BlockFeatures()),
+    "capacity of the most probable": (
+        {"moe_expert_capacity_factor": 1.25},
+        "sequence",
+        BlockFeatures(chooses=True, chunked_qkv=True),
+    ),
+    "sinkhorn": (
+        {"moe_router_load_balancing_type": "sinkhorn"},
+        "sequence",
+        BlockFeatures(chooses=True, chunked_qkv=True),
+    ),
+    "quantiles": (
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        "sequence",
+        BlockFeatures(chooses=True, chunked_qkv=True),
+    ),
+    "tensor-parallel": (
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        "sequence",
+        BlockFeatures(),
+    ),
+    # Rows that attention projects go over the links of a node, if tokens leave it.
+    "tensor-parallel with local layers": (
+        LOCAL_TENSOR | {"expert_model_parallel_size": 8},
+        "sequence",
+        BlockFeatures(row_links="network"),
+    ),
+    "tensor-parallel with local layers and experts on two nodes": (
+        LOCAL_TENSOR | SHARED_EXPERTS | {"expert_model_parallel_size": 8},
+        "sequence",
+        BlockFeatures(row_links="node", gathers="comm.intra"),
+    ),
+    # On two nodes of 8 ranks; where the tokens of an expert do not leave a node, they use the same links.
+    "experts on two ranks": (
+        SHARED_EXPERTS | {"expert_model_parallel_size": 8},
+        "sequence",
+        BlockFeatures(gathers="comm.intra", chunked_qkv=True),
+    ),
+    "experts on two ranks of a node": (
+        SHARED_EXPERTS | {"expert_model_parallel_size": 4},
+        "sequence",
+        BlockFeatures(gathers="comm", chunked_qkv=True),
+    ),
+    "gathered by the dispatch": (
+        SHARED_EXPERTS | {"moe_token_dispatcher_type": "allgather"},
+        "sequence",
+        BlockFeatures(chunked_qkv=True),
+    ),
+    "ring": (RING, "sequence", BlockFeatures(ring_ranks=2)),
+    "gathered keys": (RING | {"cp_comm_type": "all_gather"}, "sequence", BlockFeatures()),
+    "gathered keys of a window": (RING | {"window_size": (8, 0)}, "sequence", BlockFeatures()),
+    "gathered keys, dropped weights": (RING | {"attention_dropout": 0.1}, "sequence", BlockFeatures()),
     "latent attention": ({"multi_latent_attention": True}, "sequence", BlockFeatures(chunked_qkv=True)),
     "z-loss of 0": ({"moe_z_loss_coeff": 0.0}, "sequence", BlockFeatures(losses=True, chunked_qkv=True)),
 }
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_features_are_the_same_from_every_source(name: str, tmp_path: Path) -> None:
+def test_features_are_the_same_from_every_source(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, scope, expected = FEATURES[name]
+    # As the cluster file says.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     path = tmp_path / "model.yaml"
     path.write_text(f"{PLAIN}ampipe:\n  capacity-scope: {scope}\n")
     overrides = {key.replace("_", "-"): value for key, value in settings.items()}
@@ -119,6 +185,8 @@ def test_features_are_the_same_from_every_source(name: str, tmp_path: Path) -> N
 
     args = arguments(**settings)
     args.ampipe_capacity_scope = None if scope == "sequence" else scope
+    args.ampipe_router_scope = None
+    args.ampipe_condense = None
     assert features_of_args(args) == expected
 
     settings = dict(settings)
@@ -126,9 +194,21 @@ def test_features_are_the_same_from_every_source(name: str, tmp_path: Path) -> N
     sharded = "tensor_model_parallel_size" in settings
     size = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 8}
     config = kind(**size, **settings, sequence_parallel=sharded, add_bias_linear=False)
-    assert features_of_settings(config, capacity_scope=scope) == expected
-    evaluated = features_of_settings(config, capacity_scope=scope, with_losses=False)
+    scopes = WHOLE | {
+        "capacity_scope": scope, "ranks_per_node": 8, "local": args.transformer_impl == "local",
+    }  # fmt: skip
+    assert features_of_settings(config, **scopes) == expected
+    evaluated = features_of_settings(config, **scopes, with_losses=False)
     assert evaluated == dataclasses.replace(expected, losses=False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "chooses"), [("sinkhorn", False), (["sinkhorn"], False), ("quantile_balancing", True)], ids=str
+)
+def test_only_sinkhorn_can_balance_a_chunk(kinds: Any, chooses: bool) -> None:
+    args = arguments(moe_router_load_balancing_type=kinds)
+    found = features_of_settings(args, capacity_scope="sequence", router_scope="chunk")
+    assert found.chooses is chooses
 
 
 def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:
@@ -158,7 +238,7 @@ BOUNDARIES: dict[str, tuple[dict[str, Any], str | None]] = {
         "which tokens a capacity drops",
     ),
     "tensor and no capacity": ({"tensor_model_parallel_size": 2, "moe_expert_capacity_factor": -1.0}, None),
-    "context": ({"context_parallel_size": 2}, "gathers keys and values"),
+    "context": ({"context_parallel_size": 2}, "needs keys and values"),
     "selective recompute": ({"recompute_granularity": "selective"}, None),
     "full recompute": ({"recompute_granularity": "full"}, "full recompute works around one layer"),
 }
@@ -172,7 +252,7 @@ def test_where_layers_cannot_share_a_schedule(name: str) -> None:
     found = boundary(args, whole_attention=False)
     assert (found is None) is (expected is None)
     assert expected is None or expected in str(found)
-    features = features_of_settings(args, capacity_scope="sequence", shares_schedule=True)
+    features = features_of_settings(args, **WHOLE, shares_schedule=True)
     if args.recompute_granularity != "full":
         assert features.chunked_qkv is (found is None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ampipe.layers.condense import Condenser
+from megatron_ampipe.layers.routing_recorder import compared_rows
 
 
 def rows_of(*angles: float) -> torch.Tensor:
@@ -51,3 +52,25 @@ def test_experts_without_tokens() -> None:
     routing_map = torch.tensor([[0, 1, 0]], dtype=torch.bool)
     found = Condenser(0.5).condense(torch.ones(1, 4), routing_map, batch=1, counted=False)
     assert found.sent.tolist() == found.place.tolist() == [0] and found.counts.tolist() == [0, 1, 0]
+
+
+def test_the_recorder_counts_the_rows_that_go_of_one_expert() -> None:
+    generator = torch.Generator().manual_seed(3)
+    batch, experts, thresholds = 2, 4, (0.6, 0.8, 0.95)
+    hidden = torch.randn(30, batch, 3, generator=generator)
+    hidden[10:12] = hidden[3]
+    hidden[20, 0] = float("nan")
+    chosen = torch.rand(30, batch, experts, generator=generator) < 0.5
+    chosen[..., 1] = False
+    routing_map = chosen.flatten(0, 1)
+    rows = hidden.flatten(0, 1)[routing_map.T.nonzero()[:, 1]]
+    sent = [
+        Condenser(threshold).condense(rows, routing_map, batch=batch, counted=False).counts
+        for threshold in thresholds
+    ]
+    for pick in range(5):
+        expert = (0, 2, 3)[pick % 3]
+        found = compared_rows(hidden, chosen, thresholds, pick=pick).tolist()
+        assert found == [routing_map[:, expert].sum(), *(counts[expert] for counts in sent)]
+    assert compared_rows(hidden, chosen, thresholds, pick=None).tolist() == [0] * 4
+    assert compared_rows(hidden, chosen & False, thresholds, pick=0).tolist() == [0] * 4

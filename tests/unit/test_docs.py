@@ -17,6 +17,7 @@ from megatron_ampipe.cli import TOOLS, main, parse
 from megatron_ampipe.launch import flags
 from megatron_ampipe.shipped import config_names
 from tests.help_examples import help_examples
+from tests.unit.test_routing import eight_experts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/log").glob("*.md"))]
@@ -34,6 +35,7 @@ COMMANDS = {
     "ampipe draw": "tests/unit/test_draw.py",
     "ampipe plan": "tests/unit/test_plan_tool.py",
     "ampipe profile": "tests/dist/test_profile.py",
+    "ampipe routing": "tests/unit/test_routing.py",
     "ampipe sbatch": "tests/slurm/test_sbatch.py",
     "torchrun --standalone --nproc-per-node 2 -m megatron_ampipe.cli doctor": "tests/dist/test_doctor.py",
     "torchrun --nproc-per-node 8 -m megatron_ampipe.cli profile": "tests/dist/test_profile.py",
@@ -164,6 +166,8 @@ def test_plans_that_are_shown_can_be_made(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if "--routing" in command:
+        eight_experts(tmp_path / "runs/routing")
     assert main(shlex.split(command)[1:]) == 0
 
 

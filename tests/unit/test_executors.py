@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +63,17 @@ def test_buffers_of_a_collective_are_released_before_its_result_is_set() -> None
     ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
     events.append("ended")
     assert events == ["released", "ended"]
+
+
+def test_a_lane_fails_if_what_a_stage_started_is_no_transfer() -> None:
+    """Its thread would otherwise end without a word, and the pass would wait forever."""
+    executor, stage = ThreadExecutor(), Stage(kinds.DISPATCH, 0)
+
+    def execute(run_stage: Any) -> None:
+        executor.execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
+
+    for _ in range(3):
+        with pytest.raises(AttributeError, match="begin"):
+            execute(lambda _stage: object())
+    # The lane goes on.
+    execute(lambda _stage: Transfer((torch.empty(1),)))

@@ -46,6 +46,10 @@ def refusal(**given: Any) -> str:
             {"seq_length": 64, "max_position_embeddings": 32},
             "--max-position-embeddings 32 with --seq-length 64: is less than",
         ),
+        (
+            {"cp_comm_type": ["p2p", "ring"], "context_parallel_size": 2},
+            "--cp-comm-type ring: there is no such exchange of keys and values. Use one of: p2p, all_gather,",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
 )

@@ -13,7 +13,9 @@ from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.resolve_flags import config_from_args
+from megatron_ampipe.launch.wire_rows import wire_rows
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.refusals import REFUSALS
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
@@ -209,8 +211,9 @@ def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     nodes = ("--ampipe-exchange", "nodes")
-    assert parse(*nodes).ranks_per_node == 8
-    assert parse(*nodes, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
+    for exchange in ("nodes", "2dh"):
+        assert parse("--ampipe-exchange", exchange).ranks_per_node == 8
+        assert parse("--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     automatic = ("--ampipe-degree", "auto", "--ampipe-exchange", "auto")
     assert parse(*automatic, "--ampipe-ranks-per-node", "4").ranks_per_node == 4
     file = tmp_path / "plan.yaml"
@@ -221,9 +224,30 @@ def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
     assert parse(*restart).pipeline.exchange is Exchange.ROWS
     with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be a whole number of ranks"):
         parse(*nodes, "--ampipe-ranks-per-node", "0")
-    for other in ((), ("--ampipe-exchange", "ranks")):
-        with pytest.raises(BadInput, match="--ampipe-ranks-per-node 4: has no effect with the exchange r"):
-            parse(*other, "--ampipe-ranks-per-node", "4")
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "expert_tensor"), [("alltoall", 2), ("alltoall", 1), ("allgather", 2)]
+)
+def test_ranks_of_a_node_say_where_shared_experts_gather(dispatcher: str, expert_tensor: int) -> None:
+    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for exchange in ("rows", "ranks"):
+        words = ("--ampipe-degree", "4", "--ampipe-exchange", exchange, "--ampipe-ranks-per-node", "4")
+        args = parser.parse_args(words)
+        # Not known before Megatron's flags are.
+        assert config_from_args(args).ranks_per_node == 4
+        args.moe_token_dispatcher_type, args.expert_tensor_parallel_size = dispatcher, expert_tensor
+        args.expert_model_parallel_size = args.tensor_model_parallel_size = 4
+        # With Megatron's local linear layers, tensor-parallel ranks scatter rows as a stage.
+        args.transformer_impl = "local"
+        assert config_from_args(args).ranks_per_node == 4
+        args.transformer_impl = "transformer_engine"
+        if (dispatcher, expert_tensor) == ("alltoall", 2):
+            assert config_from_args(args).ranks_per_node == 4
+        else:
+            rule = f"--ampipe-ranks-per-node 4: has no effect with the exchange {exchange}.* where no ranks"
+            with pytest.raises(BadInput, match=rule):
+                config_from_args(args)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +270,55 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     sizes = {"expert": expert, "expert_tensor": expert_tensor, "ranks_per_node": ranks_per_node}
     assert NodeLayout.of(**sizes) == layout
     useful = useful_exchanges(experts=expert, topk=2, dispatcher="alltoall", **sizes)
-    assert (Exchange.NODES in useful) == (layout is not None)
-    assert useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes) == (Exchange.ROWS,)
+    for exchange in (Exchange.NODES, Exchange.TWO_DIMENSIONAL):
+        assert (exchange in useful) == (layout is not None)
+    # With one expert per token there are no copies to save, only messages.
+    one = useful_exchanges(experts=expert, topk=1, dispatcher="alltoall", **sizes)
+    assert one == (Exchange.ROWS, Exchange.TWO_DIMENSIONAL)[: 1 + (layout is not None)]
+    assert useful_exchanges(experts=expert, topk=2, dispatcher="allgather", **sizes) == (Exchange.ROWS,)
 
 
-def test_two_hops_send_rows_as_they_are() -> None:
+@pytest.mark.parametrize(
+    ("exchange", "changes", "refused"),
+    [
+        ("2dh", {}, None),
+        ("2dh", {"moe_router_topk": 1, "num_experts": 4}, None),
+        ("2dh", {"ampipe_ranks_per_node": 4}, "--ampipe-ranks-per-node"),
+        ("2dh", {"ampipe_ranks_per_node": 1}, "--ampipe-ranks-per-node"),
+        ("2dh", {"moe_token_dispatcher_type": "allgather"}, "--ampipe-exchange"),
+        ("nodes", {"moe_router_topk": 1}, "--ampipe-exchange"),
+        ("nodes", {"ampipe_ranks_per_node": 3}, "--ampipe-ranks-per-node"),
+        ("ranks", {"ampipe_ranks_per_node": None, "moe_router_topk": 1}, "--ampipe-exchange"),
+    ],
+)
+def test_an_exchange_is_refused_where_it_saves_nothing(
+    exchange: str, changes: dict[str, Any], refused: str | None
+) -> None:
+    """Four expert-parallel ranks on two nodes."""
+    arguments = argparse.Namespace(
+        **{
+            "ampipe_exchange": exchange,
+            "ampipe_ranks_per_node": 2,
+            "expert_model_parallel_size": 4,
+            "num_experts": 8,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+        | changes
+    )
+    rows = [row for row in REFUSALS if row.setting in ("--ampipe-ranks-per-node", "--ampipe-exchange")]
+    found = [row.setting for row in rows if row.applies(arguments) is not None]
+    assert found[:1] == [refused] * (refused is not None)
+
+
+def test_rows_of_two_hops_are_encoded_between_nodes() -> None:
     words = ("--ampipe-degree", "4", "--ampipe-wire", "fp8", "--ampipe-exchange")
-    assert parse(*words, "ranks").wire == "fp8"
-    with pytest.raises(BadInput, match="--ampipe-wire fp8: with --ampipe-exchange nodes, the second hop"):
-        parse(*words, "nodes")
+    for exchange, where in (
+        ("ranks", ""),
+        ("nodes", ", between nodes alone"),
+        ("2dh", ", between nodes alone"),
+    ):
+        (row,) = wire_rows(parse(*words, exchange))
+        assert row[2].startswith(
+            f"rows and their gradients travel in fp8 (e4m3) with a scale per row{where};"
+        )

@@ -26,7 +26,7 @@ def test_a_class_is_named_by_module_and_class() -> None:
         ("a..b:Router", "is neither package.module:Class"),
         ("a:b:c", "is neither package.module:Class"),
         ("soft-moe", "mixtures of all tokens"),
-        ("sinkhorn", "Use --moe-router-load-balancing-type sinkhorn with --ampipe-router-scope chunk."),
+        ("sinkhorn", "Use --moe-router-load-balancing-type sinkhorn."),
     ],
 )
 def test_other_names_are_refused(name: str, message: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
 from megatron_ampipe.launch.memory_size import parse_size, size_to_text
-from megatron_ampipe.schedule import STRATEGIES, Pipeline, of_chunks
+from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
+from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of
 
 PIPELINE = Pipeline.of(4)
@@ -33,7 +36,7 @@ def peaks() -> dict[str, str]:
 
 def test_a_budget_that_one_strategy_meets_selects_that_one() -> None:
     sizes = peaks()
-    assert list(sizes) == list(STRATEGIES)
+    assert list(sizes) == [name for name in STRATEGIES if name not in COPYING]
     assert sorted(map(parse_size, sizes.values()), reverse=True) == list(map(parse_size, sizes.values()))
     for strategy, size in sizes.items():
         found = choose_memory(run(), PIPELINE, size)
@@ -67,6 +70,41 @@ def test_with_a_cluster_the_fastest_by_simulation_is_chosen() -> None:
     assert tight.memory == "redispatch"
     with pytest.raises(BadInput, match="--ampipe-cluster nowhere: "):
         choose_memory(run(), PIPELINE, budget, "nowhere")
+
+
+def with_copies(path: Path, *, us_per_mb: float) -> str:
+    """A file of a cluster with a slow network, and with a figure of copies to host memory."""
+    slow = read_cluster(find_cluster("a800x8-20gbps"))
+    copy = TransferCost(alpha_us=10.0, beta_us_per_mb=us_per_mb, basis="derived", source="this test")
+    write_cluster(replace(slow, compute=replace(slow.compute, copy=copy)), path, head="a test")
+    return str(path)
+
+
+def test_copies_to_host_memory_are_chosen_where_they_are_fast(tmp_path: Path) -> None:
+    fast, slow = (with_copies(tmp_path / f"{us}.yaml", us_per_mb=us) for us in (0.01, 1e5))
+    _, rebuild, redispatch = (parse_size(size) for size in peaks().values())
+    found = choose_memory(run(), PIPELINE, size_to_text((rebuild + redispatch) / 2), fast)
+    assert set(of_chunks(found.memory)) & set(COPYING)
+    sizes = dict(re.findall(r"(\w+) ([0-9.]+[MG]iB)", found.reason.partition("(")[2]))
+    assert set(sizes) | set(of_chunks(found.memory)) >= set(STRATEGIES)
+    slowly = choose_memory(run(), PIPELINE, size_to_text((rebuild + redispatch) / 2), slow)
+    assert not set(of_chunks(slowly.memory)) & set(COPYING)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(degree: int, tmp_path: Path) -> None:
+    """However slow copies are; some chunks may send their tokens again. Without their figure, the least of
+    the others is named."""
+    pipeline = Pipeline.of(degree)
+    file = with_copies(tmp_path / "slow.yaml", us_per_mb=1e5)
+    with pytest.raises(BadInput, match="is met by no strategy: S3 holds least") as error:
+        choose_memory(run(), pipeline, "1MiB", file)
+    least = str(error.value).partition("--ampipe-memory-budget ")[2].partition("Use at least")[2].split()[1]
+    found = choose_memory(run(), pipeline, least.rstrip(","), file)
+    assert "S3" in of_chunks(found.memory) and set(of_chunks(found.memory)) <= {"S3", "redispatch"}
+    assert "slower than keep: predicted peak of the layers' activations " + least.rstrip(",") in found.reason
+    with pytest.raises(BadInput, match="is met by no strategy: redispatch holds least"):
+        choose_memory(run(), pipeline, least.rstrip(","), "a800x8-20gbps")
 
 
 def test_a_budget_that_none_meets_stops_with_the_least_that_would_do() -> None:

@@ -31,6 +31,7 @@ OUTPUTS = {
     "doctor": [["doctor", "--quick", "--json"]],
     "plan": [[*PLAN, "--output"], [*PLAN, "--json"], [*PLAN, "--trace"]],
     "profile": [["profile", "--output"]],
+    "routing": [["routing", "recorded", "--json"]],
     "sbatch": [[*SBATCH, "--output"]],
 }
 """For each tool, command lines that end with the path of an output file."""
@@ -72,7 +73,15 @@ def test_an_unwritable_output_is_refused_before_work_begins(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("words", [["bench", "--plot"], [*PLAN, "--picture"], ["draw", "traces", "--output"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "--plot"],
+        [*PLAN, "--picture"],
+        ["draw", "traces", "--output"],
+        ["routing", "recorded", "--picture"],
+    ],
+)
 @pytest.mark.parametrize("target", ["/proc/nope", "file/inside"])
 def test_picture_files_are_checked_as_well(
     words: list[str],

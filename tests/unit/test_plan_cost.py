@@ -30,8 +30,23 @@ from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.plan_cases import NONE, cluster, workload
 
 MEASURED_MIB = {
-    "fp32": {"stock": 300.6, "keep": 295.7, "rebuild": 108.7, "redispatch": 95.1},
-    "bf16": {"stock": 175.0, "keep": 166.4, "rebuild": 73.6, "redispatch": 66.5},
+    "fp32": {
+        "stock": 300.6,
+        "keep": 295.2,
+        "rebuild": 109.3,
+        "redispatch": 95.1,
+        "offload": 100.8,
+        "S3": 94.1,
+        "rebuild/keep/rebuild/rebuild": 157.6,
+    },
+    "bf16": {
+        "stock": 175.0,
+        "keep": 166.6,
+        "rebuild": 74.1,
+        "redispatch": 66.5,
+        "offload": 69.3,
+        "rebuild/keep/rebuild/rebuild": 97.8,
+    },
 }
 
 
@@ -186,6 +201,29 @@ def test_every_layout_has_every_stage_at_every_degree(changes: dict[str, object]
         assert all(cost.forward > 0 for cost in costs.values())
 
 
+def test_the_steps_of_a_ring_compute_what_gathered_keys_do() -> None:
+    size = {"sequence_length": 65536, "context": 4}
+    gathers, ring = (CostModel(workload(**size, ring=ring), cluster()) for ring in (False, True))
+    rows = gathers.workload.rows
+    at_once, in_steps = gathers.stages((rows,)), ring.stages((rows,))
+    core = at_once[Stage(kinds.ATTENTION, 0)].forward - in_steps[Stage(kinds.ATTENTION, 0)].forward
+    steps = [Stage(kinds.step_of(kinds.ATTEND, step), 0) for step in range(4)]
+    assert sum(in_steps[step].forward for step in steps) == pytest.approx(core, rel=0.05)
+    # No gather, and at one time the keys of one rank.
+    assert in_steps[Stage(kinds.QKV)].forward < at_once[Stage(kinds.QKV)].forward
+    sent = in_steps[Stage(kinds.step_of(kinds.RING, 1))]
+    assert sent.forward == sent.backward == in_steps[Stage(kinds.step_of(kinds.RERING, 3))].backward > 0
+    assert ring.stock() == gathers.stock()
+    for name, degree in itertools.product(("ampipe", "moe-only", "lancet"), (1, 3)):
+        schedule = build(name, degree=degree, features=ring.features)
+        weights = schedule.backward.weights
+        costs = ring.stages(
+            even_chunks(rows, degree), whole_attention=schedule.whole_attention, weights=weights
+        )
+        for direction in Direction:
+            assert needs_of(schedule, [ring.features], direction).keys() <= costs.keys()
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"shared_ffn": 512, "dense_ffn": 512}, {"fused_gradients": False}], ids=str
 )
@@ -255,7 +293,7 @@ def test_predicted_peaks_are_those_that_were_measured() -> None:
             name=dtype, sequence_length=1024, batch=1, hidden=256, heads=4, experts=4, ffn=1024, topk=2,
             activation="gelu", dtype=dtype,
         )  # fmt: skip
-        block = workload_of_case(case, num_ranks=2, fused_gradients=False)
+        block = workload_of_case(case, num_ranks=2, fused_gradients=True)
         for memory, mib in found.items():
             degree, strategy = (1, "keep") if memory == "stock" else (4, memory)
             predicted = peak_bytes(
@@ -268,6 +306,22 @@ def test_predicted_peaks_are_those_that_were_measured() -> None:
                 gathers=True,
             )
             assert predicted / 2**20 == pytest.approx(mib, rel=0.05), (dtype, memory)
+
+
+def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
+    copy = TransferCost(alpha_us=10.0, beta_us_per_mb=40.0, basis="derived", source="this test")
+    plain = cluster()
+    known = dataclasses.replace(plain, compute=dataclasses.replace(plain.compute, copy=copy))
+    block = workload(sequence_length=4096, topk=2)
+    costs = CostModel(block, known, memory="S3").stages((1024,) * 4)
+    # 1024 rows to 2 experts each, with a probability of 4 bytes.
+    expected = 10 + 40e-6 * 2 * 1024 * (2 * block.hidden + 4)
+    assert costs[Stage(kinds.STORE_TOKENS, 0)].forward == pytest.approx(expected)
+    assert costs[Stage(kinds.LOAD_TOKENS, 0)].backward == pytest.approx(expected)
+    all_kept = CostModel(block, known, memory="offload").stages((1024,) * 4)[Stage(kinds.STORE, 0)].forward
+    assert all_kept == pytest.approx(expected + 40e-6 * 2 * 1024 * 2 * 2 * block.ffn)
+    with pytest.raises(BadInput, match=r"compute\.copy: is missing"):
+        CostModel(block, plain, memory="offload").stages((1024,) * 4)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +354,87 @@ def test_an_exchange_once_per_rank_changes_what_is_sent_and_moved_alone() -> Non
     assert once.stock() == rows.stock() and once.stock_exchanges() == rows.stock_exchanges()
 
 
+@pytest.mark.parametrize("ranks_per_node", [8, 16])
+def test_ranks_that_share_an_expert_gather_as_stages(ranks_per_node: int) -> None:
+    """2 ranks for each of 8 experts: on two nodes the gathers use other links than the dispatches."""
+    source = cluster("dgx-h100")
+    compute = dataclasses.replace(source.compute, copy=source.compute.permute)
+    source = dataclasses.replace(source, ranks_per_node=ranks_per_node, compute=compute)
+    block = workload(expert_tensor=2, ranks_per_node=ranks_per_node)
+    model = CostModel(block, source, memory="S3")
+    costs = model.stages((4096, 4096))
+    lane = "comm.intra" if ranks_per_node == 8 else "comm"
+    found = {stage.kind.name.removesuffix("-intra"): stage.kind for stage in costs}
+    assert {found[name].lane.name for name in ("gather", "scatter", "regather")} == {lane}
+    gather, scatter = (
+        source.collective(name, across_nodes=False) for name in ("all_gather", "reduce_scatter")
+    )
+    # Each of 4096 tokens arrives twice, and goes to one other rank.
+    with_probabilities, alone = 4096 * 2 * (2048 + 4), 4096 * 2 * 2048
+    for name, forward, backward in (
+        ("gather", gather.time_us(with_probabilities), scatter.time_us(with_probabilities)),
+        ("scatter", scatter.time_us(alone), gather.time_us(alone)),
+        ("regather", 0.0, gather.time_us(with_probabilities)),
+    ):
+        assert costs[Stage(found[name], 1)] == (pytest.approx(forward), pytest.approx(backward))
+    assert model.latency(found["gather"]) == gather.alpha_us
+    assert model.latency(found["scatter"]) == scatter.alpha_us
+    # The experts take as long as whole ones with as many operations, and copies are of what arrived.
+    whole = CostModel(dataclasses.replace(block, expert_tensor=1), source, memory="S3")
+    stored = Stage(kinds.STORE_TOKENS, 0)
+    assert costs[stored] == whole.stages((4096, 4096))[stored]
+    # Megatron's own layer gathers and scatters as well: each pass has one reduce-scatter.
+    assert source.intra is not None
+    slow = dataclasses.replace(scatter, alpha_us=scatter.alpha_us + 100)
+    slower = dataclasses.replace(source, intra={**source.intra, "reduce_scatter": slow})
+    stock, with_slow = model.stock(), CostModel(block, slower).stock()
+    assert with_slow == (pytest.approx(stock.forward + 100), pytest.approx(stock.backward + 100))
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 8])
+def test_rows_of_tensor_parallel_attention_travel_in_stages(ranks_per_node: int) -> None:
+    """Together they take as long as the stages of linear layers that gather and scatter inside."""
+    source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=ranks_per_node)
+    inside = workload(tensor=2, ranks_per_node=ranks_per_node)
+    block = dataclasses.replace(inside, local=True)
+    assert CostModel(block, source).stock() == CostModel(inside, source).stock()
+    for shares, gathers in ((False, set()), (True, {"gather-rows", "regather-rows"})):
+        model = CostModel(block, source, shares_schedule=shares)
+        costs = {
+            stage: pair for stage, pair in model.stages((2048, 2048)).items() if stage.chunk in (None, 1)
+        }
+        rows = {stage.kind.name.removesuffix("-intra"): stage for stage in costs if "rows" in str(stage.kind)}
+        assert rows.keys() == gathers | {"scatter-rows"}
+        resource = "node" if ranks_per_node == 4 else "network"
+        assert {stage.kind.lane.resource for stage in rows.values()} == {resource}
+        one_way = 2048 * 2048
+        gather, scatter = (
+            source.collective(name, across_nodes=False) for name in ("all_gather", "reduce_scatter")
+        )
+        there, back = gather.time_us(one_way), scatter.time_us(one_way)
+        expected = {
+            "scatter-rows": (back, there),
+            "gather-rows": (there, back),
+            "regather-rows": (0.0, there),
+        }
+        for name, stage in rows.items():
+            assert costs[stage] == pytest.approx(expected[name])
+            assert model.latency(stage.kind) == (scatter if name == "scatter-rows" else gather).alpha_us
+        with_inside = CostModel(inside, source, shares_schedule=shares).stages((2048, 2048))
+        parts = {
+            kinds.ATTENTION: (kinds.ATTENTION, kinds.ADD_NORM, kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA)
+        }
+        if shares:
+            parts[kinds.QKV] = (kinds.QKV, kinds.INPUT_NORM, kinds.GATHER_ROWS, kinds.GATHER_ROWS_INTRA)
+        # One computed stage more has its overhead.
+        extra = source.stage_overhead("merge")
+        for whole, of in parts.items():
+            alone = [pair for stage, pair in costs.items() if stage.kind in of]
+            forward, backward = (sum(each) for each in zip(*alone, strict=True))
+            expected_whole = (forward - extra.forward_us, backward - extra.backward_us)
+            assert with_inside[Stage(whole, 1)] == pytest.approx(expected_whole)
+
+
 def test_an_exchange_once_per_node_has_two_hops() -> None:
     """8 of 64 experts on 4 nodes of 4 ranks: 3.66 rows of a token for nodes, 6.75 for ranks."""
     source = dataclasses.replace(cluster("dgx-h100"), ranks_per_node=4)
@@ -322,5 +457,19 @@ def test_an_exchange_once_per_node_has_two_hops() -> None:
     rows = CostModel(dataclasses.replace(block, exchange=Exchange.ROWS), source)
     assert model.stock() == rows.stock()
     assert costs[Stage(kinds.DISPATCH, 0)].forward < rows.stages((4096,))[Stage(kinds.DISPATCH, 0)].forward
+    # Every copy over the same hops: as many bytes between nodes as with rows, one probability for a row.
+    copies = CostModel(dataclasses.replace(block, exchange=Exchange.TWO_DIMENSIONAL), source)
+    costs = copies.stages((4096,))
+    crossing = figure.time_us(4096 * 8 * 3 / 4 * (2048 + 4))
+    handed_on = inside.time_us(4096 * 8 * 3 / 4 * (2048 + 4)) + source.compute.permute.time_us(
+        2 * 4096 * 8 * 2048
+    )
+    for first, second in ((kinds.DISPATCH, kinds.SPREAD), (kinds.COMBINE, kinds.COLLECT)):
+        assert costs[Stage(first, 0)] == (pytest.approx(crossing),) * 2
+        assert costs[Stage(second, 0)] == (pytest.approx(handed_on),) * 2
+    for kind in (kinds.ROUTE, kinds.EXPERT, kinds.MERGE):
+        assert costs[Stage(kind, 0)] == rows.stages((4096,))[Stage(kind, 0)]
+    # Where a direct all-to-all has no figure, many messages are assumed to take as long as few.
+    assert costs[Stage(kinds.DISPATCH, 0)] == rows.stages((4096,))[Stage(kinds.DISPATCH, 0)]
     with pytest.raises(BadInput, match="does not spread 16 expert-parallel ranks equally"):
         CostModel(block, dataclasses.replace(source, ranks_per_node=16))

@@ -55,6 +55,7 @@ def test_a_plan_file_contains_what_it_was_made_for(file: Path) -> None:
         ({"expert": 4}, "--expert-model-parallel-size", True),
         ({"tensor": 2}, "--tensor-model-parallel-size", True),
         ({"context": 2}, "--context-parallel-size", True),
+        ({"ring": True}, "--cp-comm-type", True),
         ({"batch": 2}, "--micro-batch-size", False),
         ({"dtype": "fp32"}, "precision", False),
         ({"dispatcher": "allgather"}, "--moe-token-dispatcher-type", False),
@@ -80,17 +81,26 @@ def test_the_text_of_a_difference_has_the_flag_and_both_values() -> None:
 def test_every_field_of_a_workload_except_derived_ones_is_recorded() -> None:
     """A new field of a workload must be recorded, or listed here with the reason."""
     derived = {"key_value_width", "latent"}  # follow from heads and projections
-    assumed = {"imbalance", "padded"}  # assumptions of the prediction
-    features = {"losses", "capacity_per_chunk"}  # checked with the order of the stages
+    assumed = {"imbalance", "padded", "rows_seen", "condensed"}  # assumptions of the prediction
+    features = {
+        "losses",
+        "capacity_per_chunk",
+        "chooses",
+        "ranks_per_node",
+        "local",
+    }  # by its order
     of_plan = {"exchange"}  # what the plan itself says
     choices = {"splits_weights"}  # what a planner may choose; layers that cannot run it refuse it
+    # The order is that of all micro-batches, and gradients are reduced in the last one.
+    last = {"replicas", "expert_replicas", "shards_optimizer", "places_reductions"}
     other_layers = {"dense_ffn"}  # a plan is of layers with experts, whatever is between them
     changed: dict[str, Any] = {
         "dtype": "fp32", "projections": ((1, 1),), "gated": True, "shared_ffn": 1, "capacity": 1.5,
         "window": 7, "grouped": True, "dispatcher": "allgather", "fused_gradients": False, "recomputes": True,
+        "ring": True, "condense": 0.9,
     }  # fmt: skip
     for one in dataclasses.fields(type(workload())):
-        if one.name in derived | assumed | features | of_plan | choices | other_layers:
+        if one.name in derived | assumed | features | of_plan | choices | last | other_layers:
             continue
         value = changed[one.name] if one.name in changed else getattr(workload(), one.name) * 2
         assert differences(made_for(), made_for(**{one.name: value})), one.name
@@ -127,8 +137,10 @@ def run_of(**changes: Any) -> argparse.Namespace:
         "sequence_parallel": False, "world_size": 8, "gradient_accumulation_fusion": True,
         "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
         "moe_expert_capacity_factor": None, "moe_shared_expert_intermediate_size": None,
-        "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_save_plan": None,
-        "ampipe_plan": "plan.yaml", "recompute_granularity": None,
+        "multi_latent_attention": False, "ampipe_capacity_scope": None, "ampipe_router_scope": None,
+        "moe_token_drop_policy": "probs", "ampipe_save_plan": None,
+        "ampipe_plan": "plan.yaml", "recompute_granularity": None, "attention_dropout": 0.0,
+        "window_size": None, "ampipe_condense": None, "transformer_impl": "transformer_engine",
     }  # fmt: skip
     return argparse.Namespace(**(values | changes))
 

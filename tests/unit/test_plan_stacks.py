@@ -129,9 +129,10 @@ def test_a_stack_is_not_slower_than_block_by_block(block: object, device: bool) 
         check(unrolled(found.schedule, features), features)
 
 
-def test_tensor_parallel_layers_that_share_a_schedule_project_by_chunk() -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_tensor_parallel_layers_that_share_a_schedule_project_by_chunk(local: bool) -> None:
     """Each rank then holds a part of every chunk: early chunks attend to few keys, and rows move twice."""
-    alone = Predictor(workload(tensor=2, expert=4), cluster())
+    alone = Predictor(workload(tensor=2, expert=4, local=local), cluster())
     stack = alone.of_layers(3)
     assert not alone.features.chunked_qkv and stack.features.chunked_qkv
     first, last = (

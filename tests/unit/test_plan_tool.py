@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,22 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cluster import TransferCost, write_cluster
+from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.model import read_model, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import check
+from megatron_ampipe.schedule import Stage, check, even_chunks, kinds
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.timeline import Timeline
 from tests.plan_cases import cluster, workload
+from tests.strategies import mpipemoe_cost
 from tests.unit.test_imports import heavy_modules_after
 from tests.unit.test_plan_workload import PLAIN
+
+COPIES = ("--set", "num-experts=64", "--set", "moe-router-topk=8")
+"""Eight of the experts are on each rank, and a token goes to eight."""
 
 
 @pytest.fixture
@@ -53,12 +60,64 @@ def test_json_output_has_the_plan_and_its_predictions(
     assert [row["degree"] for row in found["degrees"][:3]] == [1, 2, 2]
 
 
+def test_exchanges_are_compared_where_the_layout_allows(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With one expert per token, no rank gets it twice; with eight of 64, the plan says what is faster."""
+    command = ["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]
+    assert plan_as_json(model, capsys)["exchange"] == "rows"
+    for exchange in ("nodes", "2dh"):
+        assert main([*command, "--exchange", exchange]) == 2
+        assert f"--exchange {exchange}: saves nothing in this layout" in capsys.readouterr().err
+    output = tmp_path / "plan.yaml"
+    found = plan_as_json(model, capsys, "--exchange", "auto", "--output", str(output), *COPIES)
+    assert found["exchange"] == "ranks" and "Exchange ranks: predicted are rows " in found["reason"]
+    assert Plan.read(output).exchange == "ranks"
+    rows = plan_as_json(model, capsys, *COPIES)
+    assert found["predicted_ms"] < rows["predicted_ms"]
+    # The rows of the table are of the exchange that was chosen.
+    of_4 = [next(row for row in one["degrees"] if row["degree"] == 4) for one in (found, rows)]
+    assert of_4[0]["predicted_ms"] < of_4[1]["predicted_ms"]
+
+
 def test_the_table_shows_the_choice_and_its_reason(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", str(model), "--cluster", "a800x8-20gbps"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"1 │ stock .* 1\.00", shown)
     assert re.search(r"choice: degree \d forward, \d backward, schedule \S+, shares ", shown)
     assert "times as fast" in shown.splitlines()[-1]
+
+
+def test_equation_10_of_mpipemoe_is_shown_next_to_the_simulation(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compared with the paper's formula as ``tests.strategies`` has it."""
+    source = cluster("a800x8-20gbps")
+    copy = TransferCost(alpha_us=5.0, beta_us_per_mb=40.0, basis="derived", source="this test")
+    file = tmp_path / "copies.yaml"
+    write_cluster(replace(source, compute=replace(source.compute, copy=copy)), file, head="a test")
+    without = plan_as_json(model, capsys)["memory_strategies"]
+    assert without["equation_10"] == "S4" and set(without["equation_10_ms"]) == {"S4"}
+    found = plan_as_json(model, capsys, "--cluster", str(file))["memory_strategies"]
+    block, _ = workload_of(read_model(model), source)
+    costs, lengths = CostModel(block, source), even_chunks(block.rows, found["degree"])
+    rows = lengths[0]
+    slowdown = source.overlap.communication_slowdown
+    for name, cost_ms in found["equation_10_ms"].items():
+        expected = mpipemoe_cost(
+            name,
+            product=costs.product_us(rows),
+            transfer=costs.stages(lengths)[Stage(kinds.DISPATCH, 0)].forward,
+            copy=copy.time_us(rows * block.topk * (block.hidden * block.element_bytes + 4)),
+            mu={"comp": 1 / slowdown, "all": 1 / slowdown},
+        )
+        assert cost_ms == pytest.approx(expected / 1e3)
+    fastest = min(found["equation_10_ms"], key=lambda name: found["simulated_ms"][name])
+    assert found["simulated"] == fastest and set(found["simulated_ms"]) == {"keep", "S1", "S2", "S3", "S4"}
+    assert main(["plan", "--model", str(model), "--cluster", str(file)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"by MPipeMoE's equation 10 {found['equation_10']} (" in shown
+    assert f"by simulation {found['simulated']} (" in shown
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ TRUTH = {
     "attention.backward": {"alpha_us": 150.0, "beta_us_per_gflop": 15000.0, "merge_us_per_mb": 500.0},
     "memory": {"alpha_us": 5.0, "beta_us_per_mb": 30.0},
     "permute": {"alpha_us": 9.0, "beta_us_per_mb": 50.0},
+    "copy": {"alpha_us": 40.0, "beta_us_per_mb": 120.0},
     "intra.all_to_all": {"alpha_us": 800.0, "beta_us_per_mb": 43000.0},
     "intra.stock_all_to_all": {"alpha_us": 0.0, "beta_us_per_mb": 82000.0},
     "intra.all_gather": {"alpha_us": 2000.0, "beta_us_per_mb": 40000.0},
@@ -154,7 +155,7 @@ def assemble_bare(report: dict[str, Any]) -> Any:
     schedule = build("ampipe", degree=degree, features=workload.features)
     nothing = {way.value: {str(s): 0.0 for s in schedule.program(way).stages} for way in Direction}
     bare = {**report, "block": {**report["block"], "stages": {"2": nothing}}}
-    return assemble(CASE, [bare], ranks_per_node=2, description="x", source="y").cluster
+    return assemble(CASE, [bare, bare], ranks_per_node=2, description="x", source="y").cluster
 
 
 def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
@@ -182,6 +183,35 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 
 
+def test_both_classes_of_links_are_in_the_file() -> None:
+    """Four ranks on two nodes; the stages take what they take on two."""
+    report = report_of_truth()
+    for sample in list(report["samples"]):
+        name = sample["family"].removeprefix("intra.")
+        if name != sample["family"]:
+            names = (name, "direct_all_to_all") if name == "all_to_all" else (name,)
+            for factor, one in zip((8, 10), names, strict=False):
+                report["samples"].append({**sample, "family": f"inter.{one}", "us": factor * sample["us"]})
+    cluster = assemble(CASE, [report] * 4, ranks_per_node=2, description="x", source="y").cluster
+    assert cluster.ranks_per_node == 2
+    inside, between, direct = (
+        cluster.collective(operation, across_nodes=across).beta_us_per_mb
+        for operation, across in (("all_to_all", False), ("all_to_all", True), ("direct_all_to_all", True))
+    )
+    assert (between / inside, direct / inside) == pytest.approx((8, 10), rel=1e-3)
+    # An exchange of all ranks takes what was measured with all of them, half of whose rows leave the node.
+    workload = workload_of_case(CASE, num_ranks=4, fused_gradients=True)
+    model = CostModel(workload, cluster)
+    rows = CASE.sequence_length * CASE.topk
+    crossing_mb = 1e-6 * rows / 2 * (4 * CASE.hidden + 4)
+    expected = cluster.collective("direct_all_to_all", across_nodes=True).alpha_us + crossing_mb * direct
+    (dispatch,) = (pair for stage, pair in model.stages((1024,)).items() if stage.name == "dispatch.0")
+    assert dispatch.forward == pytest.approx(expected, rel=1e-3)
+    measured = sum(report["block"]["stock"].values())
+    stock = model.stock()
+    assert stock.forward + stock.backward >= measured
+
+
 def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
     report = report_of_truth()
     odd_us = (900.0, 20000.0, 1000.0, 90000.0, 2000.0, 5000.0, 70000.0, 3000.0)
@@ -189,7 +219,7 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
     for sample in report["samples"]:
         if sample["family"] == "intra.stock_all_to_all":
             sample["us"] = next(times)
-    cluster = assemble(CASE, [report], ranks_per_node=2, description="d", source="s").cluster
+    cluster = assemble(CASE, [report, report], ranks_per_node=2, description="d", source="s").cluster
     figure = cluster.collective("stock_all_to_all", across_nodes=False)
     # What each size took is in the file, whatever the line through it is.
     found = [figure.time_us(0.03e6 * number**2) for number in range(1, 9)]
@@ -213,7 +243,7 @@ def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:
 
 
 def test_a_result_learns_how_good_its_predictions_are() -> None:
-    cluster = assemble(CASE, [report_of_truth()], ranks_per_node=2, description="d", source="s").cluster
+    cluster = assemble(CASE, [report_of_truth()] * 2, ranks_per_node=2, description="d", source="s").cluster
     predictor = Predictor(workload_of_case(CASE, num_ranks=2, fused_gradients=True), cluster)
     times = {}
     for degree in (2, 4):

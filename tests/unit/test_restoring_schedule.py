@@ -35,9 +35,13 @@ RESTORING = {
     "keep": set(),
     "rebuild": {kinds.REBUILD},
     "redispatch": {kinds.REPERMUTE, kinds.REDISPATCH, kinds.REBUILD},
+    "offload": {kinds.LOAD},
+    "S2": {kinds.REPERMUTE, kinds.REDISPATCH, kinds.RESORT, kinds.LOAD},
+    "S3": {kinds.LOAD_TOKENS, kinds.REBUILD},
 }
+STORING = {"offload": {kinds.STORE}, "S2": {kinds.STORE}, "S3": {kinds.STORE_TOKENS}}
 DEGREES = ((4, 4), (2, 4), (6, 3), (4, 1), (1, 1))
-MIXED = {4: "keep/redispatch/rebuild/keep", 3: "rebuild/keep/redispatch"}
+MIXED = {4: "offload/redispatch/S3/keep", 3: "rebuild/S2/keep"}
 
 
 def stacks(memory: str) -> list[list[BlockFeatures]]:
@@ -70,6 +74,18 @@ def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> 
                 for kind in RESTORING[name]
             }
             assert not any(stage.kind.restores for stage in schedule.forward.stages)
+            # A chunk of a pass with fewer chunks is stored if any of its parts is.
+            assert {stage for stage in schedule.forward.stages if stage.kind.copies} == {
+                Stage(kind, chunk * schedule.degree // len(names), layer)
+                if schedule.degree <= len(names)
+                else Stage(kind, part, layer)
+                for layer, features in enumerate(layers)
+                if features.experts
+                for chunk, name in enumerate(names)
+                for kind in STORING.get(name, ())
+                for part in range(schedule.degree)
+                if part * len(names) // schedule.degree == chunk or schedule.degree <= len(names)
+            }
             assert from_text(to_text(schedule)) == schedule
 
 
@@ -112,8 +128,33 @@ def test_a_chunk_that_is_rebuilt_takes_what_arrived_and_one_that_is_sent_again_w
     features = with_memory(PLAIN, memory)
     needs = needs_of(Pipeline.of(4, memory=memory).schedule_of([features]), [features], Direction.BACKWARD)
     assert needs[Stage(kinds.REBUILD, 1)] == (Stage(kinds.REDISPATCH, 1),)
-    assert needs[Stage(kinds.REBUILD, 2)] == ()
+    assert needs[Stage(kinds.REBUILD, 2)] == (Stage(kinds.LOAD_TOKENS, 2),)
+    assert needs[Stage(kinds.LOAD, 0)] == (Stage(kinds.EXPERT, 2),)
     assert Stage(kinds.REBUILD, 0) not in needs and Stage(kinds.REPERMUTE, 2) not in needs
+
+
+@pytest.mark.parametrize("lane", ["comm", "comm.intra"])
+def test_what_comes_back_is_gathered_once_more_and_what_was_kept_is_not(lane: str) -> None:
+    """``rebuild`` keeps the gathered tokens; the others gather what was sent once more, or stored."""
+    memory = "rebuild/redispatch/S2/S3"
+    features = with_memory(replace(PLAIN, gathers=lane), memory)
+    schedule = Pipeline.of(4, memory=memory).schedule_of([features])
+    needs = needs_of(schedule, [features], Direction.BACKWARD)
+    again = kinds.REGATHER if lane == "comm" else kinds.REGATHER_INTRA
+    assert needs[Stage(kinds.REBUILD, 0)] == ()
+    for chunk, source, taker in (
+        (1, kinds.REDISPATCH, kinds.REBUILD),
+        (2, kinds.REDISPATCH, kinds.RESORT),
+        (3, kinds.LOAD_TOKENS, kinds.REBUILD),
+    ):
+        assert needs[Stage(again, chunk)] == (Stage(source, chunk),)
+        assert needs[Stage(taker, chunk)] == (Stage(again, chunk),)
+    assert {one.lane for one in schedule.backward.lanes} - {"comm.intra"} == {"compute", "comm", "copy"}
+    (own,) = (one for one in schedule.backward.lanes if one.lane == lane)
+    assert {Stage(again, chunk) for chunk in (1, 2, 3)} <= set(own.stages)
+    # What is stored is what has arrived, before it is gathered.
+    stored = needs_of(schedule, [features], Direction.FORWARD)[Stage(kinds.STORE_TOKENS, 3)]
+    assert stored == (Stage(kinds.DISPATCH, 3),)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +169,30 @@ def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: st
     for direction in Direction:
         program = found.program(direction)
         issue_order(program, needs_of(found, layers, direction), host_waits=True)
+
+
+def test_copies_keep_pace_with_the_experts_from_block_to_block() -> None:
+    memory = "offload/keep/S3"
+    layers = [with_memory(features, memory) for features in (PLAIN, DENSE, PLAIN)]
+    schedule = Pipeline.of(3, stack=0, memory=memory).schedule_of(layers)
+    forward, backward = (needs_of(schedule, layers, direction) for direction in Direction)
+    assert Stage(kinds.STORE, 0) in forward[Stage(kinds.EXPERT, 2)]
+    assert Stage(kinds.STORE_TOKENS, 2) in forward[Stage(kinds.EXPERT, 1, 2)]
+    assert forward[Stage(kinds.STORE_TOKENS, 2, 2)] == (Stage(kinds.DISPATCH, 2, 2),)
+    assert backward[Stage(kinds.LOAD_TOKENS, 2, 2)] == ()
+    assert backward[Stage(kinds.LOAD, 0, 2)] == (Stage(kinds.EXPERT, 2, 2),)
+    assert backward[Stage(kinds.LOAD_TOKENS, 2)] == (Stage(kinds.EXPERT, 1, 2),)
+    copies = {
+        direction: [
+            str(stage)
+            for order in schedule.program(direction).lanes
+            if order.lane == "copy"
+            for stage in order.stages
+        ]
+        for direction in Direction
+    }
+    assert copies[Direction.FORWARD] == ["store.0", "store-tokens.2", "store.0@2", "store-tokens.2@2"]
+    assert copies[Direction.BACKWARD] == ["load-tokens.2@2", "load.0@2", "load-tokens.2", "load.0"]
 
 
 def test_a_rebuild_after_its_experts_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Schedules: the named ones, their text form, the checks, the issue order."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -22,19 +23,25 @@ from megatron_ampipe.schedule import (
     graph,
     issue_order,
     kinds,
+    period,
     stream_of,
     to_text,
     unrolled,
 )
+from megatron_ampipe.schedule.kinds import COMM, INTRA
 
 features = st.builds(
     BlockFeatures,
     losses=st.booleans(),
     shared=st.booleans(),
     ordered_routing=st.booleans(),
+    chooses=st.booleans(),
     chunked_qkv=st.booleans(),
     nodes=st.booleans(),
-)
+    gathers=st.sampled_from(("", "comm", "comm.intra")),
+    row_links=st.sampled_from(("", "network", "node")),
+    gathers_rows=st.booleans(),
+).map(lambda block: replace(block, gathers_rows=block.gathers_rows and block.scatters_rows))
 names = st.sampled_from(SCHEDULE_NAMES)
 degrees = st.integers(1, 9)
 
@@ -81,6 +88,111 @@ def test_issue_order_respects_lanes_and_dependencies(
         assert all(place[earlier] < place[stage] for stage, found in needs.items() for earlier in found)
         for lane in schedule.program(direction).lanes:
             assert [stage for name_, stage in order if name_ == lane.lane] == list(lane.stages)
+
+
+GATHERED_ON_ITS_LANE = """\
+schedule ampipe degree 2
+forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
+forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
+forward comm.intra: gather-intra.0 gather-intra.1 scatter-intra.0 scatter-intra.1
+backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
+backward comm: combine.1 combine.0 dispatch.1 dispatch.0
+backward comm.intra: scatter-intra.1 scatter-intra.0 gather-intra.1 gather-intra.0
+"""
+
+
+def test_ranks_that_share_an_expert_gather_on_the_lane_of_their_links() -> None:
+    assert to_text(build("ampipe", degree=2, features=BlockFeatures(gathers=INTRA))) == GATHERED_ON_ITS_LANE
+    same_links = to_text(build("ampipe", degree=2, features=BlockFeatures(gathers=COMM)))
+    assert "comm.intra" not in same_links
+    assert "forward comm: counts.0 dispatch.0 gather.0 counts.1 dispatch.1 gather.1 scatter.0" in same_links
+    assert "backward comm: combine.1 scatter.1 combine.0 scatter.0 gather.1 dispatch.1" in same_links
+    # What comes from another node is handed on there, and then gathered.
+    handed_on = to_text(build("ampipe", degree=1, features=BlockFeatures(gathers=COMM, nodes=True)))
+    assert "forward comm.intra: spread.0 gather-intra.0 scatter-intra.0 collect.0" in handed_on
+    assert "backward comm.intra: collect.0 scatter-intra.0 gather-intra.0 spread.0" in handed_on
+    assert kinds.GATHER not in graph.data_flow(BlockFeatures(dense=True)).kinds
+
+
+def test_a_gather_waits_for_what_arrives_and_the_experts_for_it() -> None:
+    block = BlockFeatures(gathers=INTRA)
+    needs = needs_of(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
+    chain = (kinds.DISPATCH, kinds.GATHER_INTRA, kinds.EXPERT, kinds.SCATTER_INTRA, kinds.COMBINE)
+    for earlier, later in itertools.pairwise(chain):
+        assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
+    # Its result is added in a linear function: it does not run again in a recomputed block.
+    once = graph.data_flow(replace(block, recomputed=True)).once
+    assert {kinds.SCATTER_INTRA, kinds.COMBINE} <= once and kinds.GATHER_INTRA not in once
+
+
+ROWS_ON_THEIR_LANE = """\
+schedule ampipe degree 3
+forward compute: qkv attention.0 add-norm.0 route.0 attention.1 attention.2 add-norm.1 route.1 add-norm.2 \
+route.2 expert.0 expert.1 expert.2 merge.0 merge.1 merge.2
+forward comm: counts.0 dispatch.0 counts.1 dispatch.1 counts.2 dispatch.2 combine.0 combine.1 combine.2
+forward comm.tensor: scatter-rows.0 scatter-rows.1 scatter-rows.2
+backward compute: merge.2 merge.1 merge.0 expert.2 expert.1 route.2 add-norm.2 expert.0 route.1 add-norm.1 \
+attention.2 route.0 add-norm.0 attention.1 attention.0 qkv
+backward comm: combine.2 combine.1 dispatch.2 combine.0 dispatch.1 dispatch.0
+backward comm.tensor: scatter-rows.2 scatter-rows.1 scatter-rows.0
+"""
+
+
+def test_rows_of_a_chunk_are_scattered_while_another_chunk_is_computed() -> None:
+    block = BlockFeatures(row_links="network")
+    assert to_text(build("ampipe", degree=3, features=block)) == ROWS_ON_THEIR_LANE
+    # Where chunks project their queries, the next ones do so meanwhile, and the first dispatch comes earlier.
+    chunked = to_text(build("ampipe", degree=3, features=replace(block, chunked_qkv=True)))
+    assert "qkv.0 attention.0 qkv.1 add-norm.0 route.0 attention.1 qkv.2 add-norm.1 route.1" in chunked
+    assert "add-norm.1 attention.2 qkv.2 route.0 add-norm.0 attention.1 qkv.1" in chunked
+    # A router that sees all rows waits for all attention.
+    choosing = to_text(build("ampipe", degree=3, features=replace(block, chooses=True)))
+    assert "attention.0 attention.1 add-norm.0 attention.2 add-norm.1 add-norm.2 choose" in choosing
+    assert "choose add-norm.2 add-norm.1 attention.2 add-norm.0 attention.1 attention.0" in choosing
+    whole = to_text(build("moe-only", degree=3, features=replace(block, row_links="node")))
+    assert "forward comm.tensor: scatter-rows-intra\n" in whole
+
+
+def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
+    block = BlockFeatures(row_links="network")
+    flow = graph.data_flow(block)
+    assert [value.name for value in flow.takes[kinds.ATTENTION]][-1] == "context"
+    assert flow.taken[kinds.ADD_NORM][1][1] == graph.Source(None, "hidden")
+    needs = needs_of(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
+    for earlier, later in itertools.pairwise((kinds.ATTENTION, kinds.SCATTER_ROWS, kinds.ADD_NORM)):
+        assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
+    # The norm keeps its input, so a recomputed block scatters again.
+    assert kinds.SCATTER_ROWS not in graph.data_flow(replace(block, recomputed=True)).once
+    # Resources: of ranks of a node, other links than those of the transfers between nodes.
+    intra = graph.data_flow(replace(block, row_links="node")).kinds
+    assert kinds.SCATTER_ROWS_INTRA in intra and kinds.SCATTER_ROWS not in intra
+    assert kinds.SCATTER_ROWS_INTRA.lane.resource == kinds.INTRA_LANE.resource != kinds.COMM_LANE.resource
+    assert kinds.ADD_NORM in graph.data_flow(BlockFeatures(dense=True, row_links="node")).kinds
+
+
+def test_an_order_with_these_stages_is_of_any_linear_layers() -> None:
+    """As of a plan for Megatron's local ones that is run with Transformer Engine's."""
+    rows = BlockFeatures(row_links="network", gathers_rows=True, chunked_qkv=True)
+    without = BlockFeatures(chunked_qkv=True)
+    for layers in (1, 3):
+        found = build("ampipe", degree=3, features=rows)
+        found = unrolled(found if layers == 1 else period(found), [without] * layers)
+        check(found, [without] * layers)
+        assert "rows" not in to_text(found) and "norm" not in to_text(found)
+
+
+def test_an_order_without_these_stages_is_completed() -> None:
+    """Of a plan from before there were any."""
+    before = build("ampipe", degree=3, features=BlockFeatures())
+    block = BlockFeatures(row_links="network")
+    found = unrolled(before, [block])
+    check(found, [block])
+    assert "attention.0 add-norm.0 route.0 attention.1 add-norm.1 route.1" in to_text(found)
+    before = period(build("ampipe", degree=3, features=BlockFeatures(chunked_qkv=True)))
+    block = BlockFeatures(row_links="node", gathers_rows=True, chunked_qkv=True)
+    found = unrolled(before, [block] * 3)
+    check(found, [block] * 3)
+    assert "input-norm.0@1 qkv.0@1 attention.0@1 add-norm.0@1 route.0@1" in to_text(found)
 
 
 @pytest.mark.parametrize("chunked_qkv", [False, True])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.runtime.segment import GradientSums
+from megatron_ampipe.runtime.segment import GradientSums, Segment
 
 
 class Allocations(TorchDispatchMode):
@@ -68,3 +69,40 @@ def test_a_single_gradient_is_returned_without_a_copy() -> None:
         assert sums.take(parameter) is gradient
     assert allocations.sizes_bytes(gradient) == []
     assert sums.take(parameter) is None
+
+
+class Look(torch.autograd.Function):
+    """The identity; its backward notes whether a tensor is still alive."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, notes: list[object]) -> torch.Tensor:
+        ctx.notes = notes
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        watched = ctx.notes[0]
+        ctx.notes.append(watched() is not None)
+        return gradient, None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("releases", [False, True])
+def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: bool) -> None:
+    weight, inputs = torch.nn.Parameter(torch.randn(3, 3)), torch.randn(4, 3)
+    notes: list[Any] = []
+
+    def stage(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (Look.apply(tensor @ weight, notes) * 2,)
+
+    segment = Segment(stage, inputs, keep_graph=True, recompute=recompute, releases=releases)
+    gradient = torch.randn(4, 3)
+    expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
+    gradients: list[torch.Tensor | None] = [gradient]
+    notes.append(weakref.ref(gradient.untyped_storage()))
+    del gradient
+    sums = GradientSums()
+    (found,) = segment.backward(gradients, parameters=[weight], sums=sums)
+    assert notes[1:] == [not releases]
+    assert torch.equal(found, expected) and torch.equal(sums.take(weight), of_weight)
+    assert gradients == []

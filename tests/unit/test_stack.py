@@ -46,18 +46,28 @@ features = st.builds(
     losses=st.booleans(),
     shared=st.booleans(),
     ordered_routing=st.booleans(),
+    chooses=st.booleans(),
     chunked_qkv=st.booleans(),
     reduces=st.booleans(),
     nodes=st.booleans(),
+    gathers=st.sampled_from(("", "comm", "comm.intra")),
+    row_links=st.sampled_from(("", "network", "node")),
+    gathers_rows=st.booleans(),
     added=st.sampled_from([(), (DELAY, COPY), (AUDIT,)]),
-)
+).map(lambda block: replace(block, gathers_rows=block.gathers_rows and block.scatters_rows))
 
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[BlockFeatures, ...]:
     """Consecutive blocks of one model, of which at least one has experts; dense ones stand anywhere."""
     block = draw(features)
-    dense = BlockFeatures(dense=True, chunked_qkv=block.chunked_qkv, reduces=block.reduces)
+    dense = BlockFeatures(
+        dense=True,
+        chunked_qkv=block.chunked_qkv,
+        reduces=block.reduces,
+        row_links=block.row_links,
+        gathers_rows=block.gathers_rows,
+    )
     kinds_of = draw(st.lists(st.booleans(), min_size=1, max_size=5).filter(any))
     return tuple(block if has_experts else dense for has_experts in kinds_of)
 

@@ -28,6 +28,12 @@ SPANS = st.lists(
 )
 
 
+def test_copies_to_host_memory_are_neither_communication_nor_computation() -> None:
+    spans = (span("compute", 0, 10), span("comm", 5, 15), span("copy", 0, 30))
+    found = Timeline(rank=0, spans=spans)
+    assert (found.compute_us, found.communication_us, found.hidden_us) == (10, 10, 5)
+
+
 @given(SPANS)
 def test_hidden_time_equals_a_count_of_unit_cells(spans: list[StageSpan]) -> None:
     def cells(*, communication: bool) -> set[int]:

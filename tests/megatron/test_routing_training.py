@@ -1,0 +1,110 @@
+"""``--ampipe-routing-dir``: what trainings record at several degrees and layouts; it changes nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_ampipe.plan.recorded_routing import RecordedRouting, files_of, read_routing
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
+from tests.megatron.pairs import assert_same_digits, runs_of
+from tests.megatron.test_metrics import LINE
+
+pytestmark = pytest.mark.timeout(300)
+
+COMMON = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0")]
+EP = "--expert-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --train-iters 2"
+RUNS = {
+    "plain": EP,
+    # Another run of the same model was recorded there, longer.
+    "stock": f"{EP} --ampipe-routing-dir {{folder}}/stock --ampipe-routing-interval 2",
+    "degree 4": f"{EP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--ampipe-degree 4 --ampipe-routing-dir {folder}/chunks --ampipe-routing-interval 2",
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1 --train-iters 1 --ampipe-degree 2 "
+    "--ampipe-routing-dir {folder}/tensor --ampipe-routing-interval 1",
+    "stages": "--pipeline-model-parallel-size 2 --global-batch-size 1 --train-iters 1 --ampipe-degree 2 "
+    "--ampipe-condense 0.3 --ampipe-routing-dir {folder}/stages --ampipe-routing-interval 1",
+    "longer": f"{EP} --ampipe-routing-dir {{folder}}/stock --ampipe-routing-interval 1",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("routing")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Mapping[str, Run]:
+    order = ["plain", "longer", "stock", "degree 4", "tensor", "stages"]
+    words = {name: [*COMMON, *shlex.split(RUNS[name].format(folder=folder))] for name in order}
+    return runs_of(words)
+
+
+def routing(folder: Path, name: str) -> RecordedRouting:
+    return read_routing(folder / name, flag="DIR")
+
+
+@pytest.mark.world_size(2)
+def test_recording_changes_no_digit(runs: Mapping[str, Run]) -> None:
+    assert_same_digits(runs["plain"], runs["stock"], runs["degree 4"], runs["longer"])
+    assert "who goes where, in one of 2 iterations" in runs["degree 4"].table
+    assert "who goes where" not in runs["plain"].table
+
+
+@pytest.mark.world_size(2)
+def test_chunks_record_what_the_stock_layer_records(runs: Mapping[str, Run], folder: Path) -> None:
+    (stock,), (chunks,) = routing(folder, "stock").records, routing(folder, "chunks").records
+    assert stock.iteration == chunks.iteration == 2
+    assert stock.tokens == (64,) and chunks.tokens == (16,) * 4
+    assert stock.num_parts == chunks.num_parts == 4, "two sequences of each of two ranks"
+    for of_stock, of_chunks in zip(stock.layers, chunks.layers, strict=True):
+        assert of_stock.arrivals == of_chunks.arrivals
+        for before, after in zip(of_stock.counts, of_chunks.counts, strict=True):
+            assert before[0] == tuple(map(sum, zip(*after, strict=True)))
+            assert sum(before[0]) == 2 * 64
+            assert all(sum(chunk) == 2 * 16 for chunk in after)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_removes_what_a_run_before_recorded_later(runs: Mapping[str, Run], folder: Path) -> None:
+    # "longer" recorded iterations 1 and 2 there, and "stock" began again at 1.
+    assert list(files_of(folder / "stock")) == [2]
+
+
+@pytest.mark.world_size(2)
+def test_ranks_of_one_sequence_each_record_their_part(runs: Mapping[str, Run], folder: Path) -> None:
+    (record,) = routing(folder, "tensor").records
+    assert record.ranks_per_sequence == 2 and record.tokens == (16, 16)
+    assert sum(layer.rows for layer in record.layers) == 2 * 64 * 2
+
+
+@pytest.mark.world_size(2)
+def test_all_pipeline_stages_are_recorded_with_shares_as_in_the_log(
+    runs: Mapping[str, Run], folder: Path
+) -> None:
+    found = routing(folder, "stages")
+    (record,) = found.records
+    assert [layer.layer for layer in record.layers] == [1, 2]
+    # Each stage has one layer, and in each chunk compares one of the experts that have tokens.
+    for layer in record.layers:
+        ((first, second),) = layer.counts
+        assert layer.rows_compared in {a + b for a in first for b in second if a and b}
+    # The rank that writes the log is of the last stage; the log is of all its experts.
+    (line,) = (text for _, text in LINE.findall(runs["stages"].output))
+    logged = float(line.partition("condensed share: ")[2].split()[0])
+    recorded = found.condensed_of(2, 0.3)
+    assert recorded is not None and logged > 0 and recorded == pytest.approx(logged, abs=0.2)
+
+
+@pytest.mark.world_size(2)
+def test_layers_and_experts_take_turns_to_be_compared(runs: Mapping[str, Run], folder: Path) -> None:
+    # Two layers; the second record is removed by the run after.
+    (second,) = routing(folder, "stock").records
+    (chunks,) = routing(folder, "chunks").records
+    for record in (second, chunks):
+        # It is the first turn of a run that records every second iteration.
+        assert [layer.rows_compared > 0 for layer in record.layers] == [True, False]

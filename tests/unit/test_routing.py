@@ -1,0 +1,225 @@
+"""Files of a recorded routing: what they say, what is refused, and what ``ampipe`` makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ampipe.cli import main
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, read_routing
+from megatron_ampipe.plan.workload import Workload, even_rows
+from megatron_ampipe.schedule import Exchange, Stage, kinds
+from megatron_ampipe.tools.plan_routing import with_routing
+from tests.plan_cases import cluster, workload
+from tests.unit.test_imports import heavy_modules_after
+
+# Two sequences of 4 tokens in two chunks, two experts for each token, four experts. The tokens of the first
+# sequence choose 01 01 | 02 03, those of the second 01 23 | 23 23.
+LAYER = LayerRouting(
+    layer=2,
+    counts=(((2, 2, 0, 0), (2, 0, 1, 1)), ((1, 1, 1, 1), (0, 0, 2, 2))),
+    arrivals={2: ((4, 2), (1, 3))},
+    rows_compared=16,
+    rows_left={0.9: 8, 0.99: 12},
+)
+RECORD = RoutingRecord(
+    iteration=5,
+    num_experts=4,
+    ranks=2,
+    batch=1,
+    ranks_per_sequence=1,
+    hidden_size=8,
+    tokens=(2, 2),
+    layers=(LAYER,),
+)
+
+
+def written(folder: Path, *records: RoutingRecord) -> Path:
+    for record in records:
+        record.write(folder)
+    return folder
+
+
+def eight_experts(folder: Path) -> Path:
+    """A record of four tokens that choose experts 0 and 1 of eight: one rank of four gets all."""
+    counts = (((4, 4, 0, 0, 0, 0, 0, 0),),)
+    layer = LayerRouting(
+        layer=1,
+        counts=counts,
+        arrivals={2: ((4, 0),), 4: ((4, 0, 0, 0),)},
+        rows_compared=8,
+        rows_left={0.9: 2, 0.99: 8},
+    )
+    record = dataclasses.replace(RECORD, num_experts=8, ranks=4, tokens=(4,), layers=(layer,))
+    return written(folder, record)
+
+
+def test_a_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
+    later = dataclasses.replace(RECORD, iteration=10)
+    written(tmp_path, later, RECORD)
+    (tmp_path / ".iteration-00000015.json.7.partial").write_text("{")
+    assert read_routing(tmp_path, flag="DIR").records == (RECORD, later)
+
+
+def test_figures_of_any_number_of_places(tmp_path: Path) -> None:
+    found = read_routing(written(tmp_path, RECORD), flag="DIR")
+    # Experts have 5, 3, 4 and 4 of 16 rows; two ranks 8 and 8; in the chunks 6 and 2, 2 and 6.
+    assert found.imbalance(4) == 5 / 4 and found.imbalance(2) == 1 and found.imbalance(1) == 1
+    assert found.chunk_imbalance(2) == 6 / 4
+    assert found.rows_to(2) == (4 + 2 + 1 + 3) / 8 and found.rows_to(4) == 2 and found.rows_to(1) == 1
+    assert found.condensed(0.9) == 0.5 and found.condensed(0.99) == 0.25
+    with pytest.raises(BadInput, match=r"0\.95: is no threshold that was recorded\. Use one of 0\.9, 0\.99"):
+        found.condensed(0.95)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "ampipe-routing-1"},
+        {"num_experts": 0},
+        {"ranks": 3},
+        {"batch": 3},
+        {"tokens": [2]},
+        {"tokens": []},
+        {"layers": []},
+        {"layers": [{}]},
+        {"iteration": True},
+    ],
+    ids=str,
+)
+def test_other_files_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    written(tmp_path, RECORD)
+    path = tmp_path / "iteration-00000005.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadInput, match="is not a file of a recorded routing"):
+        read_routing(tmp_path, flag="DIR")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("counts", [[[1, 1, 1, -1]] * 2] * 2),
+        ("counts", [[[0] * 4] * 2] * 2),
+        ("arrivals", {"2": [[4, 2]]}),
+        ("rows_compared", 11),
+    ],
+    ids=["negative", "nobody", "one part", "more left than compared"],
+)
+def test_wrong_tables_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    path = written(tmp_path, RECORD) / "iteration-00000005.json"
+    found = json.loads(path.read_text())
+    found["layers"][0][key] = value
+    path.write_text(json.dumps(found))
+    with pytest.raises(BadInput, match="is not a file of a recorded routing"):
+        read_routing(tmp_path, flag="DIR")
+
+
+def test_a_folder_without_files_or_with_two_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="has no file of a recorded routing"):
+        read_routing(tmp_path, flag="DIR")
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_routing(tmp_path / "absent", flag="DIR")
+    written(tmp_path, RECORD, dataclasses.replace(RECORD, iteration=6, hidden_size=16))
+    with pytest.raises(BadInput, match=r"iteration-00000006\.json: is of another model"):
+        read_routing(tmp_path, flag="DIR")
+
+
+def test_shares_are_those_of_the_rows_that_were_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = {"rows_compared": 0, "rows_left": {0.9: 0, 0.99: 0}}
+    first = dataclasses.replace(LAYER, rows_compared=6, rows_left={0.9: 3, 0.99: 6})
+    second = dataclasses.replace(LAYER, rows_compared=2, rows_left={0.9: 1, 0.99: 2})
+    other = dataclasses.replace(LAYER, layer=4, **none)
+    records = [
+        dataclasses.replace(RECORD, iteration=number, layers=(one, other))
+        for number, one in enumerate((first, second, dataclasses.replace(LAYER, **none)), start=1)
+    ]
+    found = read_routing(written(tmp_path, *records), flag="DIR")
+    assert found.condensed(0.9) == found.condensed_of(2, 0.9) == 0.5 and found.condensed_of(4, 0.9) is None
+    assert main(["routing", str(tmp_path), "--picture", str(tmp_path / "picture")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-4:] for row in rows if row[1:2] == ["4"]] == [["-", "│", "-", "│"]]
+    empty = written(tmp_path / "empty", dataclasses.replace(RECORD, layers=(other,)))
+    with pytest.raises(BadInput, match=r"--condense 0\.9: is no threshold .* every layer has tokens"):
+        read_routing(empty, flag="DIR").condensed(0.9)
+
+
+def test_the_command_shows_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, RECORD)
+    assert main(["routing", str(tmp_path), "--ranks", "4", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["imbalance"] == 1.25 and found["experts_per_token"] == 2
+    assert found["rows_per_token"]["2"] == [1.25, pytest.approx(even_rows(4, 2, 2))]
+    assert main(["routing", str(tmp_path), "--picture", str(tmp_path / "picture")]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "the busiest of 2 ranks has 1.000 times the mean of a sequence, 1.500 times that of a chunk" in shown
+    )
+    assert "50.0% at 0.9, 25.0% at 0.99" in shown
+    assert (tmp_path / "picture.svg").stat().st_size and (tmp_path / "picture.png").stat().st_size
+    assert main(["routing", str(tmp_path), "--ranks", "3"]) == BadInput.exit_code
+    assert "--ranks 3: does not divide the 4 experts. Use one of 1, 2, 4." in capsys.readouterr().err
+
+
+def test_the_command_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
+    words = ["routing", str(written(tmp_path, RECORD)), "--json", "-"]
+    heavy, _ = heavy_modules_after(f"from megatron_ampipe.cli import main; main({words!r})")
+    assert not heavy
+
+
+def test_a_workload_takes_the_figures(tmp_path: Path) -> None:
+    plain = workload(experts=8, expert=4)
+    found, said = with_routing(plain, eight_experts(tmp_path), condense=None, given=None)
+    assert found.imbalance == 4 and found.rows_to(4) == 1 and found.condense is None
+    assert found.rows_to(3) == even_rows(8, 2, 3), (
+        "for numbers that were not recorded, experts are evenly used"
+    )
+    assert said[0].startswith("imbalance 4.000 of 4 ranks: 1 iterations")
+    condensed, _ = with_routing(plain, tmp_path, condense=0.9, given=None)
+    assert (condensed.condense, condensed.condensed) == (0.9, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("experts", "given", "condense", "error"),
+    [
+        (8, 1.5, None, "--imbalance 1.5: is what --routing"),
+        (16, None, None, "is of 8 experts, and the model has 16"),
+        (8, None, 0.5, "--condense 0.5: is no threshold that was recorded"),
+    ],
+)
+def test_what_contradicts_a_routing_is_refused(
+    experts: int, given: float | None, condense: float | None, error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=error):
+        with_routing(workload(experts=experts), eight_experts(tmp_path), condense=condense, given=given)
+
+
+def test_condensing_without_a_routing_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"--condense 0\.9: needs to know how many tokens are similar"):
+        with_routing(workload(), None, condense=0.9, given=None)
+
+
+def times(block: Workload) -> dict[Stage, float]:
+    return {stage: pair.forward for stage, pair in CostModel(block, cluster()).stages((8192,)).items()}
+
+
+def test_predictions_follow_the_figures() -> None:
+    plain, condensed = workload(), workload(condense=0.9, condensed=0.5)
+    before, after = times(plain), times(condensed)
+    dispatch, expert = Stage(kinds.DISPATCH, 0), Stage(kinds.EXPERT, 0)
+    assert after[dispatch] < 0.6 * before[dispatch] and after[expert] < 0.6 * before[expert]
+    assert {stage.kind for stage in after} - {stage.kind for stage in before} == {
+        kinds.CONDENSE,
+        kinds.EXPAND,
+    }
+    assert CostModel(condensed, cluster()).stock() == CostModel(plain, cluster()).stock()
+    once = workload(exchange=Exchange.RANKS)
+    alone = dataclasses.replace(once, rows_seen=((8, 1.0),))
+    assert times(alone)[dispatch] == pytest.approx(times(once)[dispatch] / once.rows_to(8), rel=0.05)
