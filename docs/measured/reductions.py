@@ -5,6 +5,12 @@ two data-parallel, at 200 Mbit/s. ``positions``: two expert-parallel ranks at 10
 of positions, which is reduced too. A layer has several buckets. The first iterations do not count: Megatron
 overlaps nothing in the first.
 
+Megatron's timer ``all-grads-sync`` says how long a rank waits for reductions after the last backward pass;
+the shortest of the ranks counts, which waits for no other one. Where nothing is overlapped that is what they
+take alone, R. What is complete only when the first layer has ended (its gradients, those of embeddings and
+positions), a share of the bytes of R, no order can overlap with the pass: no place of the reductions makes an
+iteration shorter than *after the pass* - R + that share of R.
+
     python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
 """
 
@@ -12,16 +18,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_ampipe.tools.benchmark.training import Curve, loss_difference, run
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags
 from megatron_ampipe.tools.measuring import machine, rank_processes
-from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
 
 LAYERS, WARMUP = 4, 2
+VOCABULARY = 384
+"""Rows of the table of words: 256 and one more, in multiples of 128."""
+TIMERS = ("--timing-log-level", "1", "--no-barrier-with-level-1-timing")
+SYNC = re.compile(r"all-grads-sync \.+: \(([0-9.]+), [0-9.]+\)")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "250000")
 VARIANTS = {
     "after the pass": (),
@@ -43,52 +55,87 @@ def main() -> None:
     parser.add_argument("--schedule", default="ampipe")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     asked = parser.parse_args()
     num_ranks, link, changed = PLACES[asked.place]
     (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
     iterations = WARMUP + asked.repeats
     flags = (
         *training_flags(case, layers=LAYERS, num_ranks=num_ranks, iterations=iterations, seed=1234),
-        *(*changed, "--ampipe-degree", str(asked.degree), "--ampipe-schedule", asked.schedule),
+        *(*changed, *TIMERS, "--ampipe-degree", str(asked.degree), "--ampipe-schedule", asked.schedule),
     )
-    curves: dict[str, list[Curve]] = {name: [] for name in VARIANTS}
+    variants = asked.variants
+    curves: dict[str, list[Curve]] = {name: [] for name in variants}
+    waits: dict[str, list[float]] = {name: [] for name in variants}
     with rank_processes.signals_as_interrupts():
         for round_ in range(asked.rounds):
-            names = list(VARIANTS)[round_ % len(VARIANTS) :] + list(VARIANTS)[: round_ % len(VARIANTS)]
-            for name in names:
+            first_of_round = round_ % len(variants)
+            for name in (*variants[first_of_round:], *variants[:first_of_round]):
                 job = TrainingJob(
                     flags=(*flags, *VARIANTS[name]),
                     stock_attends_as=None,
                     link=link,
                     num_ranks=num_ranks,
-                    timeout_s=120.0,
+                    timeout_s=600.0,
                     cores=machine.cores_of(num_ranks),
                 )
-                curve = run(job, iterations=iterations, title=name, on_iteration=lambda _: None)
+                with tempfile.TemporaryDirectory() as folder:
+                    log = Path(folder) / "log"
+                    curve = run(job, iterations=iterations, title=name, on_iteration=lambda _: None, log=log)
+                    waited = [float(ms) for ms in SYNC.findall(log.read_text(errors="replace"))]
+                assert len(waited) == iterations, (len(waited), iterations)
                 curves[name].append(curve)
+                waits[name] += waited[WARMUP:]
                 first = next(found[0] for found in curves.values() if found)
                 difference, _ = loss_difference(first, curve)
                 print(name, [round(ms) for ms in curve.ms[WARMUP:]], f"{difference:.1e}", flush=True)
+                print("  after the pass", [round(ms) for ms in waited[WARMUP:]], flush=True)
     medians = {
         name: statistics.median(ms for curve in found for ms in curve.ms[WARMUP:])
         for name, found in curves.items()
     }
+    share = complete_last(case, num_ranks=num_ranks, positions=asked.place == "positions")
+    least_ms = None
+    if "after the pass" in medians:
+        least_ms = medians["after the pass"] - statistics.median(waits["after the pass"]) * (1 - share)
     document = {
         "command": ["python", *sys.argv],
         "flags": list(flags),
-        "variants": {name: list(words) for name, words in VARIANTS.items()},
+        "variants": {name: list(VARIANTS[name]) for name in variants},
         "link": link,
         "ranks": num_ranks,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "median ms": medians,
+        "median ms after the pass": {name: statistics.median(found) for name, found in waits.items()},
+        "share that is complete last": share,
+        "no place is faster than ms": least_ms,
+        "waits ms": waits,
         "trainings": {
             name: [{"ms": curve.ms, "lm loss": curve.lm_loss} for curve in found]
             for name, found in curves.items()
         },
     }
     asked.file.write_text(json.dumps(document, indent=1) + "\n")
-    print(medians)
+    print(
+        medians, {key: document[key] for key in ("share that is complete last", "no place is faster than ms")}
+    )
+
+
+def complete_last(case: Case, *, num_ranks: int, positions: bool) -> float:
+    """The share of the bytes on the wire whose gradients are complete only when the first layer has ended.
+
+    A rank sends ``2 (n - 1) / n`` of a gradient that is reduced over ``n`` ranks. Experts of ``dp2-ep2`` are
+    reduced over two ranks, those of ``positions`` over none. The table of words is also the output layer.
+    """
+    dense = 2 * (num_ranks - 1) / num_ranks
+    experts = 2 * (2 - 1) / 2 if num_ranks == 4 else 0
+    attention = 4 * case.hidden**2
+    of_rank = 2 * case.hidden * case.ffn * case.experts / 2
+    layer = dense * attention + experts * of_rank
+    vocabulary = dense * VOCABULARY * case.hidden
+    first = vocabulary + layer + positions * dense * case.sequence_length * case.hidden
+    return first / (first + (LAYERS - 1) * layer)
 
 
 if __name__ == "__main__":
