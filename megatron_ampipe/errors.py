@@ -31,7 +31,14 @@ class BadInput(AMPipeError, ValueError):
 
     def __init__(self, name: str, value: object, *, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy
-        super().__init__(f"{name} {value}: {rule}. {remedy}")
+        super().__init__(f"{name} {_shortened(str(value))}: {rule}. {remedy}")
+
+
+def _shortened(value: str, most: int = 400) -> str:
+    """The value, or its begin and end where it would hide the rest of a message."""
+    if len(value) <= most:
+        return value
+    return f"{value[: most // 2]} ... {value[-most // 2 :]} ({len(value)} characters)"
 
 
 class RunFailed(AMPipeError):

@@ -55,7 +55,7 @@ class Command:
             said = output.read()
         return {
             "code": os.waitstatus_to_exitcode(status) if pid else None,
-            "said": said[-6000:],
+            "said": said[-50_000:],
             "traceback": "Traceback" in said,
             "seconds": time.monotonic() - self._begin_s,
         }

@@ -81,3 +81,5 @@ def test_it_ends_soon_and_says_why(row: Row, here: Path, results: dict[str, dict
     (said,) = [line for line in found["said"].splitlines() if line.startswith(("error: ", "ampipe"))]
     # AMPipe's messages are NAME VALUE: RULE. REMEDY. Those of argparse for a tool's arguments are one clause.
     assert ": error: argument " in said or (": " in said and ". " in said and said.endswith((".", "?"))), said
+    # Also with a long value, what is wrong and what to do are in sight.
+    assert ": error: argument " in said or len(said) < 2500, len(said)
