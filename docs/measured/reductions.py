@@ -7,9 +7,9 @@ overlaps nothing in the first.
 
 Megatron's timer ``all-grads-sync`` says how long a rank waits for reductions after the last backward pass;
 the shortest of the ranks counts, which waits for no other one. Where nothing is overlapped that is what they
-take alone, R. What is complete only when the first layer has ended (its gradients, those of embeddings and
-positions), a share of the bytes of R, no order can overlap with the pass: no place of the reductions makes an
-iteration shorter than *after the pass* - R + that share of R.
+take alone, R. What is complete only when the first layer has ended (the gradients of its attention, those of
+embeddings and positions), a share of the bytes of R, no order can overlap with the pass: no place of the
+reductions makes an iteration shorter than *after the pass* - R + that share of R.
 
     python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
 """
@@ -125,8 +125,9 @@ def main() -> None:
 def complete_last(case: Case, *, num_ranks: int, positions: bool) -> float:
     """The share of the bytes on the wire whose gradients are complete only when the first layer has ended.
 
-    A rank sends ``2 (n - 1) / n`` of a gradient that is reduced over ``n`` ranks. Experts of ``dp2-ep2`` are
-    reduced over two ranks, those of ``positions`` over none. The table of words is also the output layer.
+    Those of its experts are complete earlier. A rank sends ``2 (n - 1) / n`` of a gradient that is reduced
+    over ``n`` ranks. Experts of ``dp2-ep2`` are reduced over two ranks, those of ``positions`` over none. The
+    table of words is also the output layer.
     """
     dense = 2 * (num_ranks - 1) / num_ranks
     experts = 2 * (2 - 1) / 2 if num_ranks == 4 else 0
@@ -134,8 +135,8 @@ def complete_last(case: Case, *, num_ranks: int, positions: bool) -> float:
     of_rank = 2 * case.hidden * case.ffn * case.experts / 2
     layer = dense * attention + experts * of_rank
     vocabulary = dense * VOCABULARY * case.hidden
-    first = vocabulary + layer + positions * dense * case.sequence_length * case.hidden
-    return first / (first + (LAYERS - 1) * layer)
+    tables = vocabulary + positions * dense * case.sequence_length * case.hidden
+    return (tables + dense * attention) / (tables + LAYERS * layer)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape, SizeRanges
-from megatron_ampipe.launch.trials import Choice, Trials, candidates, most_iterations
+from megatron_ampipe.launch.trials import Choice, Trials, candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline, to_text
 
@@ -155,7 +155,7 @@ class AutoDegree:
             self._settle(Choice(pipeline, f"as for {sizes}"))
         else:
             degrees = self._ranges.left(math.prod(shape), candidates(shape[0]))
-            given = self._context.config.pipeline
+            given, left = self._context.config.pipeline, self._iterations_left()
             self._trials = Trials(
                 degrees,
                 schedule=given.schedule,
@@ -163,13 +163,11 @@ class AutoDegree:
                 stack=given.stack,
                 memory=given.memory,
                 exchanges=self._exchanges,
+                iterations_left=left,
             )
             tried = ", ".join(map(str, degrees))
             self._say(f"input of {shape[0]} rows x {shape[1]}: trying degrees {tried}, one per iteration")
-            left, needed = (
-                self._iterations_left(),
-                most_iterations(self._trials.num_tried, exchanges=len(self._exchanges)),
-            )
+            needed = self._trials.most_iterations
             if left is not None and left < needed:
                 self._say(
                     f"the run has {left} iterations left, and the trials take up to {needed}: it may end "

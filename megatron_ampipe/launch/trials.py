@@ -8,6 +8,7 @@ not change results.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,15 @@ FOR_EXCHANGES = 4
 
 ROUNDS = 3
 """How often every candidate is timed, after one round of warmup that is not counted."""
+
+MOST_ROUNDS = 9
+"""How often those are timed that stay close to the best one."""
+
+CLOSE_FACTOR = 1.1
+"""A candidate that takes more than this times the best time is not close to it."""
+
+TIED_FACTOR = 1.03
+"""If the second exchange takes no more than this times the best time, it is tried with all degrees too."""
 
 DROPPED_FACTOR = 1.5
 """A degree is dropped if it takes more than this times the best time in both directions."""
@@ -56,18 +66,28 @@ def candidates(rows: int) -> tuple[int, ...]:
     return tuple(degree for degree in CANDIDATES if degree == 1 or rows >= degree * MINIMUM_ROWS)
 
 
-def most_iterations(count: int, *, exchanges: int = 1) -> int:
-    """The most iterations of trials that begin with this number of pipelines, including the first one."""
+def most_iterations(count: int, *, exchanges: int = 1, thorough: bool = False) -> int:
+    """The most iterations of trials that begin with this number of pipelines, including the first one.
+
+    Args:
+        count: Of pipelines.
+        exchanges: How many are compared.
+        thorough: What is close is timed more often.
+    """
     # One round of warmup and the timed rounds; before it the same for each exchange, and then for the best
     # degree and the best pair. Where the exchange is not Megatron's, its layer is tried with the degrees.
     others = 2 + (exchanges + 1 if exchanges > 1 else 0)
+    if thorough:
+        return 1 + (1 + MOST_ROUNDS) * (count * min(2, exchanges) + others)
     return 1 + (1 + ROUNDS) * (count + others)
 
 
 class Trials:
     """Tries every degree in both directions, then the best pair of degrees, and chooses one.
 
-    Exchanges are compared first, at one degree: how much each sends does not depend on the degree.
+    Exchanges are compared first, at one degree: how much each sends does not depend on the degree. Single
+    iterations vary, so whatever is close to the best is timed more often than the rest, in a run that is long
+    enough for it.
 
     Args:
         degrees: The degrees to try.
@@ -76,6 +96,7 @@ class Trials:
         stack: How many layers share a schedule, as in ``Pipeline.stack``.
         memory: What the experts keep, as in ``Pipeline.memory``.
         exchanges: What is chosen from; the first is kept unless another is faster.
+        iterations_left: Of the run; None if it has no end.
     """
 
     def __init__(
@@ -87,14 +108,19 @@ class Trials:
         stack: int = 1,
         memory: str = KEEP,
         exchanges: Sequence[Exchange] = (Exchange.ROWS,),
+        iterations_left: int | None = None,
     ) -> None:
         self._schedule = schedule
         self._stack, self._memory, self._exchanges = stack, memory, exchanges
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
-        self._exchange = exchanges[0]
+        self._exchange, self._tied = exchanges[0], tuple(exchanges[:1])
         self._in_one_chunk = in_one_chunk if in_one_chunk != schedule and 1 in degrees else None
         self.num_tried = len(degrees) + (self._in_one_chunk is not None)
         """With how many pipelines the trials of degrees begin."""
+        most = functools.partial(most_iterations, self.num_tried, exchanges=len(exchanges))
+        self._thorough = iterations_left is None or iterations_left >= most(thorough=True)
+        self.most_iterations = most(thorough=self._thorough)
+        """How many iterations the trials take at most."""
         self._steps = self._all_steps(degrees)
         self.choice: Choice | None = None
         self.pipeline = next(self._steps)
@@ -107,16 +133,21 @@ class Trials:
 
     def _all_steps(self, degrees: Sequence[int]) -> Iterator[Pipeline]:
         if len(self._exchanges) > 1:
-            yield from self._choose_exchange(max(degree for degree in degrees if degree <= FOR_EXCHANGES))
-        pipelines = [self._pipeline(degree) for degree in degrees]
+            yield from self._choose_exchanges(max(degree for degree in degrees if degree <= FOR_EXCHANGES))
+        pipelines = [self._pipeline(degree, exchange=one) for one in self._tied for degree in degrees]
         others = []
         if self._in_one_chunk is not None:
-            others.append(replace(self._pipeline(1), schedule=self._in_one_chunk))
-        if self._exchange is not self._exchanges[0]:
+            others += [
+                replace(self._pipeline(1, exchange=one), schedule=self._in_one_chunk) for one in self._tied
+            ]
+        if self._exchanges[0] not in self._tied:
             # Megatron's own layer, where none of these is.
             others.append(self._pipeline(1, exchange=self._exchanges[0]))
         yield from self._rounds([*others, *pipelines])
         best = self._fastest([*others, *pipelines])
+        if best in pipelines:
+            self._exchange = best.exchange
+        pipelines = [pipeline for pipeline in pipelines if pipeline.exchange is self._exchange]
         forward, backward = (self._best_degree(pipelines, direction) for direction in (0, 1))
         pair = self._pipeline(forward, backward)
         saved = 1 - (self._time_us(forward, 0) + self._time_us(backward, 1)) / self._total_us(best)
@@ -132,20 +163,27 @@ class Trials:
         while True:
             yield best
 
-    def _choose_exchange(self, degree: int) -> Iterator[Pipeline]:
+    def _choose_exchanges(self, degree: int) -> Iterator[Pipeline]:
         compared = [self._pipeline(degree, exchange=exchange) for exchange in self._exchanges]
         yield from self._rounds(compared)
-        best = compared[0]
-        for other in compared[1:]:
-            if self._total_us(other) < (1 - MINIMUM_GAIN) * self._total_us(best):
-                best = other
-        self._exchange, self._times_us = best.exchange, {}
+        total_us = {one: self._total_us(one) for one in compared}
+        # Megatron's has to be slower by more than that.
+        total_us[compared[0]] *= 1 - MINIMUM_GAIN
+        fastest, second, *_ = sorted(compared, key=lambda one: total_us[one])
+        is_tied = self._thorough and total_us[second] <= TIED_FACTOR * total_us[fastest]
+        self._tied = (fastest.exchange, *((second.exchange,) if is_tied else ()))
+        self._exchange, self._times_us = fastest.exchange, {}
 
     def _rounds(self, pipelines: Sequence[Pipeline]) -> Iterator[Pipeline]:
         for pipeline in pipelines:
             yield pipeline
         left = list(pipelines)
-        for round_index in range(ROUNDS):
+        for round_index in range(MOST_ROUNDS if self._thorough else ROUNDS):
+            if round_index >= ROUNDS:
+                limit = CLOSE_FACTOR * min(map(self._total_us, left))
+                left = [pipeline for pipeline in left if self._total_us(pipeline) <= limit]
+                if len(left) == 1:
+                    break
             # The order changes each round, so that a machine that becomes slower affects all equally.
             start = round_index % len(left)
             for pipeline in left[start:] + left[:start]:

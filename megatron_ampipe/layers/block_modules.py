@@ -28,7 +28,7 @@ from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.layers.routing_records import sees_whole_blocks
 from megatron_ampipe.layers.token_ids import TokenIds
 from megatron_ampipe.layers.two_hop_dispatcher import TwoHopChunk
-from megatron_ampipe.runtime.block_stages import AddedStage
+from megatron_ampipe.runtime.block_stages import AddedStage, BlockParameters
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
 
 _RECOMPUTED = {
@@ -228,9 +228,12 @@ class BlockModules:
         return ExpertProducts.of(self.moe.experts)
 
     @cached_property
-    def parameters(self) -> tuple[Parameter, ...]:
+    def parameters(self) -> BlockParameters:
         """All trainable parameters of the block, each once."""
-        used = {p: None for parameters in self.stage_parameters.values() for p in parameters}
+        used: dict[Parameter, bool] = {}
+        for kind, parameters in self.stage_parameters.items():
+            for parameter in parameters:
+                used[parameter] = used.get(parameter, True) and kind in kinds.FEED_FORWARD
         missing = [
             name
             for layer in (self.attention_layer, self.moe_layer)
@@ -238,7 +241,10 @@ class BlockModules:
             if p.requires_grad and p not in used
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
-        return tuple(used)
+        return BlockParameters(
+            tuple(parameter for parameter, is_early in used.items() if is_early),
+            tuple(parameter for parameter, is_early in used.items() if not is_early),
+        )
 
     def add_first_weight_gradients(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.

@@ -111,7 +111,9 @@ class PipelinedBlock:
         found = with_exchange(found, self._context.pipeline.exchange)
         if not torch.is_grad_enabled():
             return found
-        found = replace(found, reduces=self._context.reductions is not None)
+        reductions = self._context.reductions
+        if reductions is not None:
+            found = replace(found, reduces=True, reduces_experts=found.experts and reductions.of_experts)
         return with_memory(found, self._context.pipeline.memory)
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster, Operation
-from megatron_ampipe.plan.gradient_buckets import reductions_us, tensors_of
+from megatron_ampipe.plan.gradient_buckets import LayerReductions, reductions_us, tensors_of
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
 from megatron_ampipe.plan.stage_costs import COSTS, PRODUCTS, CostFunction, StageCosts, Work
 from megatron_ampipe.plan.workload import Workload
@@ -118,7 +118,9 @@ class CostModel:
         found: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
             if kind.of_parameters:
-                found[Stage(kind)] = Pair(0.0, self.reductions_us(dense=features.dense))
+                reductions = self.reductions_us(dense=features.dense)
+                own = reductions.experts if kind is kinds.REDUCE_EXPERTS else reductions.others
+                found[Stage(kind)] = Pair(0.0, own)
             elif is_whole(kind, features, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
             else:
@@ -147,7 +149,7 @@ class CostModel:
             assert total is not None
             found[Stage(kind, index)] = total
 
-    def reductions_us(self, *, dense: bool) -> float:
+    def reductions_us(self, *, dense: bool) -> LayerReductions:
         """The time to reduce all gradients of a layer, with experts or without."""
         (total,) = reductions_us(self._times, [tensors_of(self.workload, dense=dense)])
         return total

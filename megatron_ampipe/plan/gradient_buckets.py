@@ -34,6 +34,24 @@ class LayerTensors(NamedTuple):
         return sum(self.experts) + sum(self.others)
 
 
+class LayerReductions(NamedTuple):
+    """How long reducing the buckets takes that are complete with a layer, in microseconds.
+
+    Attributes:
+        experts: Those of experts, complete when the backward pass comes to attention.
+        others: Those of all others, complete when it has ended the layer. (A bucket that ends within an MLP
+            or shared experts is complete earlier, which is not counted.)
+    """
+
+    experts: float
+    others: float
+
+    @property
+    def total_us(self) -> float:
+        """Both, one after the other."""
+        return self.experts + self.others
+
+
 def tensors_of(workload: Workload, *, dense: bool) -> LayerTensors:
     """The tensors of a layer, without those that no other rank has.
 
@@ -81,7 +99,7 @@ def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[lis
 
 def reductions_us(
     times: OperationTimes, layers: Sequence[LayerTensors], bucket_size: float | None = None
-) -> list[float]:
+) -> list[LayerReductions]:
     """How long reducing the buckets takes that are complete with each layer, one bucket after the other.
 
     Args:
@@ -92,10 +110,11 @@ def reductions_us(
     Raises:
         BadInput: the cluster has no figure for it.
     """
-    total = [0.0] * len(layers)
-    for experts in (True, False):
-        buffer = [one.experts if experts else one.others for one in layers]
+
+    def of_buffer(buffer: Sequence[Sequence[float]], *, experts: bool) -> list[float]:
         buckets = [[sum(one)] for one in buffer] if bucket_size is None else completed(buffer, bucket_size)
-        for layer, sizes in enumerate(buckets):
-            total[layer] += sum(times.reduction_us(size, experts=experts) for size in sizes)
-    return total
+        return [sum(times.reduction_us(size, experts=experts) for size in sizes) for sizes in buckets]
+
+    of_experts = of_buffer([one.experts for one in layers], experts=True)
+    of_others = of_buffer([one.others for one in layers], experts=False)
+    return [LayerReductions(*both) for both in zip(of_experts, of_others, strict=True)]

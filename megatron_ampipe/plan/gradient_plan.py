@@ -115,10 +115,10 @@ def plan_gradients(
     times = OperationTimes(work, predictor.cluster)
     run = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
     without_us, gaps = run.without_us, run.gaps()
-    gradients = reductions_us(times, tensors)
+    gradients = [one.total_us for one in reductions_us(times, tensors)]
     first = first_step(gradients, gaps)
     both = second_step(run.graph(), gradients, first)
-    (all_us,) = reductions_us(times, [_together(tensors)])
+    all_us = reductions_us(times, [_together(tensors)])[0].total_us
     # What is left by FSMoE's steps is reduced together; figures of a cluster can be 0.
     per_gradient = all_us / (sum(gradients) or 1.0)
 
@@ -134,8 +134,8 @@ def plan_gradients(
 
     def with_buckets(name: str, size: int | None) -> Reducing:
         of_buckets = reductions_us(times, tensors, size or default_bucket_size(work.replicas))
-        found = run.overlapped(of_buckets) if name == STOCK else run.placed([0.0, *of_buckets[:-1]])
-        return way(name, found, of_buckets[-1], size)
+        found = (run.overlapped if name == STOCK else run.placed_when_complete)(of_buckets)
+        return way(name, found, of_buckets[-1].others, size)
 
     sizes = [bucket_size] if bucket_size is not None else _bucket_sizes(tensors)
     after = way(AFTER, PassTimes(without_us, without_us), all_us)

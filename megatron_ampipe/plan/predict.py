@@ -33,6 +33,7 @@ from megatron_ampipe.schedule import (
     period,
     unrolled,
 )
+from megatron_ampipe.schedule.kinds import REDUCE
 from megatron_ampipe.timeline import COMPUTE, StageSpan, Timeline
 
 
@@ -348,13 +349,13 @@ def durations_of(
 ) -> list[float]:
     """The time of each stage alone in one direction. ``costs`` are those of each layer.
 
-    A layer reduces the gradients of the one above it, of several the last one none. One layer alone stands
-    for any of those that run one after another.
+    A layer reduces gradients of the one above it and its own; of several, the last one has none above. One
+    layer alone stands for any of those that run one after another.
     """
     forward = direction is Direction.FORWARD
     found = []
     for stage in stages:
-        if stage.kind.of_parameters and len(costs) > 1:
+        if stage.kind is REDUCE and len(costs) > 1:
             above = costs[stage.layer + 1 :][:1]
             found += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
             continue

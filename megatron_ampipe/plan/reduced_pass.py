@@ -1,9 +1,9 @@
 """Simulates the backward pass of all layers of a pipeline stage with the reductions of its gradients.
 
 Of the last micro-batch of an iteration: in all others nothing is reduced. Layers that share a schedule run as
-one, blocks one after another. A reduction either has a place in the communication lane after the last
-transfer of a layer (``--ampipe-grad-reduce placed``), or starts when gradients are complete and shares the
-network with the transfers (Megatron's overlap). Called by :mod:`.gradient_plan`.
+one, blocks one after another. A reduction either has a place in the communication lane
+(``--ampipe-grad-reduce placed``), or starts when gradients are complete and shares the network with the
+transfers (Megatron's overlap). Called by :mod:`.gradient_plan`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ampipe.plan.fsmoe_partition import StageGraph
+from megatron_ampipe.plan.gradient_buckets import LayerReductions
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import Compiled, compile_program, contention, run
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
 from megatron_ampipe.schedule.build import placed
-from megatron_ampipe.schedule.kinds import REDUCE
+from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
 OVERLAPPED = "gradients"
 """The lane of reductions that have no place in a schedule."""
@@ -59,7 +60,6 @@ class ReducedPass:
         self._issue: dict[Stage, float] = {}
         self._lanes: dict[str, list[Stage]] = {}
         self._needs: dict[Stage, tuple[Stage, ...]] = {}
-        self._reductions = [Stage(REDUCE, None, layer) for layer in reversed(range(num_layers))]
         without_us, shared = 0.0, min(len(predictor.layers), num_layers)
         first = num_layers
         while first:
@@ -70,6 +70,12 @@ class ReducedPass:
             alone = predictor if count == len(predictor.layers) else predictor.of_layers(count)
             without_us += alone.pass_us(schedule, lengths).backward
             self._append(alone.with_reductions(), schedule, lengths, first=first)
+        layers = range(num_layers)[::-1]
+        self._above = [Stage(REDUCE, None, layer) for layer in layers]
+        of_experts = [Stage(REDUCE_EXPERTS, None, layer) for layer in layers]
+        self._last = [
+            one if one in self._needs else above for one, above in zip(of_experts, self._above, strict=True)
+        ]
         self._placed = self._compiled(self._lanes, self._needs)
         self._overlapped = self._with_overlap()
         # What is no stage: entering a block, what Megatron recomputes around one.
@@ -105,14 +111,15 @@ class ReducedPass:
     def _with_overlap(self) -> Compiled:
         """The pass with reductions in a separate lane, for which nothing waits."""
         lanes = {
-            lane: [stage for stage in stages if stage.kind is not REDUCE]
+            lane: [stage for stage in stages if not stage.kind.of_parameters]
             for lane, stages in self._lanes.items()
         }
         needs = {
-            stage: tuple(one for one in stages if one.kind is not REDUCE)
+            stage: tuple(one for one in stages if not one.kind.of_parameters)
             for stage, stages in self._needs.items()
         }
-        found = self._compiled({**lanes, OVERLAPPED: self._reductions}, needs)
+        in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
+        found = self._compiled({**lanes, OVERLAPPED: [*in_turns]}, needs)
         if not self._shares_links:
             own = [(lane, stages) for lane, stages in found.lanes if lane != OVERLAPPED]
             contended = contention(own, found.stages, on_host=self._on_host)
@@ -132,21 +139,24 @@ class ReducedPass:
     @property
     def without_us(self) -> float:
         """The pass without reductions."""
-        return self.placed([0.0] * len(self._reductions)).computed
+        return self.placed([0.0] * len(self._last)).computed
 
     def placed(self, reductions: Sequence[float]) -> PassTimes:
-        """With stages of these times after the last transfer of each layer."""
+        """With reductions of these times after the last transfer of each layer."""
         return self._simulated(self._placed, reductions)
 
-    def overlapped(self, gradients: Sequence[float]) -> PassTimes:
+    def placed_when_complete(self, gradients: Sequence[LayerReductions]) -> PassTimes:
+        """With the reductions of each layer in the first stage after its gradients are complete."""
+        return self._simulated(self._placed, *_of_stages(gradients))
+
+    def overlapped(self, gradients: Sequence[LayerReductions]) -> PassTimes:
         """With reductions of each layer's gradients that start as soon as these are complete."""
-        # The stage of a layer reduces what is complete before the layer.
-        return self._simulated(self._overlapped, [0.0, *gradients[:-1]])
+        return self._simulated(self._overlapped, *_of_stages(gradients))
 
     def gaps(self) -> list[float]:
         """How long the stage of each layer can take before a stage waits for it that would not."""
         compiled = self._placed
-        begin, end = self._run(compiled, [0.0] * len(self._reductions))
+        begin, end = self._run(compiled, [0.0] * len(self._last))
         next_in_lane = _next_in_lane(compiled)
         found = []
         for number in self._numbers(compiled):
@@ -169,24 +179,31 @@ class ReducedPass:
                 before[one].append(number)
         return StageGraph(
             before=before,
-            times=[self._times[stage] for stage in compiled.stages],
+            times=[0.0 if stage.kind.of_parameters else self._times[stage] for stage in compiled.stages],
             issued=issued,
             reductions=self._numbers(compiled),
         )
 
     def _numbers(self, compiled: Compiled) -> list[int]:
         number = {stage: index for index, stage in enumerate(compiled.stages)}
-        return [number[stage] for stage in self._reductions]
+        return [number[stage] for stage in self._last]
 
-    def _simulated(self, compiled: Compiled, reductions: Sequence[float]) -> PassTimes:
-        _, end = self._run(compiled, reductions)
+    def _simulated(
+        self, compiled: Compiled, reductions: Sequence[float], above: Sequence[float] = ()
+    ) -> PassTimes:
+        _, end = self._run(compiled, reductions, above)
         computed = max(
-            one for stage, one in zip(compiled.stages, end, strict=True) if stage.kind is not REDUCE
+            one for stage, one in zip(compiled.stages, end, strict=True) if not stage.kind.of_parameters
         )
         return PassTimes(computed + self._others_us, max(end) + self._others_us)
 
-    def _run(self, compiled: Compiled, reductions: Sequence[float]) -> tuple[list[float], list[float]]:
-        times = {**self._times, **dict(zip(self._reductions, reductions, strict=True))}
+    def _run(
+        self, compiled: Compiled, reductions: Sequence[float], above: Sequence[float] = ()
+    ) -> tuple[list[float], list[float]]:
+        times = {**self._times, **dict.fromkeys(self._above, 0.0), **dict.fromkeys(self._last, 0.0)}
+        # One stage may do both.
+        for stage, time in zip((*self._last, *self._above), (*reductions, *above), strict=False):
+            times[stage] += time
         return run(
             compiled,
             [times[stage] for stage in compiled.stages],
@@ -194,6 +211,12 @@ class ReducedPass:
             latency_us=self._predictor.latency(compiled),
             **self._predictor.slowdowns,
         )
+
+
+def _of_stages(gradients: Sequence[LayerReductions]) -> tuple[list[float], list[float]]:
+    """What each layer reduces, of its gradients and of those of the layer above."""
+    above = [one.others for one in gradients[:-1]]
+    return [one.experts for one in gradients], [0.0, *above]
 
 
 def _next_in_lane(compiled: Compiled) -> dict[int, tuple[int]]:

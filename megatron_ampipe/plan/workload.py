@@ -177,7 +177,13 @@ class Workload:
             ),
             latent_attention=self.latent,
         )
-        return replace(found, condensed=self.condense is not None, reduces=self.places_reductions)
+        reduces_experts = self.places_reductions and self.expert_replicas > 1
+        return replace(
+            found,
+            condensed=self.condense is not None,
+            reduces=self.places_reductions,
+            reduces_experts=reduces_experts,
+        )
 
     @property
     def stock(self) -> Workload:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.block_stages import BlockStages, CompiledSchedule
+from megatron_ampipe.runtime.block_stages import BlockParameters, BlockStages, CompiledSchedule
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
@@ -31,7 +31,7 @@ def run_blocks(
     executor: Executor,
     recorder: Recorder,
     numbers: Sequence[int],
-    parameters: Sequence[Sequence[Parameter]],
+    parameters: Sequence[BlockParameters],
     reductions: Reductions | None = None,
 ) -> Tensor:
     """Run blocks that share a schedule; differentiable in ``hidden`` and ``parameters``.
@@ -49,8 +49,13 @@ def run_blocks(
     Returns:
         ``[S, B, D]``. Under ``torch.no_grad`` nothing is kept.
     """
-    trained = [tuple(parameter for parameter in one if parameter.requires_grad) for one in parameters]
-    keep_graph = torch.is_grad_enabled() and (hidden.requires_grad or any(trained))
+    trained = [
+        BlockParameters(*(tuple(found for found in half if found.requires_grad) for half in one))
+        for one in parameters
+    ]
+    keep_graph = torch.is_grad_enabled() and (
+        hidden.requires_grad or any(half for one in trained for half in one)
+    )
     call = StackCall(
         stages,
         schedule,
@@ -63,22 +68,23 @@ def run_blocks(
     if not keep_graph:
         return call.forward(hidden)
     anchor = hidden.new_empty(0).requires_grad_()
-    output: Tensor = _Blocks.apply(call, trained, anchor, hidden, *trained[0])
+    output: Tensor = _Blocks.apply(call, trained, anchor, hidden, *trained[0].others)
     return output
 
 
 class _Blocks(torch.autograd.Function):
     """The autograd node: hands each parameter its gradient exactly once.
 
-    Gradients of the first layer are what the node returns. Those of a later layer are complete earlier, and
-    are handed to their accumulation nodes then, whose hooks start the gradient reduction of data parallelism.
+    Gradients that are complete when the pass ends are what the node returns. Those of a later layer, and of
+    the feed-forward half of the first one, are complete earlier, and are handed to their accumulation nodes
+    then, whose hooks start the gradient reduction of data parallelism.
     """
 
     @staticmethod
     def forward(
         ctx,
         call: StackCall,
-        trained: Sequence[Sequence[Parameter]],
+        trained: Sequence[BlockParameters],
         anchor: Tensor,
         hidden: Tensor,
         *_: Parameter,
@@ -96,17 +102,19 @@ class _Blocks(torch.autograd.Function):
         ctx.call = ctx.trained = None
         of_first: list[Tensor | None] = []
 
-        def finished(layer: int, sums: GradientSums) -> None:
-            gradients = [sums.take(parameter) for parameter in trained[layer]]
-            if layer == 0:
+        def finished(layer: int, sums: GradientSums, half: bool) -> None:
+            parameters = trained[layer].feed_forward if half else trained[layer].others
+            gradients = [sums.take(parameter) for parameter in parameters]
+            if layer == 0 and not half:
                 of_first.extend(gradients)
                 return
             known = [
                 (parameter, found)
-                for parameter, found in zip(trained[layer], gradients, strict=True)
+                for parameter, found in zip(parameters, gradients, strict=True)
                 if found is not None
             ]
-            torch.autograd.backward([parameter for parameter, _ in known], [found for _, found in known])
+            if known:
+                torch.autograd.backward([parameter for parameter, _ in known], [found for _, found in known])
 
         hidden = call.backward(gradient, finished)
         return (None, None, None, hidden, *of_first)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,6 +33,7 @@ from megatron_ampipe.schedule import (
     issue_order,
     needs_of,
 )
+from megatron_ampipe.schedule.graph import is_of_feed_forward
 
 ComputeFunction = Callable[..., tuple[Tensor, ...]]
 """Of a kind that is computed: ``(chunk, *values it takes)`` to the values it gives.
@@ -86,6 +87,18 @@ class CommunicationFunction(Protocol):
             it took.
         """
         ...
+
+
+class BlockParameters(NamedTuple):
+    """The trainable parameters of a block, each once.
+
+    Attributes:
+        feed_forward: Those that only kinds of ``kinds.FEED_FORWARD`` use.
+        others: All others.
+    """
+
+    feed_forward: tuple[Parameter, ...]
+    others: tuple[Parameter, ...]
 
 
 class BlockStages(Protocol):
@@ -165,6 +178,8 @@ class CompiledSchedule:
         parts: Each stage as the same stage of each of its chunks: several where the other direction has the
             larger degree.
         ends: Stages after which a block has no other stage left; a block that has none ends with the pass.
+        halves: Stages of the backward pass after which the gradients of the feed-forward half of a block are
+            complete.
     """
 
     blocks: tuple[CompiledBlock, ...]
@@ -172,6 +187,7 @@ class CompiledSchedule:
     order: dict[Direction, tuple[tuple[str, Stage], ...]]
     parts: dict[Direction, dict[Stage, tuple[Stage, ...]]]
     ends: dict[Direction, frozenset[Stage]]
+    halves: frozenset[Stage]
 
     @classmethod
     def of(
@@ -207,7 +223,8 @@ class CompiledSchedule:
             restores = any(kind.restores is not None for kind in flow.kinds)
             blocks.append(CompiledBlock(flow, flows, frozenset(whole), features.recomputed, restores, apart))
         ends = {direction: _ends(order[direction], needs[direction]) for direction in Direction}
-        return cls(tuple(blocks), needs, order, parts, ends)
+        last = {stage.layer: stage for _, stage in order[Direction.BACKWARD] if is_of_feed_forward(stage)}
+        return cls(tuple(blocks), needs, order, parts, ends, frozenset(last.values()))
 
 
 def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> frozenset[Stage]:

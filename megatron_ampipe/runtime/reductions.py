@@ -2,8 +2,9 @@
 
 Data parallelism asks for a reduction as soon as the last gradient of a bucket is complete, which is where the
 next block waits for its first all-to-all. :class:`Reductions` keeps what was asked for. A stage of the
-backward pass (``schedule.kinds.REDUCE``) starts what was there when the block above had ended; what is left
-when no pass is to come any more starts at once. Asked by ``launch.grad_reduce``, used by :mod:`.stack_call`.
+backward pass (``schedule.kinds.REDUCE``, ``REDUCE_EXPERTS``) starts what was there when the block above had
+ended, or the experts of the same block; what is left when no pass is to come any more starts at once. Asked
+by ``launch.grad_reduce``, used by :mod:`.stack_call`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class Reductions:
 
     Args:
         on_cuda: Whether streams order what is reduced.
+        of_experts: Whether parameters of experts are reduced too; not where one rank alone has each.
     """
 
-    def __init__(self, *, on_cuda: bool) -> None:
-        self.on_cuda = on_cuda
+    def __init__(self, *, on_cuda: bool, of_experts: bool) -> None:
+        self.on_cuda, self.of_experts = on_cuda, of_experts
         self._held: deque[tuple[Hashable, Start]] = deque()
         self._num_asked = 0
         self._to_come: weakref.WeakSet[object] = weakref.WeakSet()

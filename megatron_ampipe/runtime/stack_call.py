@@ -21,7 +21,8 @@ from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import GradientSums
 from megatron_ampipe.runtime.values import Values
-from megatron_ampipe.schedule import Direction, Stage
+from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
 
 # S sequence rows, B batch, D hidden size.
 
@@ -75,13 +76,14 @@ class StackCall:
         assert last.output is not None
         return last.output
 
-    def backward(self, gradient: Tensor, finished: Callable[[int, GradientSums], None]) -> Tensor:
+    def backward(self, gradient: Tensor, finished: Callable[[int, GradientSums, bool], None]) -> Tensor:
         """Run the backward program.
 
         Args:
             gradient: Of the output, ``[S, B, D]``.
-            finished: Called with each layer, from the last to the first, as soon as the gradients of its
-                parameters are complete, on the thread that computes.
+            finished: Called on the thread that computes with each layer, from the last to the first, and its
+                sums: with True as soon as those of the feed-forward half are complete, if the layer has one,
+                and with False when all others are.
 
         Returns:
             The gradient of ``hidden``.
@@ -90,41 +92,49 @@ class StackCall:
         for block in reversed(self._blocks):
             above = block.begin_backward(above, device=gradient.device)
         first = self._blocks[0].gradients
-        # For each layer, the reductions that were asked for when the one above it had ended.
-        self._asked: dict[int, int] = {}
-        self._note_asked(len(self._blocks) - 1)
+        # How many reductions were asked for when the gradients were complete that a stage waits for.
+        self._asked: dict[tuple[StageKind, int], int] = {}
+        self._note_asked(REDUCE, len(self._blocks) - 1)
 
         def end(layer: int) -> None:
             block = self._blocks[layer]
             if layer:
                 block.end_backward()
-            finished(layer, block.sums)
-            self._note_asked(layer - 1)
+            finished(layer, block.sums, False)
+            self._note_asked(REDUCE, layer - 1)
 
-        self._execute(Direction.BACKWARD, end)
+        def end_half(layer: int) -> None:
+            finished(layer, self._blocks[layer].sums, True)
+            self._note_asked(REDUCE_EXPERTS, layer)
+
+        self._execute(Direction.BACKWARD, end, end_half)
         if self._reductions is not None:
             self._reductions.passed(self)
         hidden = first.hidden
         self._blocks[0].end_backward()
         return hidden
 
-    def _note_asked(self, layer: int) -> None:
+    def _note_asked(self, kind: StageKind, layer: int) -> None:
         if self._reductions is not None:
-            self._asked[layer] = self._reductions.mark
+            self._asked[kind, layer] = self._reductions.mark
 
-    def _reduce(self, layer: int) -> Transfer:
+    def _reduce(self, kind: StageKind, layer: int) -> Transfer:
         assert self._reductions is not None, "this pass was not given what its schedule reduces"
-        return self._reductions.start_until(self._asked[layer])
+        return self._reductions.start_until(self._asked[kind, layer])
 
-    def _execute(self, direction: Direction, end: Callable[[int], None]) -> None:
+    def _execute(
+        self, direction: Direction, end: Callable[[int], None], end_half: Callable[[int], None] | None = None
+    ) -> None:
         schedule = self._schedule
         parts, ends = schedule.parts[direction], schedule.ends[direction]
 
         def run(stage: Stage) -> Transfer | None:
             if stage.kind.of_parameters:
-                return self._reduce(stage.layer)
+                return self._reduce(stage.kind, stage.layer)
             as_in = Direction.FORWARD if stage.computes_values else direction
             transfer = self._blocks[stage.layer].run(parts[stage], as_in)
+            if end_half is not None and stage in schedule.halves:
+                end_half(stage.layer)
             if stage in ends:
                 end(stage.layer)
             return transfer

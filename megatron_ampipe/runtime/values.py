@@ -1,6 +1,6 @@
 """The tensors that pass between the stages of one block call. Their gradients are in :mod:`.gradients`.
 
-Which stage takes what from which is :class:`~megatron_ampipe.schedule.graph.DataFlow`. A tensor is kept from
+Which stage takes what from which is :class:`~megatron_ampipe.schedule.flow.DataFlow`. A tensor is kept from
 the stage that gives it to the last one that takes it. Where one of the two is of a chunk and the other of the
 whole sequence, rows are cut out or put together here. Called by :mod:`.block_call`, also
 from the threads of a lane.

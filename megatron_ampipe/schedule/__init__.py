@@ -18,15 +18,9 @@ from megatron_ampipe.schedule.exchange import (
     useful_exchanges,
     with_exchange,
 )
-from megatron_ampipe.schedule.graph import (
-    BlockFeatures,
-    DataFlow,
-    Source,
-    data_flow,
-    dependencies,
-    is_whole,
-    needs_of,
-)
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.flow import DataFlow, Source, data_flow, is_whole
+from megatron_ampipe.schedule.graph import dependencies, needs_of
 from megatron_ampipe.schedule.issue import issue_order, stream_of
 from megatron_ampipe.schedule.kinds import (
     ALL_KINDS,

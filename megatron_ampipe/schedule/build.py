@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.attention_order import attending, backward_order, exchanges_of_rows, of_chunk
-from megatron_ampipe.schedule.graph import BlockFeatures, data_flow, dependencies, needs_of
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.flow import data_flow
+from megatron_ampipe.schedule.graph import dependencies, needs_of
 from megatron_ampipe.schedule.issue import completed, issue_order
 from megatron_ampipe.schedule.kinds import (
     ADD_NORM,
@@ -35,6 +37,8 @@ from megatron_ampipe.schedule.kinds import (
     MERGE,
     QKV,
     REDISPATCH,
+    REDUCE,
+    REDUCE_EXPERTS,
     REGATHER,
     REGATHER_INTRA,
     RERING,
@@ -88,7 +92,7 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the stages of its blocks that it lacks.
 
     Each is put right before the first stage that needs it; all stages that run again, where :mod:`.run_again`
-    says; a reduction of gradients right after the last transfer of its block.
+    says; reductions of gradients where :func:`_with_reductions` says.
     """
 
     def program(direction: Direction) -> Program:
@@ -103,7 +107,8 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         order = [stage for _, stage in issue_order(known, before, host_waits=False)]
         if not any(stage.again for stage in order):
             order = with_stages_again(order, needs)
-        for stage in _with_reductions(completed(order, needs), needs, lane_of):
+        in_one_chunk = schedule.degree_of(direction) == 1
+        for stage in _with_reductions(completed(order, needs), needs, lane_of, in_one_chunk=in_one_chunk):
             own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
             lanes.setdefault(lane_of.get(stage, own), []).append(stage)
         return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
@@ -112,18 +117,30 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
 
 
 def _with_reductions(
-    order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]], known: Collection[Stage]
+    order: Sequence[Stage],
+    needs: Mapping[Stage, Sequence[Stage]],
+    known: Collection[Stage],
+    *,
+    in_one_chunk: bool,
 ) -> list[Stage]:
     """The order with what is of parameters after the last transfer of its block, unless its place is known.
 
-    From there on, all that the block computes waits for none of its transfers.
+    From there on, all that the block computes waits for none of its transfers. In one chunk, none can run
+    while the experts compute either: what is complete before them is reduced there, if the gradients of the
+    experts themselves come after the last transfer.
     """
+
+    def is_before(one: Stage, reduction: Stage) -> bool:
+        if in_one_chunk and reduction.kind is REDUCE and replace(reduction, kind=REDUCE_EXPERTS) in needs:
+            return one.kind is COMBINE
+        return one.is_communication
+
     missing = [stage for stage in needs if stage.kind.of_parameters and stage not in known]
     found = [stage for stage in order if stage not in missing]
     for stage in missing:
         place = 0
         for index, one in enumerate(found, 1):
-            if one in needs[stage] or (one.layer == stage.layer and one.is_communication):
+            if one in needs[stage] or (one.layer == stage.layer and is_before(one, stage)):
                 place = index
         found.insert(place, stage)
     return found

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.graph import needs_of
 from megatron_ampipe.schedule.kinds import COMPUTE, Direction
 from megatron_ampipe.schedule.types import Program, Schedule, Stage
 

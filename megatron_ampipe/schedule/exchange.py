@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures
 
 
 class Exchange(StrEnum):

@@ -1,339 +1,17 @@
-"""Which stage waits for which: the data flow of a block, derived from the table of kinds.
+"""Which stage waits for which, derived from the data flow of the blocks (:mod:`.flow`).
 
 The checker, the issue order, the planner and the runtime all read it from here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron_ampipe.schedule.copy_pace import with_copies_in_time
-from megatron_ampipe.schedule.kinds import (
-    ADD_NORM,
-    ATTEND,
-    ATTENTION,
-    HIDDEN_STATES,
-    INTRA,
-    INTRA_LANE,
-    MOE_BLOCK,
-    STEPPED,
-    Direction,
-    Layout,
-    Scope,
-    StageKind,
-    Value,
-    ring_rows,
-)
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.flow import data_flow, is_whole
+from megatron_ampipe.schedule.kinds import FEED_FORWARD, REDUCE_EXPERTS, Direction, Layout, StageKind
 from megatron_ampipe.schedule.types import Schedule, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFeatures:
-    """What a block contains besides attention.
-
-    Attributes:
-        dense: An MLP in place of routed experts.
-        losses: The router has auxiliary or z losses.
-        shared: There are shared experts.
-        ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
-            one chunk uses is gone for the next.
-        chooses: The router chooses for all chunks at once.
-        chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
-            can be projected chunk by chunk. Attention as a whole still takes them as a whole.
-        recomputed: The forward pass keeps only what the block is given, and its stages run again in the
-            backward pass (:attr:`Stage.again <.types.Stage.again>`).
-        restored: What is not kept for the backward pass of the experts, and is restored in it, as names of
-            :attr:`rebuild`, :attr:`redispatch`, :attr:`offload` and :attr:`offload_tokens`: of each chunk of
-            the backward pass, or once for all.
-        condensed: Similar tokens are sent once.
-        flex: The dispatcher counts the tokens itself, in the same call that sends them.
-        reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
-        nodes: Tokens are sent between nodes and then handed on inside one.
-        gathers: The lane in which ranks that share an expert gather its tokens, and reduce and scatter what
-            it gives; empty where experts are whole, or the dispatch gathers. With :attr:`nodes`, it is
-            always that of the node.
-        row_links: The resource (``Lane.resource``) over which tensor-parallel ranks add and scatter the rows
-            that attention projects; empty where the projection does that itself.
-        gathers_rows: With :attr:`row_links`, these ranks also gather what attention is given as a stage.
-        ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
-        latent: ``merge`` projects what the experts return, so its backward needs their values.
-        added: Kinds of stages beyond the table's; each names the row that it follows.
-    """
-
-    dense: bool = False
-    losses: bool = False
-    shared: bool = False
-    ordered_routing: bool = False
-    chooses: bool = False
-    chunked_qkv: bool = False
-    recomputed: bool = False
-    restored: tuple[tuple[str, ...], ...] = ()
-    condensed: bool = False
-    flex: bool = False
-    reduces: bool = False
-    nodes: bool = False
-    gathers: str = ""
-    row_links: str = ""
-    gathers_rows: bool = False
-    ring_ranks: int = 1
-    latent: bool = False
-    added: tuple[StageKind, ...] = ()
-
-    @property
-    def experts(self) -> bool:
-        """Whether tokens are routed to experts."""
-        return not self.dense
-
-    @property
-    def counts(self) -> bool:
-        """Whether ranks tell one another how many tokens they will send."""
-        return self.experts and not self.flex
-
-    @property
-    def ring(self) -> bool:
-        """Whether ranks pass keys on to one another."""
-        return self.ring_ranks > 1
-
-    @property
-    def rebuild(self) -> bool:
-        """Whether experts compute their inner tensors once more in the backward pass, of any chunk."""
-        return any("rebuild" in names for names in self.restored)
-
-    @property
-    def redispatch(self) -> bool:
-        """Whether tokens are sent once more in the backward pass, of any chunk."""
-        return any("redispatch" in names for names in self.restored)
-
-    @property
-    def offload(self) -> bool:
-        """Whether inner tensors of experts wait in host memory for the backward pass, of any chunk."""
-        return any("offload" in names for names in self.restored)
-
-    @property
-    def offload_tokens(self) -> bool:
-        """Whether what has arrived waits in host memory, of any chunk."""
-        return any("offload_tokens" in names for names in self.restored)
-
-    @property
-    def resort(self) -> bool:
-        """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
-        return any({"offload", "redispatch"} <= set(names) for names in self.restored)
-
-    def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """With what is restored of one chunk.
-
-        Args:
-            chunk: Its index.
-            degree: Of the pass that it is a chunk of; of the backward pass if None. A chunk of a forward pass
-                with fewer chunks has what is restored of any of its parts.
-        """
-        count = len(self.restored)
-        if count <= 1:
-            return self
-        degree = count if degree is None else degree
-        first, end = chunk * count // degree, -(-(chunk + 1) * count // degree)
-        return replace(self, restored=self.restored[first:end])
-
-    @property
-    def respread(self) -> bool:
-        """Whether tokens that are sent once more take two hops."""
-        return self.nodes and self.redispatch
-
-    @property
-    def gathers_intra(self) -> bool:
-        """Whether ranks that share an expert gather on the lane of their node, because tokens leave it."""
-        return bool(self.gathers) and (self.nodes or self.gathers == INTRA)
-
-    @property
-    def gathers_comm(self) -> bool:
-        """Whether they gather on the lane of the other transfers, which use the same links."""
-        return bool(self.gathers) and not self.gathers_intra
-
-    @property
-    def regathers_intra(self) -> bool:
-        """Whether they gather once more in the backward pass, on the lane of their node."""
-        return self.gathers_intra and (self.redispatch or self.offload_tokens)
-
-    @property
-    def regathers_comm(self) -> bool:
-        """Whether they do so on the lane of the other transfers."""
-        return self.gathers_comm and (self.redispatch or self.offload_tokens)
-
-    @property
-    def scatters_rows(self) -> bool:
-        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
-        return bool(self.row_links)
-
-    @property
-    def scatters_rows_intra(self) -> bool:
-        """Whether they do so over links that the transfers between nodes do not use."""
-        return self.row_links == INTRA_LANE.resource
-
-    @property
-    def scatters_rows_comm(self) -> bool:
-        """Whether they do so over the links of the other transfers."""
-        return self.scatters_rows and not self.scatters_rows_intra
-
-    @property
-    def gathers_rows_intra(self) -> bool:
-        """Whether they gather over such links."""
-        return self.gathers_rows and self.scatters_rows_intra
-
-    @property
-    def gathers_rows_comm(self) -> bool:
-        """Whether they gather over the links of the other transfers."""
-        return self.gathers_rows and self.scatters_rows_comm
-
-    @property
-    def regathers_rows_intra(self) -> bool:
-        """Whether they do so once more in the backward pass; a recomputed block gathers again anyway."""
-        return self.gathers_rows_intra and not self.recomputed
-
-    @property
-    def regathers_rows_comm(self) -> bool:
-        """The same over the links of the other transfers."""
-        return self.gathers_rows_comm and not self.recomputed
-
-    @property
-    def merges_sums(self) -> bool:
-        """Whether ``merge`` only adds what the experts return."""
-        return not self.latent
-
-    def has(self, field: str | None) -> bool:
-        """Whether the field that a row names is set; True for a row that names none."""
-        return field is None or bool(getattr(self, field))
-
-
-class Source(NamedTuple):
-    """Where a value that a stage takes comes from. A tuple, because every stage looks some up.
-
-    Attributes:
-        giver: The kind that gives it; None for what the block itself is given.
-        name: Of the value.
-    """
-
-    giver: StageKind | None
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataFlow:
-    """The rows of one block, each value that a row takes connected with the row that gives it.
-
-    Attributes:
-        kinds: The rows that the block has, in order.
-        sources: For each row, where each value that it takes comes from; None for a value that no row of this
-            block gives, and that is left out.
-        takes: For each row what it takes in this block.
-        takers: For each source the rows that take it, in order.
-        output: What the block returns.
-        taken: For each row the tensors that it takes, each with where it comes from.
-        given: The same of the tensors that it gives.
-        recalled: For each row with ``own_backward`` what its backward takes besides gradients.
-        recallers: For each source the rows whose backward takes it so.
-        once: Transfers that do not run again in a recomputed block: those that run forward only, whose result
-            is kept, and those of whose result the rest needs the shape alone.
-    """
-
-    kinds: tuple[StageKind, ...]
-    sources: Mapping[StageKind, tuple[Source | None, ...]]
-    takes: Mapping[StageKind, tuple[Value, ...]]
-    takers: Mapping[Source, tuple[StageKind, ...]]
-    output: Source
-    taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    recalled: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
-    recallers: Mapping[Source, tuple[StageKind, ...]]
-    once: frozenset[StageKind]
-
-    def is_restored(self, kind: StageKind) -> bool:
-        """Whether other rows give back what stages of this kind have not kept for their backward."""
-        return any(row.restores is kind for row in self.kinds)
-
-
-@functools.lru_cache(maxsize=512)
-def data_flow(features: BlockFeatures) -> DataFlow:
-    """The rows of a block with these features."""
-    rows = list(MOE_BLOCK)
-    for kind in features.added:
-        assert kind.after is not None, f"{kind} does not say which row it follows"
-        place = rows.index(ADD_NORM if kind.after is ATTENTION else kind.after) + 1
-        while place < len(rows) and rows[place].after is kind.after:
-            place += 1
-        rows.insert(place, kind)
-    if features.ring:
-        place = rows.index(ATTEND)
-        rows[place : place + 1] = ring_rows(features.ring_ranks)
-    kinds = tuple(kind for kind in rows if features.has(kind.feature) and kind not in STEPPED)
-
-    def of_block(
-        usual: tuple[Value, ...], instead: tuple[str, tuple[Value, ...]] | None
-    ) -> tuple[Value, ...]:
-        return usual if instead is None or not features.has(instead[0]) else instead[1]
-
-    takes = {kind: of_block(kind.takes, kind.takes_with) for kind in kinds}
-    gives = {kind: of_block(kind.gives, kind.gives_with) for kind in kinds}
-    latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
-    sources: dict[StageKind, tuple[Source | None, ...]] = {}
-    takers: dict[Source, tuple[StageKind, ...]] = {}
-    for kind in kinds:
-        sources[kind] = tuple(latest.get(value.name) for value in takes[kind])
-        for source in sources[kind]:
-            if source is not None:
-                takers[source] = (*takers.get(source, ()), kind)
-        latest |= {value.name: Source(kind, value.name) for value in gives[kind]}
-    taken = {
-        kind: tuple(
-            (value, source)
-            for value, source in zip(takes[kind], sources[kind], strict=True)
-            if source is not None and value.layout is not Layout.STATE
-        )
-        for kind in kinds
-    }
-    given = {
-        kind: tuple(
-            (value, Source(kind, value.name)) for value in gives[kind] if value.layout is not Layout.STATE
-        )
-        for kind in kinds
-    }
-    restorers = {kind.restores: kind for kind in kinds if kind.restores is not None}
-    recalled = {
-        kind: given[restorers[kind]]
-        if kind in restorers
-        else tuple(one for one in taken[kind] if one[0].layout is Layout.BLOCK)
-        for kind in kinds
-        if kind.own_backward
-    }
-    recallers: dict[Source, tuple[StageKind, ...]] = {}
-    for kind, values in recalled.items():
-        for _, source in values:
-            recallers[source] = (*recallers.get(source, ()), kind)
-    once = frozenset(
-        kind
-        for kind in kinds
-        if not kind.is_differentiated
-        or (
-            kind.scope is Scope.CHUNK
-            and not kind.lane.computes
-            and all(
-                value in taker.by_shape and features.has(taker.by_shape_if) and taker.scope is Scope.CHUNK
-                for value, source in given[kind]
-                for taker in takers.get(source, ())
-            )
-        )
-    )
-    output = latest[HIDDEN_STATES.name]
-    return DataFlow(kinds, sources, takes, takers, output, taken, given, recalled, recallers, once)
-
-
-def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool) -> bool:
-    """Whether a stage of this kind is of the whole sequence rather than of a chunk."""
-    if kind.scope is Scope.EITHER:
-        return whole_attention or not features.has(kind.chunked_by)
-    return kind.scope is Scope.WHOLE
 
 
 def dependencies(
@@ -352,8 +30,9 @@ def dependencies(
     second block above has ended, so that the tensors of two blocks at most are kept. Kinds that restore what
     another has not kept wait for one another as in a forward pass, and that kind's backward for them.
     Gradients of weights that are separate stages wait for the gradients of the inputs of the same stage, and
-    nothing waits for them. A reduction of gradients waits for all of the block above. Copies to and from host
-    memory keep pace with the stages whose tensors they copy (:mod:`.copy_pace`).
+    nothing waits for them. Reductions of gradients wait for all of the block above, ``REDUCE_EXPERTS`` also
+    for the feed-forward half of the same block. Copies to and from host memory keep pace with the stages
+    whose tensors they copy (:mod:`.copy_pace`).
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -449,11 +128,26 @@ def _again(
 
 
 def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
-    """What is of parameters waits for the end of the block above; blocks end in the order of the pass."""
+    """What is of parameters waits for the gradients of parameters that it reduces.
+
+    Those of all of the block above; blocks end in the order of the pass. ``REDUCE_EXPERTS`` also for those of
+    the feed-forward half of the same block.
+    """
     waiting = [stage for stage in backward if stage.kind.of_parameters]
     last = _last_of_layers(backward) if waiting else {}
+    halves: dict[int, list[Stage]] = {}
+    for stage in backward if waiting else ():
+        if is_of_feed_forward(stage):
+            halves.setdefault(stage.layer, []).append(stage)
     for stage in waiting:
         backward[stage] += last.get(stage.layer + 1, [])
+        if stage.kind is REDUCE_EXPERTS:
+            backward[stage] += halves.get(stage.layer, [])
+
+
+def is_of_feed_forward(stage: Stage) -> bool:
+    """Whether a stage of a backward pass computes gradients of parameters of the feed-forward half."""
+    return (stage.kind.weights_of or stage.kind) in FEED_FORWARD and not stage.again
 
 
 def _only_adds_gradients(kind: StageKind) -> bool:

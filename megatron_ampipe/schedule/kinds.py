@@ -1,10 +1,10 @@
 """What stages a block consists of, as a table: one row for each kind of stage.
 
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
-gives. All else follows from the rows: which stage waits for which (:mod:`.graph`), which tensors pass between
-stages and when they are released (``runtime.values``). A new kind is one row here, one function in
-``layers/megatron_stages.py`` and one cost in ``plan/stage_costs.py``; ``docs/design.md`` says what else it
-may need.
+gives. All else follows from the rows: which stage waits for which (:mod:`.flow`, :mod:`.graph`), which
+tensors pass between stages and when they are released (``runtime.values``). A new kind is one row here, one
+function in ``layers/megatron_stages.py`` and one cost in ``plan/stage_costs.py``; ``docs/design.md`` says
+what else it may need.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class StageKind:
         directions: In which passes it runs.
         by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
             linear in them. A transfer that gives nothing else does not run again in a recomputed block.
-        by_shape_if: The field of :class:`~.graph.BlockFeatures` without which ``by_shape`` does not hold.
-        feature: The field of :class:`~.graph.BlockFeatures` without which a block has no such stage.
+        by_shape_if: The field of :class:`~.features.BlockFeatures` without which ``by_shape`` does not hold.
+        feature: The field of :class:`~.features.BlockFeatures` without which a block has no such stage.
         chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
             sequence in every schedule.
         ordered_by: The field of ``BlockFeatures`` that makes each chunk wait for the one before it.
@@ -132,8 +132,7 @@ class StageKind:
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
             program of its schedule does; without it, the stage of the kind itself computes them.
-        of_parameters: It transfers no value of a block but gradients of parameters that are complete: those
-            of all blocks that the pass has run before. It needs nothing of the block it is in.
+        of_parameters: It transfers no value of a block but gradients of parameters that are complete.
         takes_with: A field of ``BlockFeatures``, and what it takes in place of ``takes`` in a block with it.
         gives_with: The same of what it gives.
         own_backward: Its backward is a function of the layer, not of autograd. It is given what the stage
@@ -488,13 +487,22 @@ REDUCE = StageKind(
     of_parameters=True,
 )
 """Reduction of the gradients that were complete when the pass had ended the block above."""
+REDUCE_EXPERTS = StageKind(
+    "reduce-experts",
+    lane=COMM_LANE,
+    scope=Scope.WHOLE,
+    directions=(Direction.BACKWARD,),
+    feature="reduces_experts",
+    of_parameters=True,
+)
+"""Reduction of the gradients that were complete when the feed-forward half of this block had ended."""
 
 MOE_BLOCK = (
     INPUT_NORM, GATHER_ROWS, GATHER_ROWS_INTRA, QKV, REGATHER_ROWS, REGATHER_ROWS_INTRA, ATTEND, RING, RERING,
     ATTENTION, SCATTER_ROWS, SCATTER_ROWS_INTRA, ADD_NORM, CHOOSE, ROUTE, CONDENSE,
     LOSSES, SHARED, COUNTS, DISPATCH, SPREAD, STORE_TOKENS, GATHER, GATHER_INTRA, EXPERT, STORE, SCATTER,
     SCATTER_INTRA, COLLECT, COMBINE, EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, LOAD_TOKENS,
-    REGATHER, REGATHER_INTRA, REBUILD, RESORT, LOAD, REDUCE,
+    REGATHER, REGATHER_INTRA, REBUILD, RESORT, LOAD, REDUCE, REDUCE_EXPERTS,
 )  # fmt: skip
 """The rows of a transformer block, with an MoE layer or a dense one. A row takes what rows above it give."""
 
@@ -556,5 +564,7 @@ def _weights(kind: StageKind) -> StageKind:
 WEIGHTS = {kind: _weights(kind) for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)}
 """For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
 sequence in one product of all chunks. Nothing waits for them."""
+FEED_FORWARD = frozenset({SHARED, EXPERT, MLP})
+"""Kinds whose parameters have their gradients before the backward pass comes to attention."""
 ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
 """All kinds that a schedule can name."""

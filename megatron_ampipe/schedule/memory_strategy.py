@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures
 
 KEEP = "keep"
 """The strategy that restores nothing."""
@@ -23,7 +23,7 @@ STRATEGIES: Mapping[str, tuple[str, ...]] = {
     "S2": ("redispatch", "offload"),
     "S3": ("rebuild", "offload_tokens"),
 }
-"""What each strategy restores, as in :attr:`~.graph.BlockFeatures.restored`.
+"""What each strategy restores, as in :attr:`~.features.BlockFeatures.restored`.
 
 ``S2`` and ``S3`` are those of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
 tensors are computed once more. Of the first three, each keeps less than the one before.

@@ -17,7 +17,7 @@ from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.exchange import Exchange, with_exchange
-from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory, with_memory
 from megatron_ampipe.schedule.stack import period, unrolled

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.schedule.build import placed
-from megatron_ampipe.schedule.graph import BlockFeatures, needs_of
+from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.graph import needs_of
 from megatron_ampipe.schedule.kinds import (
     INPUT_NORM,
     MERGE,
@@ -19,6 +20,7 @@ from megatron_ampipe.schedule.kinds import (
     OF_ROWS,
     QKV,
     REDUCE,
+    REDUCE_EXPERTS,
     STORE,
     STORE_TOKENS,
     Direction,
@@ -113,6 +115,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     added = {
         MLP,
         REDUCE,
+        REDUCE_EXPERTS,
         STORE,
         STORE_TOKENS,
         *OF_ROWS,

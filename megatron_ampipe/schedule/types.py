@@ -22,7 +22,7 @@ class Stage:
             (``Schedule.repeats``): how many blocks further, in the order of the pass; negative for a block
             that the pass has gone through before.
         again: It is the stage of the forward pass, run again in the backward pass
-            (:attr:`~.graph.BlockFeatures.recomputed`).
+            (:attr:`~.features.BlockFeatures.recomputed`).
     """
 
     kind: StageKind

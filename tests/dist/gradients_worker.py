@@ -343,7 +343,7 @@ def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_set
             return Transfer((), begin=begin)
 
     found, started, wires = [], [], [Wire(), Wire()]
-    for wire, reductions in zip(wires, (None, Noted(on_cuda=False)), strict=True):
+    for wire, reductions in zip(wires, (None, Noted(on_cuda=False, of_experts=True)), strict=True):
         _, layer = layers(STACK, schedule=schedule, degree=degree, reductions=reductions)
         inputs = [[make_hidden(10 * iteration + index) for index in range(2)] for iteration in range(3)]
         with stage_of_thread() as stage, recorded_collectives(stage) as issued, wire.watched_exchanges():
@@ -520,15 +520,15 @@ def parameter_hooks(executor: str) -> dict[str, Any]:
     """When the gradients of each layer of a stack arrive: stages of layers and hooks, in order.
 
     Returns:
-        ``events``: ``[layer, None]`` for a stage of the backward pass, ``[layer, name]`` for the hook of a
-        parameter.
+        ``events``: ``[layer, name, None]`` for the hook of a parameter, ``[layer, None, kind]`` for a stage
+        of the backward pass.
     """
     _, ours = layers(STACK, executor=executor)
-    events: list[tuple[int, str | None]] = []
+    events: list[tuple[int, str | None, str | None]] = []
 
     def hook(name: str) -> Callable[..., None]:
         layer = int(name.split(".")[1])
-        return lambda *_: events.append((layer, name))
+        return lambda *_: events.append((layer, name, None))
 
     accumulators = []
     for name, parameter in ours.named_parameters():
@@ -536,7 +536,7 @@ def parameter_hooks(executor: str) -> dict[str, Any]:
         accumulator.register_hook(hook(name))
         accumulators.append(accumulator)
     output = forward(ours, make_hidden(1)).sum()
-    with executed_stages(lambda stage: events.append((stage.layer, None))):
+    with executed_stages(lambda stage: events.append((stage.layer, None, stage.kind.name))):
         output.backward()
     return {"events": events, "parameters": [name for name, _ in ours.named_parameters()]}
 

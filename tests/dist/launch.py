@@ -17,7 +17,7 @@ def run_workers(
     *,
     world_size: int,
     folder: Path,
-    timeout_s: float = 600,
+    timeout_s: float = 1200,
     preloaded: bool = True,
 ) -> list[Any]:
     """Run ``python -m module ARGUMENTS`` on ``world_size`` ranks; rank r writes ``folder/rank<r>.json``.

@@ -24,7 +24,7 @@ from megatron_ampipe.schedule import (
     issue_order,
     kinds,
 )
-from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures
 from tests.dist.launch import run_workers
 from tests.megatron.launcher import MODULE, REPOSITORY, TINY_GPT, TINY_MOE, environment
 from tests.rendezvous import meeting_place

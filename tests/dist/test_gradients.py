@@ -78,7 +78,8 @@ def test_placed_reductions_give_the_same_gradients(name: str, reports: list[dict
         assert result["unequal"] == []
         assert result["fired"] == {parameter: [1] * MICRO_BATCHES for parameter in result["fired"]}
         # In the last micro-batch of the second and third iteration: in the first, Megatron counts hooks.
-        assert [where for where, _ in result["begun"]] == ["backward reduce@1", "backward reduce"] * 2
+        in_turn = ("reduce-experts@2", "reduce@1", "reduce", "reduce-experts")
+        assert [where for where, _ in result["begun"]] == [f"backward {stage}" for stage in in_turn] * 2
         in_stages = sum(number for _, number in result["begun"])
         assert in_stages >= 4
         # The buckets of the first layer come after the last pass.
@@ -119,16 +120,30 @@ def test_frozen_parameters_of_a_stack_get_no_gradient(which: str, reports: list[
 def test_gradients_of_a_layer_arrive_before_the_backward_of_the_layer_below_ends(
     executor: str, reports: list[dict[str, Any]]
 ) -> None:
-    """So that Megatron reduces them while the layers below still compute. Each hook fires once."""
+    """So that Megatron reduces them while the layers below still compute. Each hook fires once.
+
+    Those of experts, and of a dense MLP, arrive before the attention of the same layer is differentiated.
+    """
     for results in reports:
         events = results[f"parameter-hooks-{executor}"]["events"]
-        fired = [name for _, name in events if name is not None]
+        fired = [name for _, name, _ in events if name is not None]
         assert sorted(fired) == sorted(results[f"parameter-hooks-{executor}"]["parameters"])
-        last_stage = {layer: place for place, (layer, name) in enumerate(events) if name is None}
+        last_stage = {layer: place for place, (layer, name, _) in enumerate(events) if name is None}
+        hooks: dict[tuple[int, bool], list[int]] = {}
+        for place, (layer, name, _) in enumerate(events):
+            if name is not None:
+                is_early = "mlp." in name and "router" not in name and "norm" not in name
+                hooks.setdefault((layer, is_early), []).append(place)
         for layer in (2, 1):
-            hooks = [place for place, (of, name) in enumerate(events) if name is not None and of == layer]
-            assert last_stage[layer] < min(hooks), "a gradient that is not complete"
-            assert max(hooks) < last_stage[layer - 1]
+            assert last_stage[layer] < min(hooks[layer, False]), "a gradient that is not complete"
+            assert max(hooks[layer, False]) < last_stage[layer - 1]
+        for layer in (2, 1, 0):
+            feed_forward, attention = (
+                [place for place, (of, _, one) in enumerate(events) if of == layer and one in kinds]
+                for kinds in (("expert", "mlp"), ("attention",))
+            )
+            assert max(feed_forward) < min(hooks[layer, True]), "a gradient that is not complete"
+            assert max(hooks[layer, True]) < max(attention)
 
 
 def test_hooks_on_layers_that_share_a_schedule_are_refused(reports: list[dict[str, Any]]) -> None:

@@ -82,7 +82,7 @@ def torchrun_command(*arguments: str, num_ranks: int = 2) -> list[str]:
     ]  # fmt: skip
 
 
-def execute(command: list[str], *, timeout_s: float = 120) -> Run:
+def execute(command: list[str], *, timeout_s: float = 240) -> Run:
     """Run ``command`` to its end and parse its log."""
     done = subprocess.run(
         command,
@@ -96,13 +96,13 @@ def execute(command: list[str], *, timeout_s: float = 120) -> Run:
     return parse(done.returncode, done.stdout)
 
 
-def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+def launch(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
     """Launch GPT pretraining under torchrun, as a user does; the arguments are its complete command line."""
     command = torchrun_command("-m", MODULE, *arguments, num_ranks=num_ranks)
     return execute(command, timeout_s=timeout_s)
 
 
-def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+def pretrain(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
     """The same without torchrun, from a process that has Megatron imported; the output is ordered by rank."""
     code, logs = _run_forked(MODULE, arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     return parse(code, "".join(logs))
@@ -153,7 +153,7 @@ def _run_forked(
     return next(filter(None, codes), 0), logs
 
 
-def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 120) -> Run:
+def train(*arguments: str, num_ranks: int = 2, timeout_s: float = 240) -> Run:
     """Train the tiny GPT-MoE model on mock data; fails the test if the training fails."""
     run = pretrain(*TINY_GPT, *TINY_MOE, *MOCK_DATA, *arguments, num_ranks=num_ranks, timeout_s=timeout_s)
     assert run.exit_code == 0, run.output[-6000:]

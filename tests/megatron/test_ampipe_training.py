@@ -22,7 +22,7 @@ import pytest
 
 from megatron_ampipe.config import TRACED_ITERATIONS
 from megatron_ampipe.schedule import Direction, build
-from megatron_ampipe.schedule.graph import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.timeline import Timeline
 from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pretrain
 

@@ -27,8 +27,8 @@ from megatron_ampipe.schedule import (
     check,
     dependencies,
     even_chunks,
+    flow,
     from_text,
-    graph,
     kinds,
     needs_of,
     to_text,
@@ -171,8 +171,8 @@ def test_a_kind_in_the_table_needs_no_change_of_a_builder(
 ) -> None:
     """As if its row stood in ``schedule/kinds.py``."""
     place = MOE_BLOCK.index(kinds.EXPERT) + 1
-    monkeypatch.setattr(graph, "MOE_BLOCK", (*MOE_BLOCK[:place], DELAY, *MOE_BLOCK[place:]))
-    for remembered in (graph.data_flow, build):
+    monkeypatch.setattr(flow, "MOE_BLOCK", (*MOE_BLOCK[:place], DELAY, *MOE_BLOCK[place:]))
+    for remembered in (flow.data_flow, build):
         remembered.cache_clear()
         request.addfinalizer(remembered.cache_clear)
     features = BlockFeatures(losses=True, ordered_routing=True)
@@ -187,6 +187,6 @@ def test_kinds_that_follow_the_same_row_keep_their_order() -> None:
         StageKind(name, takes=DELAY.takes, gives=DELAY.gives, after=kinds.EXPERT)
         for name in ("first", "second")
     )
-    flow = graph.data_flow(BlockFeatures(added=(first, second)))
-    place = flow.kinds.index(kinds.EXPERT)
-    assert flow.kinds[place + 1 : place + 3] == (first, second)
+    rows = flow.data_flow(BlockFeatures(added=(first, second)))
+    place = rows.kinds.index(kinds.EXPERT)
+    assert rows.kinds[place + 1 : place + 3] == (first, second)

@@ -26,7 +26,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from megatron_ampipe.schedule.kinds import COMM, REDUCE
+from megatron_ampipe.schedule.kinds import COMM, REDUCE, REDUCE_EXPERTS
 
 # Where a schedule has them.
 
@@ -42,19 +42,24 @@ DENSE = BlockFeatures(dense=True, chunked_qkv=True, reduces=True)
         lambda layers: any(layer.experts for layer in layers)
     ),
     st.booleans(),
+    st.booleans(),
 )
-def test_a_layer_reduces_what_the_layer_above_has_completed(
-    name: str, degree: int, layers: list[BlockFeatures], named: bool
+def test_a_layer_reduces_what_the_layer_above_and_its_experts_have_completed(
+    name: str, degree: int, layers: list[BlockFeatures], named: bool, of_experts: bool
 ) -> None:
-    """After the last transfer of the layer it is in; also in an order that was made without reductions."""
+    """After the last transfer of the layer it is in; also in an order that was made without reductions.
+
+    In one chunk, what the layer above has completed comes between its transfers if that of experts is left.
+    """
+    layers = [replace(layer, reduces_experts=of_experts and layer.experts) for layer in layers]
     order = None if named else build(name, degree=degree, features=replace(BLOCK, reduces=False))
     pipeline = replace(Pipeline.of(degree, schedule=name, stack=0), order=order)
     if not named and len(layers) == 1:
-        layers = [*layers, BLOCK]
+        layers = [*layers, layers[0]]
     schedule = pipeline.schedule_of(layers)
     needs = needs_of(schedule, layers, Direction.BACKWARD)
     issued = [stage for _, stage in issue_order(schedule.backward, needs, host_waits=False)]
-    assert not any(stage.kind is REDUCE for stage in schedule.forward.stages)
+    assert not any(stage.kind.of_parameters for stage in schedule.forward.stages)
     for layer in range(len(layers)):
         place = issued.index(Stage(REDUCE, None, layer))
         above = [at for at, stage in enumerate(issued) if stage.layer == layer + 1 and not stage.again]
@@ -63,8 +68,23 @@ def test_a_layer_reduces_what_the_layer_above_has_completed(
             for at, stage in enumerate(issued)
             if stage.layer == layer and stage.kind in (kinds.COMBINE, kinds.DISPATCH) and not stage.again
         ]
-        assert max((at for at in above if issued[at].kind is not REDUCE), default=-1) < place
-        assert max(own, default=-1) < place
+        assert max((at for at in above if not issued[at].kind.of_parameters), default=-1) < place
+        if not layers[layer].reduces_experts:
+            assert max(own, default=-1) < place
+            continue
+        place_of_experts = issued.index(Stage(REDUCE_EXPERTS, None, layer))
+        complete = [
+            at
+            for at, stage in enumerate(issued)
+            if stage.layer == layer and (stage.kind.weights_of or stage.kind) is kinds.EXPERT
+        ]
+        assert max(place, *own, *complete) < place_of_experts
+        if degree > 1:
+            assert max(own) < place
+            continue
+        combines = [at for at in own if issued[at].kind is kinds.COMBINE]
+        earliest = max(*combines, *(issued.index(one) for one in needs[issued[place]]), -1)
+        assert not [at for at in own if earliest < at < place]
 
 
 # When they start.
@@ -85,7 +105,7 @@ class Pass:
 
 
 def test_what_is_asked_for_while_a_pass_is_to_come_is_held() -> None:
-    started, reductions, call = Started(), Reductions(on_cuda=False), Pass()
+    started, reductions, call = Started(), Reductions(on_cuda=False, of_experts=True), Pass()
     reductions.ask("a", started("a"))
     assert started.names == ["a"]
     reductions.expect(call)
@@ -104,7 +124,7 @@ def test_what_is_asked_for_while_a_pass_is_to_come_is_held() -> None:
 
 
 def test_a_pass_that_is_forgotten_holds_nothing() -> None:
-    started, reductions, call = Started(), Reductions(on_cuda=False), Pass()
+    started, reductions, call = Started(), Reductions(on_cuda=False, of_experts=True), Pass()
     reductions.expect(call)
     reductions.ask("a", started("a"))
     assert started.names == []
@@ -115,7 +135,7 @@ def test_a_pass_that_is_forgotten_holds_nothing() -> None:
 
 
 def test_all_that_is_held_can_be_started() -> None:
-    started, reductions, call = Started(), Reductions(on_cuda=False), Pass()
+    started, reductions, call = Started(), Reductions(on_cuda=False, of_experts=True), Pass()
     reductions.expect(call)
     reductions.ask("a", started("a"))
     reductions.start_all()

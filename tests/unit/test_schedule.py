@@ -15,14 +15,16 @@ from megatron_ampipe.schedule import (
     LaneOrder,
     Program,
     Schedule,
+    Source,
     Stage,
     build,
     check,
+    data_flow,
     dependencies,
     from_text,
-    graph,
     issue_order,
     kinds,
+    needs_of,
     period,
     stream_of,
     to_text,
@@ -54,10 +56,10 @@ backward comm: combine.1 combine.0 dispatch.1 dispatch.0
 """
 
 
-def needs_of(
+def needs_of_block(
     schedule: Schedule, block: BlockFeatures, direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
-    return graph.needs_of(schedule, [block], direction)
+    return needs_of(schedule, [block], direction)
 
 
 def test_text_form_of_the_order_of_the_paper() -> None:
@@ -81,7 +83,7 @@ def test_issue_order_respects_lanes_and_dependencies(
 ) -> None:
     schedule = build(name, degree=degree, features=block)
     for direction in Direction:
-        needs = needs_of(schedule, block, direction)
+        needs = needs_of_block(schedule, block, direction)
         order = issue_order(schedule.program(direction), needs, host_waits=host_waits)
         place = {stage: position for position, (_, stage) in enumerate(order)}
         assert len(place) == len(order) == len(needs)
@@ -111,17 +113,17 @@ def test_ranks_that_share_an_expert_gather_on_the_lane_of_their_links() -> None:
     handed_on = to_text(build("ampipe", degree=1, features=BlockFeatures(gathers=COMM, nodes=True)))
     assert "forward comm.intra: spread.0 gather-intra.0 scatter-intra.0 collect.0" in handed_on
     assert "backward comm.intra: collect.0 scatter-intra.0 gather-intra.0 spread.0" in handed_on
-    assert kinds.GATHER not in graph.data_flow(BlockFeatures(dense=True)).kinds
+    assert kinds.GATHER not in data_flow(BlockFeatures(dense=True)).kinds
 
 
 def test_a_gather_waits_for_what_arrives_and_the_experts_for_it() -> None:
     block = BlockFeatures(gathers=INTRA)
-    needs = needs_of(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
+    needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
     chain = (kinds.DISPATCH, kinds.GATHER_INTRA, kinds.EXPERT, kinds.SCATTER_INTRA, kinds.COMBINE)
     for earlier, later in itertools.pairwise(chain):
         assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
     # Its result is added in a linear function: it does not run again in a recomputed block.
-    once = graph.data_flow(replace(block, recomputed=True)).once
+    once = data_flow(replace(block, recomputed=True)).once
     assert {kinds.SCATTER_INTRA, kinds.COMBINE} <= once and kinds.GATHER_INTRA not in once
 
 
@@ -155,19 +157,19 @@ def test_rows_of_a_chunk_are_scattered_while_another_chunk_is_computed() -> None
 
 def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
     block = BlockFeatures(row_links="network")
-    flow = graph.data_flow(block)
+    flow = data_flow(block)
     assert [value.name for value in flow.takes[kinds.ATTENTION]][-1] == "context"
-    assert flow.taken[kinds.ADD_NORM][1][1] == graph.Source(None, "hidden")
-    needs = needs_of(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
+    assert flow.taken[kinds.ADD_NORM][1][1] == Source(None, "hidden")
+    needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
     for earlier, later in itertools.pairwise((kinds.ATTENTION, kinds.SCATTER_ROWS, kinds.ADD_NORM)):
         assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
     # The norm keeps its input, so a recomputed block scatters again.
-    assert kinds.SCATTER_ROWS not in graph.data_flow(replace(block, recomputed=True)).once
+    assert kinds.SCATTER_ROWS not in data_flow(replace(block, recomputed=True)).once
     # Resources: of ranks of a node, other links than those of the transfers between nodes.
-    intra = graph.data_flow(replace(block, row_links="node")).kinds
+    intra = data_flow(replace(block, row_links="node")).kinds
     assert kinds.SCATTER_ROWS_INTRA in intra and kinds.SCATTER_ROWS not in intra
     assert kinds.SCATTER_ROWS_INTRA.lane.resource == kinds.INTRA_LANE.resource != kinds.COMM_LANE.resource
-    assert kinds.ADD_NORM in graph.data_flow(BlockFeatures(dense=True, row_links="node")).kinds
+    assert kinds.ADD_NORM in data_flow(BlockFeatures(dense=True, row_links="node")).kinds
 
 
 def test_an_order_with_these_stages_is_of_any_linear_layers() -> None:
@@ -200,7 +202,7 @@ def test_the_next_attention_is_issued_before_the_host_waits(chunked_qkv: bool) -
     """Not only the next stage: the projection of a chunk ends before the counts have arrived."""
     block = BlockFeatures(chunked_qkv=chunked_qkv)
     schedule = build("ampipe", degree=4, features=block)
-    needs = needs_of(schedule, block, Direction.FORWARD)
+    needs = needs_of_block(schedule, block, Direction.FORWARD)
     order = [stage for _, stage in issue_order(schedule.forward, needs, host_waits=True)]
     for chunk in range(3):
         dispatch, next_attention = Stage(kinds.DISPATCH, chunk), Stage(kinds.ATTENTION, chunk + 1)
@@ -216,7 +218,7 @@ def test_the_backward_issue_order_does_not_depend_on_host_waits(
 ) -> None:
     """The split sizes are known, so the host does not wait."""
     schedule = build(name, degree=degree, features=block)
-    needs = needs_of(schedule, block, Direction.BACKWARD)
+    needs = needs_of_block(schedule, block, Direction.BACKWARD)
     waiting, running = (
         issue_order(schedule.backward, needs, host_waits=host_waits) for host_waits in (True, False)
     )

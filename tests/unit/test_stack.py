@@ -49,12 +49,19 @@ features = st.builds(
     chooses=st.booleans(),
     chunked_qkv=st.booleans(),
     reduces=st.booleans(),
+    reduces_experts=st.booleans(),
     nodes=st.booleans(),
     gathers=st.sampled_from(("", "comm", "comm.intra")),
     row_links=st.sampled_from(("", "network", "node")),
     gathers_rows=st.booleans(),
     added=st.sampled_from([(), (DELAY, COPY), (AUDIT,)]),
-).map(lambda block: replace(block, gathers_rows=block.gathers_rows and block.scatters_rows))
+).map(
+    lambda block: replace(
+        block,
+        gathers_rows=block.gathers_rows and block.scatters_rows,
+        reduces_experts=block.reduces and block.reduces_experts,
+    )
+)
 
 
 @st.composite

@@ -1,0 +1,186 @@
+"""What a block contains, as far as its stages depend on it. Pure data, read by :mod:`.flow`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_ampipe.schedule.kinds import INTRA, INTRA_LANE, StageKind
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFeatures:
+    """What a block contains besides attention.
+
+    Attributes:
+        dense: An MLP in place of routed experts.
+        losses: The router has auxiliary or z losses.
+        shared: There are shared experts.
+        ordered_routing: Chunks must be routed from first to last, because an expert's capacity that
+            one chunk uses is gone for the next.
+        chooses: The router chooses for all chunks at once.
+        chunked_qkv: A chunk's queries, keys and values need the chunk's own rows alone, so that they
+            can be projected chunk by chunk. Attention as a whole still takes them as a whole.
+        recomputed: The forward pass keeps only what the block is given, and its stages run again in the
+            backward pass (:attr:`Stage.again <.types.Stage.again>`).
+        restored: What is not kept for the backward pass of the experts, and is restored in it, as names of
+            :attr:`rebuild`, :attr:`redispatch`, :attr:`offload` and :attr:`offload_tokens`: of each chunk of
+            the backward pass, or once for all.
+        condensed: Similar tokens are sent once.
+        flex: The dispatcher counts the tokens itself, in the same call that sends them.
+        reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
+        reduces_experts: Also those of its experts, which several ranks have, in a separate stage.
+        nodes: Tokens are sent between nodes and then handed on inside one.
+        gathers: The lane in which ranks that share an expert gather its tokens, and reduce and scatter what
+            it gives; empty where experts are whole, or the dispatch gathers. With :attr:`nodes`, it is
+            always that of the node.
+        row_links: The resource (``Lane.resource``) over which tensor-parallel ranks add and scatter the rows
+            that attention projects; empty where the projection does that itself.
+        gathers_rows: With :attr:`row_links`, these ranks also gather what attention is given as a stage.
+        ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
+        latent: ``merge`` projects what the experts return, so its backward needs their values.
+        added: Kinds of stages beyond the table's; each names the row that it follows.
+    """
+
+    dense: bool = False
+    losses: bool = False
+    shared: bool = False
+    ordered_routing: bool = False
+    chooses: bool = False
+    chunked_qkv: bool = False
+    recomputed: bool = False
+    restored: tuple[tuple[str, ...], ...] = ()
+    condensed: bool = False
+    flex: bool = False
+    reduces: bool = False
+    reduces_experts: bool = False
+    nodes: bool = False
+    gathers: str = ""
+    row_links: str = ""
+    gathers_rows: bool = False
+    ring_ranks: int = 1
+    latent: bool = False
+    added: tuple[StageKind, ...] = ()
+
+    @property
+    def experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return not self.dense
+
+    @property
+    def counts(self) -> bool:
+        """Whether ranks tell one another how many tokens they will send."""
+        return self.experts and not self.flex
+
+    @property
+    def ring(self) -> bool:
+        """Whether ranks pass keys on to one another."""
+        return self.ring_ranks > 1
+
+    @property
+    def rebuild(self) -> bool:
+        """Whether experts compute their inner tensors once more in the backward pass, of any chunk."""
+        return any("rebuild" in names for names in self.restored)
+
+    @property
+    def redispatch(self) -> bool:
+        """Whether tokens are sent once more in the backward pass, of any chunk."""
+        return any("redispatch" in names for names in self.restored)
+
+    @property
+    def offload(self) -> bool:
+        """Whether inner tensors of experts wait in host memory for the backward pass, of any chunk."""
+        return any("offload" in names for names in self.restored)
+
+    @property
+    def offload_tokens(self) -> bool:
+        """Whether what has arrived waits in host memory, of any chunk."""
+        return any("offload_tokens" in names for names in self.restored)
+
+    @property
+    def resort(self) -> bool:
+        """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
+        return any({"offload", "redispatch"} <= set(names) for names in self.restored)
+
+    def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
+        """With what is restored of one chunk.
+
+        Args:
+            chunk: Its index.
+            degree: Of the pass that it is a chunk of; of the backward pass if None. A chunk of a forward pass
+                with fewer chunks has what is restored of any of its parts.
+        """
+        count = len(self.restored)
+        if count <= 1:
+            return self
+        degree = count if degree is None else degree
+        first, end = chunk * count // degree, -(-(chunk + 1) * count // degree)
+        return replace(self, restored=self.restored[first:end])
+
+    @property
+    def respread(self) -> bool:
+        """Whether tokens that are sent once more take two hops."""
+        return self.nodes and self.redispatch
+
+    @property
+    def gathers_intra(self) -> bool:
+        """Whether ranks that share an expert gather on the lane of their node, because tokens leave it."""
+        return bool(self.gathers) and (self.nodes or self.gathers == INTRA)
+
+    @property
+    def gathers_comm(self) -> bool:
+        """Whether they gather on the lane of the other transfers, which use the same links."""
+        return bool(self.gathers) and not self.gathers_intra
+
+    @property
+    def regathers_intra(self) -> bool:
+        """Whether they gather once more in the backward pass, on the lane of their node."""
+        return self.gathers_intra and (self.redispatch or self.offload_tokens)
+
+    @property
+    def regathers_comm(self) -> bool:
+        """Whether they do so on the lane of the other transfers."""
+        return self.gathers_comm and (self.redispatch or self.offload_tokens)
+
+    @property
+    def scatters_rows(self) -> bool:
+        """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
+        return bool(self.row_links)
+
+    @property
+    def scatters_rows_intra(self) -> bool:
+        """Whether they do so over links that the transfers between nodes do not use."""
+        return self.row_links == INTRA_LANE.resource
+
+    @property
+    def scatters_rows_comm(self) -> bool:
+        """Whether they do so over the links of the other transfers."""
+        return self.scatters_rows and not self.scatters_rows_intra
+
+    @property
+    def gathers_rows_intra(self) -> bool:
+        """Whether they gather over such links."""
+        return self.gathers_rows and self.scatters_rows_intra
+
+    @property
+    def gathers_rows_comm(self) -> bool:
+        """Whether they gather over the links of the other transfers."""
+        return self.gathers_rows and self.scatters_rows_comm
+
+    @property
+    def regathers_rows_intra(self) -> bool:
+        """Whether they do so once more in the backward pass; a recomputed block gathers again anyway."""
+        return self.gathers_rows_intra and not self.recomputed
+
+    @property
+    def regathers_rows_comm(self) -> bool:
+        """The same over the links of the other transfers."""
+        return self.gathers_rows_comm and not self.recomputed
+
+    @property
+    def merges_sums(self) -> bool:
+        """Whether ``merge`` only adds what the experts return."""
+        return not self.latent
+
+    def has(self, field: str | None) -> bool:
+        """Whether the field that a row names is set; True for a row that names none."""
+        return field is None or bool(getattr(self, field))
