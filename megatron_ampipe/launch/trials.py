@@ -21,9 +21,6 @@ CANDIDATES = (1, 2, 4, 8, 16)
 MINIMUM_ROWS = 8
 """A degree is not tried if its chunks would have fewer rows."""
 
-FOR_EXCHANGES = 4
-"""The highest degree at which exchanges are compared."""
-
 ROUNDS = 3
 """How often every candidate is timed, after one round of warmup that is not counted."""
 
@@ -34,7 +31,7 @@ CLOSE_FACTOR = 1.1
 """A candidate that takes more than this times the best time is not close to it."""
 
 TIED_FACTOR = 1.03
-"""If the second exchange takes no more than this times the best time, it is tried with all degrees too."""
+"""If the second exchange takes no more than this times the best time, it gets all degrees too."""
 
 DROPPED_FACTOR = 1.5
 """A degree is dropped if it takes more than this times the best time in both directions."""
@@ -74,20 +71,22 @@ def most_iterations(count: int, *, exchanges: int = 1, thorough: bool = False) -
         exchanges: How many are compared.
         thorough: What is close is timed more often.
     """
-    # One round of warmup and the timed rounds; before it the same for each exchange, and then for the best
-    # degree and the best pair. Where the exchange is not Megatron's, its layer is tried with the degrees.
-    others = 2 + (exchanges + 1 if exchanges > 1 else 0)
-    if thorough:
-        return 1 + (1 + MOST_ROUNDS) * (count * min(2, exchanges) + others)
-    return 1 + (1 + ROUNDS) * (count + others)
+    # The first iteration shows the shape. What is tried gets one more of warmup. The best degree and the best
+    # pair come last.
+    rounds = MOST_ROUNDS if thorough else ROUNDS
+    if exchanges == 1:
+        return 1 + (1 + rounds) * (count + 2)
+    # All degrees with the first exchange, and again with the fastest, next to what was best before.
+    again = (2 if thorough else 1) * count + 1
+    return 1 + (1 + ROUNDS) * count + (1 + rounds) * (exchanges + again + 2)
 
 
 class Trials:
     """Tries every degree in both directions, then the best pair of degrees, and chooses one.
 
-    Exchanges are compared first, at one degree: how much each sends does not depend on the degree. Single
-    iterations vary, so whatever is close to the best is timed more often than the rest, in a run that is long
-    enough for it.
+    Where there are several exchanges, the degree that is best with the first is that at which they are
+    compared; the fastest then gets all degrees. Single iterations vary, so whatever is close to the best is
+    timed more often than the rest, in a run that is long enough for it.
 
     Args:
         degrees: The degrees to try.
@@ -113,7 +112,7 @@ class Trials:
         self._schedule = schedule
         self._stack, self._memory, self._exchanges = stack, memory, exchanges
         self._times_us: dict[Pipeline, list[tuple[float, float]]] = {}
-        self._exchange, self._tied = exchanges[0], tuple(exchanges[:1])
+        self._exchange = exchanges[0]
         self._in_one_chunk = in_one_chunk if in_one_chunk != schedule and 1 in degrees else None
         self.num_tried = len(degrees) + (self._in_one_chunk is not None)
         """With how many pipelines the trials of degrees begin."""
@@ -132,53 +131,62 @@ class Trials:
         self.pipeline = next(self._steps)
 
     def _all_steps(self, degrees: Sequence[int]) -> Iterator[Pipeline]:
+        candidates = self._candidates(degrees, self._exchanges[:1])
         if len(self._exchanges) > 1:
-            yield from self._choose_exchanges(max(degree for degree in degrees if degree <= FOR_EXCHANGES))
-        pipelines = [self._pipeline(degree, exchange=one) for one in self._tied for degree in degrees]
-        others = []
-        if self._in_one_chunk is not None:
-            others += [
-                replace(self._pipeline(1, exchange=one), schedule=self._in_one_chunk) for one in self._tied
-            ]
-        if self._exchanges[0] not in self._tied:
-            # Megatron's own layer, where none of these is.
-            others.append(self._pipeline(1, exchange=self._exchanges[0]))
-        yield from self._rounds([*others, *pipelines])
-        best = self._fastest([*others, *pipelines])
-        if best in pipelines:
-            self._exchange = best.exchange
-        pipelines = [pipeline for pipeline in pipelines if pipeline.exchange is self._exchange]
-        forward, backward = (self._best_degree(pipelines, direction) for direction in (0, 1))
-        pair = self._pipeline(forward, backward)
-        saved = 1 - (self._time_us(forward, 0) + self._time_us(backward, 1)) / self._total_us(best)
-        if pair not in pipelines and saved > MINIMUM_GAIN:
+            yield from self._rounds(candidates, most=ROUNDS)
+            before = self._fastest(candidates)
+            compared = [replace(before, exchange=exchange) for exchange in self._exchanges]
+            yield from self._rounds(compared)
+            candidates = self._candidates(degrees, self._fastest_exchanges(compared))
+            if before not in candidates:
+                candidates.append(before)
+        yield from self._rounds(candidates)
+        best = self._fastest(candidates)
+        self._exchange = best.exchange
+        pair, saved = self._best_pair(candidates, best)
+        if pair not in candidates and saved > MINIMUM_GAIN:
             # Different degrees have a cost of their combination (smaller GEMMs, copies), so the pair is
             # tried.
-            finalists = [best, pair]
-            self._times_us = {}
-            yield from self._rounds(finalists)
+            yield from self._rounds([best, pair])
             if self._total_us(pair) < (1 - MINIMUM_GAIN) * self._total_us(best):
                 best = pair
         self.choice = Choice(best, self._reason(best))
         while True:
             yield best
 
-    def _choose_exchanges(self, degree: int) -> Iterator[Pipeline]:
-        compared = [self._pipeline(degree, exchange=exchange) for exchange in self._exchanges]
-        yield from self._rounds(compared)
+    def _best_pair(self, candidates: Sequence[Pipeline], best: Pipeline) -> tuple[Pipeline, float]:
+        """The best degree of each direction, and which share of the best time it is predicted to save."""
+        same = [one for one in candidates if one == self._pipeline(one.degree)] or [best]
+        forward, backward = (self._best_degree(same, direction) for direction in (0, 1))
+        times_us = (
+            self._median_us(next(one for one in same if one.degree == degree), direction)
+            for direction, degree in enumerate((forward, backward))
+        )
+        return self._pipeline(forward, backward), 1 - sum(times_us) / self._total_us(best)
+
+    def _candidates(self, degrees: Sequence[int], exchanges: Sequence[Exchange]) -> list[Pipeline]:
+        found = [self._pipeline(degree, exchange=exchange) for exchange in exchanges for degree in degrees]
+        if self._in_one_chunk is None:
+            return found
+        uncut = (self._pipeline(1, exchange=exchange) for exchange in exchanges)
+        return [*(replace(one, schedule=self._in_one_chunk) for one in uncut), *found]
+
+    def _fastest_exchanges(self, compared: Sequence[Pipeline]) -> list[Exchange]:
+        """One, or two that are close: which of them is faster can depend on the degree."""
         total_us = {one: self._total_us(one) for one in compared}
-        # Megatron's has to be slower by more than that.
+        # Another one than the first has to save more than that.
         total_us[compared[0]] *= 1 - MINIMUM_GAIN
         fastest, second, *_ = sorted(compared, key=lambda one: total_us[one])
         is_tied = self._thorough and total_us[second] <= TIED_FACTOR * total_us[fastest]
-        self._tied = (fastest.exchange, *((second.exchange,) if is_tied else ()))
-        self._exchange, self._times_us = fastest.exchange, {}
+        return [fastest.exchange, *([second.exchange] if is_tied else [])]
 
-    def _rounds(self, pipelines: Sequence[Pipeline]) -> Iterator[Pipeline]:
+    def _rounds(self, pipelines: Sequence[Pipeline], *, most: int | None = None) -> Iterator[Pipeline]:
+        """Warmup, then each in turn; afterwards only times of these are known."""
+        self._times_us = {}
         for pipeline in pipelines:
             yield pipeline
         left = list(pipelines)
-        for round_index in range(MOST_ROUNDS if self._thorough else ROUNDS):
+        for round_index in range(most or (MOST_ROUNDS if self._thorough else ROUNDS)):
             if round_index >= ROUNDS:
                 limit = CLOSE_FACTOR * min(map(self._total_us, left))
                 left = [pipeline for pipeline in left if self._total_us(pipeline) <= limit]
@@ -208,9 +216,6 @@ class Trials:
         least = min(map(self._total_us, pipelines))
         good = [p for p in pipelines if self._total_us(p) <= (1 + MINIMUM_GAIN) * least]
         return min(good, key=lambda pipeline: (pipeline.degree, not pipeline.is_stock))
-
-    def _time_us(self, degree: int, direction: int) -> float:
-        return self._median_us(self._pipeline(degree), direction)
 
     def _median_us(self, pipeline: Pipeline, direction: int) -> float:
         return statistics.median(times[direction] for times in self._times_us[pipeline])

@@ -101,7 +101,7 @@ def test_each_direction_gets_its_own_degree_where_that_is_faster() -> None:
 
 
 @pytest.mark.parametrize(("saved", "exchange"), [(2.0, Exchange.RANKS), (0.05, Exchange.ROWS)])
-def test_the_exchange_is_chosen_before_the_degrees(saved: float, exchange: Exchange) -> None:
+def test_the_exchange_is_chosen_with_its_degrees(saved: float, exchange: Exchange) -> None:
     of_degrees = of_table({1: 9.0, 2: 6.0, 4: 8.0}, {1: 19.0, 2: 14.0, 4: 11.0})
 
     def cost(pipeline: Pipeline) -> tuple[float, float]:
@@ -132,20 +132,31 @@ def test_each_exchange_gets_the_degrees_that_are_best_with_it() -> None:
 
 
 def test_two_exchanges_that_are_close_get_all_degrees() -> None:
-    """At the degree at which they are compared, the slower one is 1 % faster."""
-    rows, ranks = {1: 14.0, 2: 10.0, 4: 10.2}, {1: 15.0, 2: 12.0, 4: 10.0}
+    """At the degree that is best with the first, the second is 1 % slower; its best degree is a lower one."""
+    rows, ranks = {1: 14.0, 2: 10.0, 4: 12.0}, {1: 9.5, 2: 10.1, 4: 12.0}
 
     def cost(pipeline: Pipeline) -> tuple[float, float]:
         of_degree = rows if pipeline.exchange is Exchange.ROWS else ranks
         return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
 
-    rows[2] = 9.0
     trials, ran = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
-    assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.ROWS)
-    rows[4] = 10.5
+    assert (chosen(trials), trials.pipeline.exchange) == ((1, 1), Exchange.RANKS)
+    ranks[2] = 10.5
     trials, fewer = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
-    assert (chosen(trials), trials.pipeline.exchange) == ((4, 4), Exchange.RANKS)
+    assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.ROWS)
     assert len(fewer) < len(ran)
+
+
+def test_exchanges_are_compared_at_the_best_degree_of_the_first() -> None:
+    """At degree 4 the cheaper of two would be the one that is slower at degree 2, where both are faster."""
+    rows, nodes = {1: 20.0, 2: 13.0, 4: 15.0}, {1: 14.0, 2: 12.0, 4: 16.0}
+
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        of_degree = rows if pipeline.exchange is Exchange.ROWS else nodes
+        return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
+
+    trials, _ = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.NODES))
+    assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.NODES)
 
 
 def test_what_is_close_is_chosen_by_more_samples() -> None:
