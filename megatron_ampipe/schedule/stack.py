@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from megatron_ampipe.schedule.build import placed
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.graph import needs_of
 from megatron_ampipe.schedule.kinds import (
@@ -26,6 +25,7 @@ from megatron_ampipe.schedule.kinds import (
     Direction,
     StageKind,
 )
+from megatron_ampipe.schedule.placing import placed
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 

@@ -428,4 +428,4 @@ def _write(figure: Figure, target: Path) -> None:
 
 def _letter(stage: str) -> str:
     """The initial of a stage, where its name does not fit; counts and combine share one, as others do."""
-    return {"counts": "#", "reduce": "Σ"}.get(stage, stage[:1].upper())
+    return {"counts": "#", "reduce": "Σ", "reduce-experts": "Σ"}.get(stage, stage[:1].upper())
