@@ -14,7 +14,7 @@ LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 
 
 def runs_of(
-    lines: Mapping[str, Sequence[str]], *, num_ranks: int = 2, timeout_s: float = 380, module: str = SEVERAL
+    lines: Mapping[str, Sequence[str]], *, num_ranks: int = 2, timeout_s: float = 800, module: str = SEVERAL
 ) -> Mapping[str, Run]:
     """Runs on the same ranks, one after another; all must succeed.
 

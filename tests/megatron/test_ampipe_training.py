@@ -26,7 +26,7 @@ from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.timeline import Timeline
 from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pretrain
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 TOLERANCE = 1e-5
 """Relative difference from the stock run due to fp32 rounding; measured: 1e-6."""

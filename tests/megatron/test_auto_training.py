@@ -57,11 +57,11 @@ def assert_in_table(text: str, run: Run) -> None:
 )
 def test_trying_degrees_does_not_change_losses(num_ranks: int, flags: list[str], tmp_path: Path) -> None:
     words = [*flags, *EXACT, "--train-iters", "26", "--lr", "5e-4"]
-    stock = train(*words, num_ranks=num_ranks, timeout_s=200)
+    stock = train(*words, num_ranks=num_ranks, timeout_s=800)
     choosing = ["--ampipe-degree", "auto", "--ampipe-save-plan", str(tmp_path / "plan.yaml")]
     folder = str(tmp_path / "checkpoints")
     auto = train(
-        *words, *choosing, "--save", folder, "--save-interval", "26", num_ranks=num_ranks, timeout_s=200
+        *words, *choosing, "--save", folder, "--save-interval", "26", num_ranks=num_ranks, timeout_s=800
     )
     assert_same_losses(auto, stock)
     assert "auto: the first iterations try 1, 2, 4, 8" in auto.output

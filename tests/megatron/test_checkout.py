@@ -25,7 +25,7 @@ from tests.megatron.launcher import (
     torchrun_command,
 )
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 CHECKOUT = Path(__file__).parent / "checkout"
 FLAGS = [

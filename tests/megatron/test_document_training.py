@@ -20,7 +20,7 @@ import pytest
 from tests.megatron.launcher import REPOSITORY, TINY_GPT, TINY_MOE, Run, environment
 from tests.megatron.pairs import TOLERANCE, assert_same_digits, runs_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_ITERATIONS = 3
 DEGREE_4 = "--ampipe-degree 4"

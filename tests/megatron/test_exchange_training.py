@@ -15,7 +15,7 @@ import pytest
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
 from tests.megatron.pairs import assert_resumed, assert_same_digits, runs_of
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 SAVED_ITERATION = 2
 COMMON = [

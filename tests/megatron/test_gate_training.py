@@ -17,7 +17,7 @@ from tests.forked import REPOSITORY
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, environment
 from tests.megatron.pairs import TOLERANCE, assert_resumed, assert_same_digits, runs_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 COMMON = [
     *TINY_GPT,

@@ -25,7 +25,7 @@ from tests.megatron.launcher import (
 )
 from tests.megatron.pairs import assert_resumed, assert_same_digits, numbered, runs_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 COMMON = [
     *TINY_GPT,

@@ -16,7 +16,7 @@ import pytest
 from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, Run, execute, torchrun_command
 from tests.megatrons import NEXT, folder_of, needs_checkout
 
-pytestmark = [pytest.mark.timeout(400), needs_checkout]
+pytestmark = [pytest.mark.timeout(900), needs_checkout]
 
 TOLERANCE = 1e-5
 LAST_DIGIT_OF_GRAD_NORM = 1.001e-3

@@ -40,13 +40,13 @@ BUCKETS = {
 }
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buckets_of_every_size_train_like_stock(layout: str) -> None:
     num_ranks, flags = LAYOUTS[layout]
     runs = {"stock": [*COMMON, *flags, *BUCKETS["every-parameter"]]}
     runs |= {name: [*COMMON, *flags, *size, "--ampipe-degree", "4"] for name, size in BUCKETS.items()}
-    found = pretrain_several(runs, num_ranks=num_ranks, timeout_s=380)
+    found = pretrain_several(runs, num_ranks=num_ranks, timeout_s=800)
     for name, run in found.items():
         assert run.exit_code == 0, f"{name}:\n{run.output[-6000:]}"
     assert found.keys() == runs.keys()

@@ -26,7 +26,7 @@ from tests.megatron.launcher import (
 )
 from tests.rendezvous import meeting_place
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 LOG_UNIFORM_LOSS = math.log(256)
 """The loss of an untrained model per token: NullTokenizer has 255 tokens and the end-of-document token."""

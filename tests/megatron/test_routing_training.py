@@ -13,7 +13,7 @@ from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
 from tests.megatron.pairs import assert_same_digits, runs_of
 from tests.megatron.test_metrics import LINE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 COMMON = [*TINY_GPT, *TINY_MOE, *MOCK_DATA, *shlex.split("--attention-dropout 0 --hidden-dropout 0")]
 EP = "--expert-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 8 --train-iters 2"

@@ -18,7 +18,7 @@ from megatron_ampipe.shipped import config_names
 from tests.megatron.launcher import REPOSITORY, environment, pretrain
 from tests.megatron.settings_cases import LAUNCHES, WRONG, WRONG_LAUNCHES
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 TINY_BY_FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --seq-length 2048 "

@@ -20,7 +20,7 @@ from megatron_ampipe.schedule import Pipeline
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run
 from tests.megatron.pairs import TOLERANCE, assert_resumed, assert_same_digits, numbered, runs_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_ITERATIONS = 4
 SAVED_ITERATION = 2

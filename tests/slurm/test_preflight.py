@@ -14,7 +14,7 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.tools.slurm import preflight
 from tests.forked import REPOSITORY
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(900)
 
 SBATCH = ["sbatch", "--nodes", "1", "--gpus-per-node", "8"]
 NOTE = "flags of Megatron are not checked: "

@@ -11,7 +11,7 @@ import pytest
 from tests.megatron.launcher import MODULE, Run
 from tests.slurm.cluster import Cluster
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 
 NUM_ITERATIONS = 24
 SAVE_INTERVAL = 8
@@ -67,7 +67,7 @@ def submitted(folder: Path, *words: str) -> Cluster:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A job that is not interrupted."""
     cluster = submitted(tmp_path_factory.mktemp("uninterrupted"))
-    cluster.wait(timeout_s=100)
+    cluster.wait(timeout_s=300)
     yield cluster
     cluster.end()
 
@@ -77,13 +77,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The same job: the first attempt loses a rank, the second receives USR1, the third finishes."""
     # The flags were checked with Megatron for the other job.
     cluster = submitted(tmp_path_factory.mktemp("interrupted"), "--no-check")
-    cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=100)
+    cluster.until(lambda: _last_iteration(cluster, attempt=0) >= KILLED_AFTER, timeout_s=300)
     ranks = [pid for pid in cluster.processes(MODULE) if _is_rank(pid)]
     assert len(ranks) == 2
     os.kill(ranks[0], signal.SIGKILL)
-    cluster.until(lambda: _last_iteration(cluster, attempt=1) >= ASKED_TO_STOP_AFTER, timeout_s=100)
+    cluster.until(lambda: _last_iteration(cluster, attempt=1) >= ASKED_TO_STOP_AFTER, timeout_s=300)
     os.kill(cluster.script_pid, signal.SIGUSR1)
-    cluster.wait(timeout_s=100)
+    cluster.wait(timeout_s=300)
     yield cluster
     cluster.end()
 

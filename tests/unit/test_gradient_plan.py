@@ -311,7 +311,8 @@ def test_no_partition_is_shorter_than_that_of_the_second_step(data: st.DataObjec
     least = min(
         length(graph, one) + sum(gradients) - sum(one) for one in partitions(gradients, [0] * num_layers)
     )
-    assert total == pytest.approx(least, abs=2 * EARLINESS * sum(gradients) + 1e-6)
+    # Those partitions are of whole units; a shorter one may divide them.
+    assert total <= least + 2 * EARLINESS * sum(gradients) + 1e-6
 
 
 def test_the_second_step_keeps_what_the_first_one_has_placed_and_waits_for_the_larger_gap() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,6 +29,7 @@ from megatron_ampipe.schedule import (
     issue_order,
     kinds,
 )
+from tests.core_speed import cpu_seconds, slowness
 from tests.plan_cases import NONE, cluster, without_device, workload
 
 TIMES = st.one_of(
@@ -219,15 +219,7 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     """
     block = workload(sequence_length=65536)
 
-    def seconds(function: Callable[[], object]) -> float:
-        begin = time.process_time()
-        function()
-        return time.process_time() - begin
-
-    def sum_squares() -> int:
-        return sum(number * number for number in range(100_000))
-
-    slower = max(1.0, min(seconds(sum_squares) for _ in range(20)) / 0.004)
+    slower = slowness()
 
     def is_done_in(
         limit: float,
@@ -238,7 +230,7 @@ def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
     ) -> bool:
         for _ in range(tries):
             predictor = Predictor(block, cluster())
-            if seconds(lambda predictor=predictor: function(predictor, degrees)) < limit * slower:
+            if cpu_seconds(lambda predictor=predictor: function(predictor, degrees)) < limit * slower:
                 return True
         return False
 
