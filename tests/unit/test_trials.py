@@ -47,6 +47,16 @@ def of_table(forward: dict[int, float], backward: dict[int, float], *, mixing: f
     return cost
 
 
+def of_exchanges(rows: dict[int, float], others: dict[int, float]) -> Cost:
+    """Times of each degree in each direction, with Megatron's exchange and with any other one."""
+
+    def cost(pipeline: Pipeline) -> tuple[float, float]:
+        of_degree = rows if pipeline.exchange is Exchange.ROWS else others
+        return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
+
+    return cost
+
+
 def chosen(trials: Trials) -> tuple[int, int]:
     assert trials.choice is not None
     pipeline = trials.choice.pipeline
@@ -119,15 +129,11 @@ def test_each_exchange_gets_the_degrees_that_are_best_with_it() -> None:
     """With less to hide, fewer chunks are enough: the degree that is best with the other one is not taken."""
     rows, ranks = {1: 40.0, 2: 30.0, 4: 20.0}, {1: 12.0, 2: 8.0, 4: 9.0}
 
-    def cost(pipeline: Pipeline) -> tuple[float, float]:
-        of_degree = rows if pipeline.exchange is Exchange.ROWS else ranks
-        return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
-
-    trials, _ = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
+    trials, _ = settle([1, 2, 4], of_exchanges(rows, ranks), exchanges=(Exchange.ROWS, Exchange.RANKS))
     assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.RANKS)
     # Megatron's own layer is compared too, and not only AMPipe's in one chunk.
     rows[1] = 7.0
-    trials, _ = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
+    trials, _ = settle([1, 2, 4], of_exchanges(rows, ranks), exchanges=(Exchange.ROWS, Exchange.RANKS))
     assert trials.pipeline.is_stock
 
 
@@ -135,14 +141,10 @@ def test_two_exchanges_that_are_close_get_all_degrees() -> None:
     """At the degree that is best with the first, the second is 1 % slower; its best degree is a lower one."""
     rows, ranks = {1: 14.0, 2: 10.0, 4: 12.0}, {1: 9.5, 2: 10.1, 4: 12.0}
 
-    def cost(pipeline: Pipeline) -> tuple[float, float]:
-        of_degree = rows if pipeline.exchange is Exchange.ROWS else ranks
-        return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
-
-    trials, ran = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
+    trials, ran = settle([1, 2, 4], of_exchanges(rows, ranks), exchanges=(Exchange.ROWS, Exchange.RANKS))
     assert (chosen(trials), trials.pipeline.exchange) == ((1, 1), Exchange.RANKS)
     ranks[2] = 10.5
-    trials, fewer = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.RANKS))
+    trials, fewer = settle([1, 2, 4], of_exchanges(rows, ranks), exchanges=(Exchange.ROWS, Exchange.RANKS))
     assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.ROWS)
     assert len(fewer) < len(ran)
 
@@ -151,11 +153,7 @@ def test_exchanges_are_compared_at_the_best_degree_of_the_first() -> None:
     """At degree 4 the cheaper of two would be the one that is slower at degree 2, where both are faster."""
     rows, nodes = {1: 20.0, 2: 13.0, 4: 15.0}, {1: 14.0, 2: 12.0, 4: 16.0}
 
-    def cost(pipeline: Pipeline) -> tuple[float, float]:
-        of_degree = rows if pipeline.exchange is Exchange.ROWS else nodes
-        return of_degree[pipeline.degree], of_degree[pipeline.backward_degree]
-
-    trials, _ = settle([1, 2, 4], cost, exchanges=(Exchange.ROWS, Exchange.NODES))
+    trials, _ = settle([1, 2, 4], of_exchanges(rows, nodes), exchanges=(Exchange.ROWS, Exchange.NODES))
     assert (chosen(trials), trials.pipeline.exchange) == ((2, 2), Exchange.NODES)
 
 
