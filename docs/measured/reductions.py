@@ -12,24 +12,36 @@ embeddings and positions), a share of the bytes of R, no order can overlap with 
 reductions makes an iteration shorter than *after the pass* - R + that share of R.
 
     python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
+
+Four ranks on two cores compute in turns: while one waits for the network, the other one of its core computes,
+so a wait costs little. ``--dilation 5`` shows what ranks with a core each would do: all that a rank computes
+takes five times as long, as it sleeps four times as long as it has computed, and the link has a fifth of the
+rate. Ratios of computation and transfers stay, and the cores are idle for most of the time. Times are written
+divided by five. What the network itself takes of a core is not dilated.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import re
 import statistics
 import sys
 import tempfile
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_ampipe.tools.benchmark.training import Curve, loss_difference, run
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags
 from megatron_ampipe.tools.measuring import machine, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.rank_worker import Answer, serve
 
-LAYERS, WARMUP = 4, 2
+LAYERS = 4
 VOCABULARY = 384
 """Rows of the table of words: 256 and one more, in multiples of 128."""
 TIMERS = ("--timing-log-level", "1", "--no-barrier-with-level-1-timing")
@@ -41,28 +53,50 @@ VARIANTS = {
     "placed": (*OVERLAP, "--ampipe-grad-reduce", "placed"),
 }
 PLACES = {
-    "dp2-ep2": (4, "200mbit", ("--expert-model-parallel-size", "2")),
-    "positions": (2, "100mbit", ("--position-embedding-type", "learned_absolute")),
+    "dp2-ep2": (4, 200, ("--expert-model-parallel-size", "2")),
+    "positions": (2, 100, ("--position-embedding-type", "learned_absolute")),
 }
+"""Ranks, rate of the link in Mbit/s, and further flags."""
 
 
-def main() -> None:
-    """Measure one place and write the document."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DilatedJob(TrainingJob):
+    """A training whose computation takes ``dilation`` times as long."""
+
+    worker = Path(__file__).stem
+    dilation: int
+
+
+def arguments() -> argparse.Namespace:
+    """What to measure, and how often."""
     parser = argparse.ArgumentParser()
     parser.add_argument("place", choices=PLACES)
     parser.add_argument("file", type=Path)
     parser.add_argument("--degree", type=int, default=4)
     parser.add_argument("--schedule", default="ampipe")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--sequence-length", type=int, help="of the case: 2048")
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a rank in an iteration")
+    parser.add_argument("--dilation", type=int, default=1, help="how much longer computation takes")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    asked = parser.parse_args()
-    num_ranks, link, changed = PLACES[asked.place]
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=4, help="iterations of a training that count")
+    parser.add_argument("--warmup", type=int, default=2, help="iterations before them")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure one place and write the document."""
+    asked = arguments()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    num_ranks, rate, changed = PLACES[asked.place]
+    link = f"{rate / asked.dilation:g}mbit"
     (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
-    iterations = WARMUP + asked.repeats
+    case = replace(case, sequence_length=asked.sequence_length or case.sequence_length)
+    iterations = asked.warmup + asked.repeats
     flags = (
         *training_flags(case, layers=LAYERS, num_ranks=num_ranks, iterations=iterations, seed=1234),
         *(*changed, *TIMERS, "--ampipe-degree", str(asked.degree), "--ampipe-schedule", asked.schedule),
+        *("--global-batch-size", str(case.batch * num_ranks * asked.micro_batches)),
     )
     variants = asked.variants
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
@@ -71,7 +105,8 @@ def main() -> None:
         for round_ in range(asked.rounds):
             first_of_round = round_ % len(variants)
             for name in (*variants[first_of_round:], *variants[:first_of_round]):
-                job = TrainingJob(
+                job = DilatedJob(
+                    dilation=asked.dilation,
                     flags=(*flags, *VARIANTS[name]),
                     stock_attends_as=None,
                     link=link,
@@ -83,15 +118,17 @@ def main() -> None:
                     log = Path(folder) / "log"
                     curve = run(job, iterations=iterations, title=name, on_iteration=lambda _: None, log=log)
                     waited = [float(ms) for ms in SYNC.findall(log.read_text(errors="replace"))]
+                waited = [ms / asked.dilation for ms in waited]
+                curve = replace(curve, ms=tuple(ms / asked.dilation for ms in curve.ms))
                 assert len(waited) == iterations, (len(waited), iterations)
                 curves[name].append(curve)
-                waits[name] += waited[WARMUP:]
+                waits[name] += waited[asked.warmup :]
                 first = next(found[0] for found in curves.values() if found)
                 difference, _ = loss_difference(first, curve)
-                print(name, [round(ms) for ms in curve.ms[WARMUP:]], f"{difference:.1e}", flush=True)
-                print("  after the pass", [round(ms) for ms in waited[WARMUP:]], flush=True)
+                print(name, [round(ms) for ms in curve.ms[asked.warmup :]], f"{difference:.1e}", flush=True)
+                print("  after the pass", [round(ms) for ms in waited[asked.warmup :]], flush=True)
     medians = {
-        name: statistics.median(ms for curve in found for ms in curve.ms[WARMUP:])
+        name: statistics.median(ms for curve in found for ms in curve.ms[asked.warmup :])
         for name, found in curves.items()
     }
     share = complete_last(case, num_ranks=num_ranks, positions=asked.place == "positions")
@@ -103,6 +140,7 @@ def main() -> None:
         "flags": list(flags),
         "variants": {name: list(VARIANTS[name]) for name in variants},
         "link": link,
+        "dilation": asked.dilation,
         "ranks": num_ranks,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
@@ -139,5 +177,44 @@ def complete_last(case: Case, *, num_ranks: int, positions: bool) -> float:
     return (tables + dense * attention) / (tables + LAYERS * layer)
 
 
+def work(job: DilatedJob, rank: int, answer: Answer) -> None:
+    """One rank: a training that sleeps after each stage, and at the end of an iteration for all else."""
+    from megatron_ampipe.launch import host
+    from megatron_ampipe.tools.measuring.link import parse_link
+    from megatron_ampipe.tools.measuring.rank_worker import use_interface
+
+    use_interface(parse_link(job.link))
+    host.install()
+    from megatron.training import training
+
+    from megatron_ampipe.runtime import executors
+    from megatron_ampipe.tools.benchmark.training_worker import train
+
+    run_on_host, train_step = executors.run_on_host, training.train_step
+    computed_s = 0.0
+
+    def longer_stage(*stage: Any) -> None:
+        nonlocal computed_s
+        begin = time.thread_time()
+        run_on_host(*stage)
+        spent = time.thread_time() - begin
+        computed_s += spent
+        time.sleep((job.dilation - 1) * spent)
+
+    @functools.wraps(train_step)
+    def longer_step(*inputs: Any, **more: Any) -> Any:
+        nonlocal computed_s
+        computed_s, begin = 0.0, time.thread_time()
+        found = train_step(*inputs, **more)
+        time.sleep((job.dilation - 1) * (time.thread_time() - begin - computed_s))
+        return found
+
+    executors.run_on_host, training.train_step = longer_stage, longer_step
+    train(job, rank, answer)
+
+
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        main()
+    else:
+        serve(DilatedJob.from_json, work)

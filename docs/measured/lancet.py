@@ -1,0 +1,201 @@
+"""What gradients of weights as stages of their own save: during a transfer, and joined over chunks.
+
+``covers``: the blocks of ``cpu-lengths`` in one chunk, two ranks with a core each. Two orders of the same
+stages, in turns, which differ in one point: in ``covered`` (``--ampipe-schedule lancet``) gradients of the
+experts' weights are a stage that runs while the tokens travel back; in ``not covered`` the stage of the
+experts computes them, before. So the difference of their backward passes is what is covered, and nothing of
+the exchange or of what stages cost is in it. *Coverable* is the shorter one of the two alone: of the transfer
+while nothing runs (its stage in ``not covered``), and of the products (the experts' stage in ``not covered``,
+less that in ``covered``).
+
+    python docs/measured/lancet.py covers docs/measured/lancet-covers-200mbit.json --repeats 120
+
+``joined``: what one product of all chunks for each weight takes back of what cutting costs: processor time of
+degree 4 over that of Megatron's layer, on the blocks of ``cpu-small``.
+
+    python docs/measured/lancet.py joined docs/measured/lancet-joined-none.json --link none --repeats 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ampipe.schedule import BlockFeatures, Stage, build, to_text
+from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, QKV, WEIGHTS
+from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.measuring import machine
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
+from megatron_ampipe.tools.measuring.rank_processes import started
+from megatron_ampipe.tools.measuring.rank_worker import measure_cases, serve
+from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
+
+WARMUP = 3
+SILENCE_S = 120.0
+COVERED, NOT_COVERED = "covered", "not covered"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LancetJob(BenchJob):
+    """A job whose ranks run this file."""
+
+    worker = Path(__file__).stem
+    what: str
+
+
+def covers() -> dict[str, str]:
+    """Two orders in one chunk, as text."""
+    covered = build("lancet", degree=1, features=FEATURES)
+    lanes = tuple(
+        replace(lane, stages=tuple(stage for stage in lane.stages if stage.kind is not WEIGHTS[EXPERT]))
+        for lane in covered.backward.lanes
+    )
+    not_covered = replace(covered, backward=replace(covered.backward, lanes=lanes))
+    return {COVERED: to_text(covered), NOT_COVERED: to_text(not_covered)}
+
+
+def joined() -> dict[str, str]:
+    """Two orders in four chunks: gradients of weights by chunk, and one product of all chunks."""
+    cut = build("ampipe", degree=4, features=FEATURES)
+    compute, *others = cut.backward.lanes
+    products = tuple(Stage(WEIGHTS[kind]) for kind in (EXPERT, ATTENTION, QKV))
+    lanes = (replace(compute, stages=(*compute.stages, *products)), *others)
+    one = replace(cut, name="joined", backward=replace(cut.backward, lanes=lanes))
+    return {"ampipe": to_text(cut), "joined": to_text(one)}
+
+
+FEATURES = BlockFeatures(chunked_qkv=True)
+WHAT = {"covers": (covers, 1, "cpu-lengths", None), "joined": (joined, 4, "cpu-small", "top1,top2")}
+"""Its orders, their degree, grid and cases."""
+
+
+def variants(what: str) -> tuple[Variant, ...]:
+    """Megatron's layer, and both orders."""
+    orders, degree, _, _ = WHAT[what]
+    stock = Variant(STOCK, Cut.of(1))
+    return (stock, *(Variant(name, Cut.of(degree), order=order) for name, order in orders().items()))
+
+
+def main() -> None:
+    """Measure, and write and print what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=WHAT)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--link", default="200mbit")
+    parser.add_argument("--repeats", type=int, default=60)
+    asked = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    orders, _, grid, names = WHAT[asked.what]
+    found_grid = read_grid(find_grid(grid))
+    cases = tuple((found_grid.only(names) if names else found_grid).cases)
+    job = LancetJob(
+        what=asked.what,
+        cases=cases,
+        schedules=(),
+        cuts=(),
+        link=asked.link,
+        num_ranks=2,
+        pretended=False,
+        device="cpu",
+        repeats=asked.repeats,
+        warmup=WARMUP,
+        seed=1,
+        timeout_s=SILENCE_S,
+        rendezvous="",
+        cores=(0, 1),
+    )
+    found: dict[int, list[dict[str, Any]]] = {}
+    with started(job, timeout_s=SILENCE_S) as ranks:
+        for _, event in ranks.events(timeout_s=SILENCE_S):
+            if event["event"] == "case":
+                found.setdefault(event["index"], []).append(event)
+    judge = of_covers if asked.what == "covers" else of_joined
+    document = {
+        "command": ["python", *sys.argv],
+        "link": asked.link,
+        "orders": orders(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "cases": {case.name: judge(found[index]) for index, case in enumerate(cases)},
+    }
+    asked.file.write_text(json.dumps(document, indent=1) + "\n")
+    for name, case in document["cases"].items():
+        print(name, {key: value for key, value in case.items() if not key.startswith("samples")})
+
+
+def of_covers(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one case, milliseconds, from what all ranks measured."""
+    names = [variant.schedule for variant in variants("covers")]
+    backward = {
+        name: [1e3 * max(times) for times in zip(*(rank["backward_s"][index] for rank in ranks), strict=True)]
+        for index, name in enumerate(names)
+    }
+
+    def stage(name: str, stage: str) -> float:
+        """Median over passes of the slowest rank."""
+        of_ranks = (rank["stages"][names.index(name)]["backward"][stage] for rank in ranks)
+        return statistics.median(map(max, zip(*of_ranks, strict=True))) / 1e3
+
+    saved = [a - b for a, b in zip(backward[NOT_COVERED], backward[COVERED], strict=True)]
+    products = stage(NOT_COVERED, "expert.0") - stage(COVERED, "expert.0")
+    transfer = stage(NOT_COVERED, "dispatch.0")
+    coverable = min(products, transfer)
+    return {
+        "backward ms": {name: statistics.median(samples) for name, samples in backward.items()},
+        "products ms": products,
+        "transfer ms": transfer,
+        "coverable ms": coverable,
+        "covered ms": statistics.median(saved),
+        "covered, quartiles ms": statistics.quantiles(saved, n=4)[::2],
+        "share covered": statistics.median(saved) / coverable,
+        "samples backward ms": backward,
+    }
+
+
+def of_joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Likewise: seconds that both ranks' processors worked, over those for Megatron's layer; times."""
+    names = [variant.schedule for variant in variants("joined")]
+
+    def by_pass(figure: str, of_ranks: Callable[..., float]) -> dict[str, list[float]]:
+        return {
+            name: [of_ranks(one) for one in zip(*(rank[figure][index] for rank in ranks), strict=True)]
+            for index, name in enumerate(names)
+        }
+
+    processor, times = by_pass("processor_s", sum), by_pass("samples_s", max)
+    stock = processor[STOCK]
+    ratios = {
+        name: [ours / theirs for ours, theirs in zip(samples, stock, strict=True)]
+        for name, samples in processor.items()
+    }
+    return {
+        "processor time over Megatron's": {name: statistics.median(found) for name, found in ratios.items()},
+        "ms": {name: 1e3 * statistics.median(found) for name, found in times.items()},
+        "samples processor s": processor,
+        "samples s": times,
+    }
+
+
+def work(job: LancetJob, rank: int, answer: Callable[..., None]) -> None:
+    """One rank: all layers in turns."""
+
+    def measure_case(index: int, progress: Callable[[], None]) -> dict[str, Any]:
+        from megatron_ampipe.tools.benchmark.passes import measure
+
+        return measure(job.cases[index], variants(job.what), job, rank=rank, progress=progress)
+
+    measure_cases(job, rank, answer, measure_case)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main()
+    else:
+        serve(LancetJob.from_json, work)
