@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 from pathlib import Path
@@ -43,9 +44,29 @@ def use_groups(**sizes: int) -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        end_groups()
     sizes = sizes or {"expert_model_parallel_size": int(os.environ["WORLD_SIZE"])}
-    parallel_state.initialize_model_parallel(**sizes)
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(123, force_reset_rng=True)
+
+
+def end_groups() -> None:
+    """End all process groups but the default one, and with them their threads.
+
+    Megatron only forgets its groups. Each has three threads, one of which wakes up 100 times a second: with
+    those of some dozen cases, nothing else would run.
+    """
+    import torch.distributed as dist
+
+    from megatron_ampipe.runtime.row_scatter import lane_group
+
+    # A rank that is behind still needs its peers.
+    dist.barrier()
+    lane_group.cache_clear()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def report(result: Any) -> None:
