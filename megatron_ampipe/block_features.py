@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ampipe.schedule import BlockFeatures
-from megatron_ampipe.schedule.kinds import COMM, COMM_LANE, INTRA, INTRA_LANE
+from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing types that come with a loss."""

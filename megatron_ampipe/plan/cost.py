@@ -29,6 +29,7 @@ from megatron_ampipe.schedule import (
     with_exchange,
     with_memory,
 )
+from megatron_ampipe.schedule.stage_kind import INTRA_LANE, TENSOR_INTRA_LANE, TENSOR_LANE
 
 _MEASURED_AS = {kinds.ATTEND: kinds.ATTENTION, kinds.INPUT_NORM: kinds.MERGE, kinds.ADD_NORM: kinds.MERGE}
 """Kinds of which no profile has an overhead, and the kind whose overhead they have."""
@@ -282,13 +283,13 @@ class CostModel:
             return self._times.counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
         if kind.row in (kinds.RING, kinds.RERING):
             return self._times.ring_figure().alpha_us
-        if kind.lane in (kinds.TENSOR_LANE, kinds.TENSOR_INTRA_LANE):
+        if kind.lane in (TENSOR_LANE, TENSOR_INTRA_LANE):
             scatters = kind in (kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA)
             operation: Operation = "reduce_scatter" if scatters else "all_gather"
             return self.cluster.collective(operation, across_nodes=self._times.crosses(work.tensor)).alpha_us
         if kind in _OVER_SHARES:
             return self._times.share_figure(_OVER_SHARES[kind]).alpha_us
-        if kind.lane is kinds.INTRA_LANE:
+        if kind.lane is INTRA_LANE:
             return self._times.node_figure().alpha_us
         if kind not in (kinds.DISPATCH, kinds.COMBINE, kinds.REDISPATCH) or work.expert == 1:
             return 0.0

@@ -14,7 +14,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import NOT_YET, Compiled, contention, run, streams_of
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
 from megatron_ampipe.schedule.issue import merge_lanes, read_by_host
-from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 Lanes = tuple[tuple[int, ...], ...]
 """The order of the stages of each lane; the first lane computes."""

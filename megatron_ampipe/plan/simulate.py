@@ -26,7 +26,7 @@ from megatron_ampipe.schedule import (
     stream_of,
 )
 from megatron_ampipe.schedule.issue import read_by_host
-from megatron_ampipe.schedule.kinds import COMPUTE, COMPUTE_LANE, COPY_LANE
+from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, COPY_LANE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6

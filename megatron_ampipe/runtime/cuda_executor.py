@@ -11,7 +11,7 @@ from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StageEnd, StreamOrder
 from megatron_ampipe.schedule import Stage, stream_of
-from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 
 class CudaExecutor:

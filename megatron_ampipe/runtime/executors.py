@@ -22,7 +22,7 @@ from typing import Protocol
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 from megatron_ampipe.schedule.types import Stage
 
 RunStage = Callable[[Stage], Transfer | None]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_ampipe.schedule.kinds import Direction
+from megatron_ampipe.schedule.stage_kind import Direction
 
 Timestamp = float | torch.cuda.Event
 

@@ -10,6 +10,7 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
+from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, WEIGHTS
 from megatron_ampipe.schedule.exchange import (
     ALL_EXCHANGES,
     Exchange,
@@ -22,17 +23,7 @@ from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.flow import DataFlow, Source, data_flow, is_whole
 from megatron_ampipe.schedule.graph import dependencies, needs_of
 from megatron_ampipe.schedule.issue import issue_order, stream_of
-from megatron_ampipe.schedule.kinds import (
-    ALL_KINDS,
-    MOE_BLOCK,
-    WEIGHTS,
-    Direction,
-    Lane,
-    Layout,
-    Scope,
-    StageKind,
-    Value,
-)
+from megatron_ampipe.schedule.kinds import MOE_BLOCK
 from megatron_ampipe.schedule.memory_strategy import (
     COPYING,
     KEEP,
@@ -45,6 +36,7 @@ from megatron_ampipe.schedule.memory_strategy import (
 )
 from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
 from megatron_ampipe.schedule.stack import period, unrolled
+from megatron_ampipe.schedule.stage_kind import Direction, Lane, Layout, Scope, StageKind, Value
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 

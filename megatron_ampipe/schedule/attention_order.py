@@ -20,9 +20,8 @@ from megatron_ampipe.schedule.kinds import (
     ROUTE,
     SCATTER_ROWS,
     SCATTER_ROWS_INTRA,
-    Direction,
-    StageKind,
 )
+from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.schedule.types import Stage
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.attention_order import attending, backward_order, exchanges_of_rows, of_chunk
+from megatron_ampipe.schedule.derived_kinds import WEIGHTS, step_of
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.flow import data_flow
 from megatron_ampipe.schedule.graph import dependencies
@@ -25,8 +26,6 @@ from megatron_ampipe.schedule.kinds import (
     CHOOSE,
     COLLECT,
     COMBINE,
-    COMM,
-    COMPUTE,
     COUNTS,
     DISPATCH,
     EXPERT,
@@ -47,12 +46,9 @@ from megatron_ampipe.schedule.kinds import (
     SCATTER_INTRA,
     SHARED,
     SPREAD,
-    WEIGHTS,
-    Direction,
-    StageKind,
-    step_of,
 )
 from megatron_ampipe.schedule.placing import placed
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.graph import needs_of
-from megatron_ampipe.schedule.kinds import COMPUTE, Direction
+from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
 from megatron_ampipe.schedule.types import Program, Schedule, Stage
 
 _REMEDY = "Use one of the named schedules, or fix the text form of this one."

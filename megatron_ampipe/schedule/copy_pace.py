@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_ampipe.schedule.kinds import EXPERT, LOAD, LOAD_TOKENS, STORE, STORE_TOKENS, Direction
+from megatron_ampipe.schedule.kinds import EXPERT, LOAD, LOAD_TOKENS, STORE, STORE_TOKENS
+from megatron_ampipe.schedule.stage_kind import Direction
 from megatron_ampipe.schedule.types import Stage
 
 AHEAD = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule.kinds import INTRA, INTRA_LANE, StageKind
+from megatron_ampipe.schedule.stage_kind import INTRA, INTRA_LANE, StageKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_ampipe.schedule.derived_kinds import ring_rows
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.kinds import (
-    ADD_NORM,
-    ATTEND,
-    ATTENTION,
-    HIDDEN_STATES,
-    MOE_BLOCK,
-    STEPPED,
-    Layout,
-    Scope,
-    StageKind,
-    Value,
-    ring_rows,
-)
+from megatron_ampipe.schedule.kinds import ADD_NORM, ATTEND, ATTENTION, HIDDEN_STATES, MOE_BLOCK, STEPPED
+from megatron_ampipe.schedule.stage_kind import Layout, Scope, StageKind, Value
 
 
 class Source(NamedTuple):

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from megatron_ampipe.schedule.copy_pace import with_copies_in_time
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.flow import data_flow, is_whole
-from megatron_ampipe.schedule.kinds import FEED_FORWARD, REDUCE_EXPERTS, Direction, Layout, StageKind
+from megatron_ampipe.schedule.kinds import FEED_FORWARD, REDUCE_EXPERTS
+from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind
 from megatron_ampipe.schedule.types import Schedule, Stage
 
 
@@ -40,7 +41,7 @@ def dependencies(
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
-        weights: Kinds of weight gradients that are separate stages (``kinds.WEIGHTS``).
+        weights: Kinds of weight gradients that are separate stages (``derived_kinds.WEIGHTS``).
         joined: Those of them, and other kinds, that are of the whole sequence.
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-from megatron_ampipe.schedule.kinds import COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 from megatron_ampipe.schedule.types import Program, Stage
 
 

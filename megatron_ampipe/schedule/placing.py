@@ -8,8 +8,9 @@ from dataclasses import replace
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.graph import needs_of
 from megatron_ampipe.schedule.issue import completed, issue_order
-from megatron_ampipe.schedule.kinds import COMBINE, COMPUTE, REDUCE, REDUCE_EXPERTS, Direction
+from megatron_ampipe.schedule.kinds import COMBINE, REDUCE, REDUCE_EXPERTS
 from megatron_ampipe.schedule.run_again import with_stages_again
+from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 

@@ -22,10 +22,9 @@ from megatron_ampipe.schedule.kinds import (
     REDUCE_EXPERTS,
     STORE,
     STORE_TOKENS,
-    Direction,
-    StageKind,
 )
 from megatron_ampipe.schedule.placing import placed
+from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 

@@ -23,7 +23,9 @@ import re
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.kinds import ALL_KINDS, STEPPED, Direction, Scope, StageKind, step_of
+from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, step_of
+from megatron_ampipe.schedule.kinds import STEPPED
+from megatron_ampipe.schedule.stage_kind import Direction, Scope, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.timeline import AGAIN
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.schedule.kinds import ATTENTION, Direction, StageKind
+from megatron_ampipe.schedule.kinds import ATTENTION
+from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.timeline import AGAIN
 
 

@@ -25,7 +25,7 @@ from megatron_ampipe.schedule import (
     memory_to_text,
     with_memory,
 )
-from megatron_ampipe.schedule.kinds import COMM, COMPUTE, INTRA
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, INTRA
 from tests.dist.cases import AUX, COPIES_OVER_NODES, ONCE_PER_NODE, PARITY, TIGHT, Case, Z
 
 IssueOrder = Callable[..., tuple[tuple[str, Stage], ...]]

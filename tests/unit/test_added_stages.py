@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from megatron_ampipe.schedule import (
     needs_of,
     to_text,
 )
+from megatron_ampipe.schedule.derived_kinds import ring_rows
 from megatron_ampipe.tools.timeline_picture import draw
 from tests.added_stages import AUDIT, COPY, COSTS, DELAY
 from tests.plan_cases import cluster, without_device, workload
@@ -190,3 +193,19 @@ def test_kinds_that_follow_the_same_row_keep_their_order() -> None:
     rows = flow.data_flow(BlockFeatures(added=(first, second)))
     place = rows.kinds.index(kinds.EXPERT)
     assert rows.kinds[place + 1 : place + 3] == (first, second)
+
+
+def test_a_copy_of_a_kind_is_the_kind_unless_it_was_added() -> None:
+    ways = [
+        copy.copy,
+        copy.deepcopy,
+        *(
+            lambda kind, protocol=protocol: pickle.loads(pickle.dumps(kind, protocol))
+            for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+        ),
+    ]
+    for way in ways:
+        assert all(way(kind) is kind for kind in (*ALL_KINDS, *ring_rows(4)))
+        copied = way(DELAY)
+        assert copied is not DELAY
+        assert all(getattr(copied, one.name) == getattr(DELAY, one.name) for one in fields(StageKind))

@@ -14,7 +14,7 @@ from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_threads
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import kinds
-from megatron_ampipe.schedule.kinds import COMM
+from megatron_ampipe.schedule.stage_kind import COMM
 from megatron_ampipe.schedule.types import Stage
 
 _PR_SET_NAME = 15

@@ -25,6 +25,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
+from megatron_ampipe.schedule.derived_kinds import step_of
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.plan_cases import NONE, cluster, workload
@@ -207,12 +208,12 @@ def test_the_steps_of_a_ring_compute_what_gathered_keys_do() -> None:
     rows = gathers.workload.rows
     at_once, in_steps = gathers.stages((rows,)), ring.stages((rows,))
     core = at_once[Stage(kinds.ATTENTION, 0)].forward - in_steps[Stage(kinds.ATTENTION, 0)].forward
-    steps = [Stage(kinds.step_of(kinds.ATTEND, step), 0) for step in range(4)]
+    steps = [Stage(step_of(kinds.ATTEND, step), 0) for step in range(4)]
     assert sum(in_steps[step].forward for step in steps) == pytest.approx(core, rel=0.05)
     # No gather, and at one time the keys of one rank.
     assert in_steps[Stage(kinds.QKV)].forward < at_once[Stage(kinds.QKV)].forward
-    sent = in_steps[Stage(kinds.step_of(kinds.RING, 1))]
-    assert sent.forward == sent.backward == in_steps[Stage(kinds.step_of(kinds.RERING, 3))].backward > 0
+    sent = in_steps[Stage(step_of(kinds.RING, 1))]
+    assert sent.forward == sent.backward == in_steps[Stage(step_of(kinds.RERING, 3))].backward > 0
     assert ring.stock() == gathers.stock()
     for name, degree in itertools.product(("ampipe", "moe-only", "lancet"), (1, 3)):
         schedule = build(name, degree=degree, features=ring.features)

@@ -26,7 +26,8 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from megatron_ampipe.schedule.kinds import COMM, REDUCE, REDUCE_EXPERTS
+from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
+from megatron_ampipe.schedule.stage_kind import COMM
 
 # Where a schedule has them.
 

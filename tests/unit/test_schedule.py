@@ -30,7 +30,7 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
-from megatron_ampipe.schedule.kinds import COMM, INTRA
+from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 features = st.builds(
     BlockFeatures,
@@ -168,7 +168,7 @@ def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
     # Resources: of ranks of a node, other links than those of the transfers between nodes.
     intra = data_flow(replace(block, row_links="node")).kinds
     assert kinds.SCATTER_ROWS_INTRA in intra and kinds.SCATTER_ROWS not in intra
-    assert kinds.SCATTER_ROWS_INTRA.lane.resource == kinds.INTRA_LANE.resource != kinds.COMM_LANE.resource
+    assert kinds.SCATTER_ROWS_INTRA.lane.resource == INTRA_LANE.resource != COMM_LANE.resource
     assert kinds.ADD_NORM in data_flow(BlockFeatures(dense=True, row_links="node")).kinds
 
 

@@ -12,7 +12,7 @@ from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.stream_order import StreamOrder
 from megatron_ampipe.schedule import Stage, kinds
-from megatron_ampipe.schedule.kinds import COMM, COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 

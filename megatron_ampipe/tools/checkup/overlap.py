@@ -22,7 +22,7 @@ from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, Order, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Stage, kinds
-from megatron_ampipe.schedule.kinds import COMM, COMPUTE
+from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
 
 _CHUNKS = 4

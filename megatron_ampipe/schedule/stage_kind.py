@@ -1,0 +1,183 @@
+"""What a kind of stage is: its lane, its scope, the values that it takes and gives. Types, and all lanes.
+
+The kinds themselves are the rows of :mod:`.kinds`. Everything that handles stages of any kind imports these
+types: the rest of this package, ``plan``, ``runtime`` and ``layers``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from megatron_ampipe.timeline import COMPUTE as COMPUTE
+from megatron_ampipe.timeline import COPY as COPY
+
+COMM = "comm"
+INTRA = "comm.intra"
+TENSOR = "comm.tensor"
+
+
+class Direction(StrEnum):
+    """One of the two passes through a block."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Where stages run one after another. Lanes run concurrently.
+
+    Attributes:
+        name: As in schedules, traces and pictures.
+        resource: What the lane occupies. Lanes of one resource share it; those of different ones overlap.
+
+    The compute lane is the only one whose stages are computed. Two lanes must not use the same process group:
+    a host issues each lane's collectives from a separate thread, so ranks could disagree about their order.
+    """
+
+    name: str
+    resource: str
+
+    @property
+    def computes(self) -> bool:
+        """Whether its stages are computed, rather than started and waited for."""
+        return self.name == COMPUTE
+
+
+COMPUTE_LANE = Lane(COMPUTE, "processor")
+COMM_LANE = Lane(COMM, "network")
+"""What ranks send one another; where :data:`INTRA_LANE` is used as well, what nodes send one another."""
+INTRA_LANE = Lane(INTRA, "node")
+"""What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
+TENSOR_LANE = Lane(TENSOR, COMM_LANE.resource)
+"""What tensor-parallel ranks send one another. A separate lane, because rows of a chunk must not wait for the
+tokens of an earlier one; with a separate process group (``runtime.row_scatter``)."""
+TENSOR_INTRA_LANE = Lane(TENSOR, INTRA_LANE.resource)
+"""The same, where these ranks are on one node and the ranks of the experts on several."""
+COPY_LANE = Lane(COPY, "bus")
+"""Copies to host memory and back (MPipeMoE, section III-D). No other rank takes part in them."""
+
+
+class Scope(Enum):
+    """Of how much of the sequence one stage is."""
+
+    CHUNK = "chunk"
+    WHOLE = "whole"
+    EITHER = "either"
+    """Of a chunk or of the whole sequence, as the schedule says."""
+
+
+class Layout(Enum):
+    """How the part of a value that belongs to a chunk relates to the value of the whole sequence."""
+
+    HIDDEN = "hidden"
+    """The chunk's rows of the residual stream (``Chunk.hidden``)."""
+    QUERIES = "queries"
+    """The chunk's query rows (``Chunk.queries``)."""
+    KEYS = "keys"
+    """A chunk gives its own query rows, and takes all rows up to its last one: attention is causal."""
+    CHUNK = "chunk"
+    """Every chunk has its own; a stage of the whole sequence takes all of them, in order."""
+    SCALAR = "scalar"
+    """One number that no stage takes. Its gradient is zero: its function adds other gradients."""
+    BLOCK = "block"
+    """Keys or values of one rank: every stage takes all of them, whichever its chunk."""
+    STATE = "state"
+    """No tensor: something that the layer keeps from one stage to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one stage gives and others take.
+
+    Attributes:
+        name: A stage that takes a value and gives one of the same name replaces it for all later rows.
+        layout: How chunks share it.
+    """
+
+    name: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageKind:
+    """What a stage does: one row of the table (:mod:`.kinds`). There is one object for each row, also after
+    pickling (:mod:`.derived_kinds`).
+
+    Attributes:
+        name: As in schedules, traces and messages.
+        lane: Where it runs by default. A stage of another lane may also stand in the compute lane; it is then
+            waited for on the spot.
+        scope: Of a chunk, of the whole sequence, or either.
+        takes: The arguments of its function, in order; in the backward pass the gradients it returns.
+            Values of ``Layout.STATE``, and values that no row of the block gives, are left out.
+        gives: The results of its function, in order, without ``Layout.STATE``; in the backward pass the
+            gradients it receives.
+        directions: In which passes it runs.
+        by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
+            linear in them. A transfer that gives nothing else does not run again in a recomputed block.
+        by_shape_if: The field of :class:`~.features.BlockFeatures` without which ``by_shape`` does not hold.
+        feature: The field of :class:`~.features.BlockFeatures` without which a block has no such stage.
+        chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
+            sequence in every schedule.
+        ordered_by: The field of ``BlockFeatures`` that makes each chunk wait for the one before it.
+        host_reads: The host must know its result before it can issue the stages that take it.
+        covers_wait: Long enough to keep a device busy while its host waits for such a result.
+        after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
+        restores: For a kind that runs in the backward pass only, and computes values there, as a forward
+            stage does: the kind whose backward waits for it, because its forward stage has not kept them.
+        weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
+            program of its schedule does; without it, the stage of the kind itself computes them.
+        of_parameters: It transfers no value of a block but gradients of parameters that are complete.
+        takes_with: A field of ``BlockFeatures``, and what it takes in place of ``takes`` in a block with it.
+        gives_with: The same of what it gives.
+        own_backward: Its backward is a function of the layer, not of autograd. It is given what the stage
+            took of ``Layout.BLOCK``, or what restored that, and adds its gradients up itself.
+        follows: For a kind that restores: it waits for the backward of this one, so that only a part of
+            what is restored is in memory.
+        step_of: The kind of which it is one of several steps; the layer has one function for all of them.
+        step: Which.
+    """
+
+    name: str
+    lane: Lane = field(default=COMPUTE_LANE, repr=False)
+    scope: Scope = field(default=Scope.CHUNK, repr=False)
+    takes: tuple[Value, ...] = field(default=(), repr=False)
+    gives: tuple[Value, ...] = field(default=(), repr=False)
+    directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
+    by_shape: tuple[Value, ...] = field(default=(), repr=False)
+    by_shape_if: str | None = field(default=None, repr=False)
+    feature: str | None = field(default=None, repr=False)
+    chunked_by: str | None = field(default=None, repr=False)
+    ordered_by: str | None = field(default=None, repr=False)
+    host_reads: bool = field(default=False, repr=False)
+    covers_wait: bool = field(default=False, repr=False)
+    after: StageKind | None = field(default=None, repr=False)
+    restores: StageKind | None = field(default=None, repr=False)
+    weights_of: StageKind | None = field(default=None, repr=False)
+    of_parameters: bool = field(default=False, repr=False)
+    takes_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
+    gives_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
+    own_backward: bool = field(default=False, repr=False)
+    follows: StageKind | None = field(default=None, repr=False)
+    step_of: StageKind | None = field(default=None, repr=False)
+    step: int = field(default=0, repr=False)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it copies to host memory or back. The runtime does that itself, for any layer."""
+        return self.lane is COPY_LANE
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether its backward stage computes gradients of what its forward stage takes."""
+        return self.directions == tuple(Direction)
+
+    @property
+    def row(self) -> StageKind:
+        """The kind that tables of functions and costs have."""
+        return self if self.step_of is None else self.step_of
+
+    def __str__(self) -> str:
+        return self.name
