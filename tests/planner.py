@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.model import layers_of, read_model, workload_of
+from megatron_ampipe.plan.model_file import read_model
+from megatron_ampipe.plan.model_workload import layers_of, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, make_plans
 from megatron_ampipe.plan.predict import Predictor

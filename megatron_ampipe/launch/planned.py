@@ -19,7 +19,8 @@ from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.model import SIZE_FLAGS, ModelFile, layers_of, workload_of
+from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile
+from megatron_ampipe.plan.model_workload import layers_of, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor

@@ -1,8 +1,8 @@
 """How long each stage of each chunk takes alone, from workload, cluster and chunks. Pure arithmetic.
 
-:class:`CostModel` asks :mod:`.stage_costs` about each stage of a schedule, adds its overhead, and remembers
-the answer. Times are those of the rank with the most tokens, in microseconds. Not modelled: caches, clock
-throttling, and the time that a rank waits for a slower one.
+:class:`CostModel` asks :mod:`.stage_costs`, through :mod:`.cost_table`, about each stage of a schedule, adds
+its overhead, and remembers the answer. Times are those of the rank with the most tokens, in microseconds. Not
+modelled: caches, clock throttling, and the time that a rank waits for a slower one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster, Operation
+from megatron_ampipe.plan.cost_table import COSTS, PRODUCTS, CostFunction, Work
 from megatron_ampipe.plan.gradient_buckets import LayerReductions, reductions_us, tensors_of
 from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
-from megatron_ampipe.plan.stage_costs import COSTS, PRODUCTS, CostFunction, StageCosts, Work
+from megatron_ampipe.plan.stage_costs import StageCosts
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
@@ -48,7 +49,7 @@ class CostModel:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`COSTS`.
+        added: Cost functions of kinds of stages that are not in :data:`.cost_table.COSTS`.
         shares_schedule: The block shares its schedule with other layers.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
 

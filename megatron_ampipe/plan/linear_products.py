@@ -1,7 +1,8 @@
 """The matrix products of rows with weights in each kind of stage. Pure arithmetic, on one rank.
 
 One each in the forward pass, and two in the backward pass: for the gradient of the rows, and for that of the
-weight, which can be a separate stage. Used by :mod:`.stage_costs`.
+weight, which can be a separate stage. Used by :mod:`.stage_costs` and
+:mod:`.cost_table`.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from dataclasses import replace
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.cost_table import CostFunction
 from megatron_ampipe.plan.host_time import issue_factor
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, Pair
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
-from megatron_ampipe.plan.stage_costs import CostFunction
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
@@ -43,7 +43,7 @@ class Predictor:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`.cost.COSTS`.
+        added: Cost functions of kinds of stages that are not in :data:`.cost_table.COSTS`.
         num_layers: How many such blocks share a schedule.
         dense: Which of them have no experts, counted from 0.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.

@@ -21,7 +21,8 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.gradient_buckets import tensors_of
 from megatron_ampipe.plan.gradient_plan import PLACED, STOCK
-from megatron_ampipe.plan.model import find_model, layers_of, read_model, workload_of
+from megatron_ampipe.plan.model_file import find_model, read_model
+from megatron_ampipe.plan.model_workload import layers_of, workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor

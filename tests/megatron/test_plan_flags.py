@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.plan.model import SIZE_FLAGS
+from megatron_ampipe.plan.model_file import SIZE_FLAGS
 from megatron_ampipe.spelling import meant
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_ampipe.block_features import boundary, features_of_settings, router_has_losses
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
-from megatron_ampipe.plan.model import read_model, workload_of
+from megatron_ampipe.plan.model_file import read_model
+from megatron_ampipe.plan.model_workload import workload_of
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
 from tests.unit.test_plan_workload import PLAIN
 

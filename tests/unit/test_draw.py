@@ -14,6 +14,7 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.timeline import StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.draw_command import split_passes
+from megatron_ampipe.tools.timeline_style import chunk_colours
 
 PNG = b"\x89PNG\r\n"
 
@@ -138,7 +139,7 @@ def test_stages_of_no_length_and_many_chunks_can_be_drawn(tmp_path: Path) -> Non
     Timeline(0, tuple(spans)).write_chrome(tmp_path / "rank0.trace.json")
     for layer in ("1", "all"):
         assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), "--layer", layer]) == 0
-    assert len(set(timeline_picture.chunk_colours(range(32)).values())) == 32
+    assert len(set(chunk_colours(range(32)).values())) == 32
 
 
 def test_passes_are_parted_where_a_stage_comes_again() -> None:

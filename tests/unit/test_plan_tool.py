@@ -14,7 +14,8 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import TransferCost, write_cluster
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.plan.model import read_model, workload_of
+from megatron_ampipe.plan.model_file import read_model
+from megatron_ampipe.plan.model_workload import workload_of
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor

@@ -157,7 +157,7 @@ class _Settings:
 
     def misspelt(self) -> str:
         """The flags that are probably meant to be others, as sentences that follow another one."""
-        from megatron_ampipe.plan.model import SIZE_FLAGS
+        from megatron_ampipe.plan.model_file import SIZE_FLAGS
 
         found = [(place, key, meant(key, SIZE_FLAGS)) for place, key in self._names()]
         return "".join(f". {place} {key}: did you mean {near}?" for place, key, near in found if near)
