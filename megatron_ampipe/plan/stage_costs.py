@@ -1,7 +1,7 @@
 """How long each kind of stage takes alone: one function for each, and tables of them for :mod:`.cost`.
 
-Each adds up what ``layers/megatron_stages.py`` computes and copies in the stage, forward and backward, from
-:mod:`.operation_times`. Pure arithmetic; times are in microseconds.
+Each adds up what ``layers/attention_stages.py`` or ``layers/moe_stages.py`` computes and copies in the stage,
+forward and backward, from :mod:`.operation_times`. Pure arithmetic; times are in microseconds.
 """
 
 from __future__ import annotations
