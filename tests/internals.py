@@ -259,7 +259,8 @@ INTERNALS = [
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
         "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/megatron_stages.py layers/layer_hooks.py launch/host/hybrid_layers.py",
+        "layers/attention_stages.py layers/moe_stages.py layers/layer_hooks.py "
+        "launch/host/hybrid_layers.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
             "`_forward_mlp` call them"
@@ -287,7 +288,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.Attention",
-        "layers/chunk_attention.py layers/attention_extras.py layers/megatron_stages.py",
+        "layers/chunk_attention.py layers/attention_extras.py layers/attention_stages.py",
         "`forward` is mirrored around core attention",
         "rotary embedding, scale or projection differ from stock",
         (
@@ -455,8 +456,8 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
-        "layers/megatron_stages.py layers/router.py layers/block_modules.py layers/layer_hooks.py "
-        "launch/grad_reduce.py",
+        "layers/attention_stages.py layers/moe_stages.py layers/router.py layers/block_modules.py "
+        "layers/layer_hooks.py launch/grad_reduce.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration; has the bucket groups that reduce gradients"
@@ -479,7 +480,7 @@ INTERNALS = [
     ),
     Internal(
         "core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup",
-        "layers/megatron_stages.py launch/grad_reduce.py",
+        "layers/attention_stages.py layers/moe_stages.py launch/grad_reduce.py",
         (
             "gathers a bucket of parameters once per iteration, however often it is asked to; its "
             "`start_grad_sync` and `finish_grad_sync` are wrapped for `--ampipe-grad-reduce placed`"
@@ -539,7 +540,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/block_modules.py layers/hybrid.py layers/megatron_stages.py",
+        "layers/spec.py layers/block_modules.py layers/hybrid.py layers/moe_stages.py",
         "router, experts and shared experts are taken from it; `forward` is mirrored",
         "stages miss a step of the MoE layer",
         (
@@ -880,7 +881,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.mlp.MLP",
-        "compat.py layers/hybrid.py layers/megatron_stages.py",
+        "compat.py layers/hybrid.py layers/moe_stages.py",
         "of a dense layer that shares a schedule; called with the rows of one chunk",
         "dense layers keep their own schedule, or compute something else than the stock layer",
         (takes("hidden_states", method="forward"),),

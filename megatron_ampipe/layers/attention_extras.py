@@ -2,7 +2,7 @@
 
 A gate of each row is projected together with its query, and multiplies the output of core attention. It
 travels with the query, because the same stages give and take both. Sinks are scores that the softmax has for
-no key. Used by :mod:`.chunk_attention` and :mod:`.megatron_stages`.
+no key. Used by :mod:`.chunk_attention` and :mod:`.attention_stages`.
 """
 
 from __future__ import annotations

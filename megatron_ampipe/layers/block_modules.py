@@ -1,7 +1,7 @@
 """The Megatron modules of one block: which stage uses which parameters, and what is set on them.
 
-Used by :mod:`.pipelined_block`, which decides how they are run, and by :mod:`.megatron_stages`, which calls
-them.
+Used by :mod:`.pipelined_block`, which decides how they are run, and by :mod:`.attention_stages` and
+:mod:`.moe_stages`, which call them.
 """
 
 from __future__ import annotations

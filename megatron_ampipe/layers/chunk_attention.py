@@ -1,7 +1,7 @@
 """Megatron's self-attention in the two parts that chunks need: QKV projection, then core attention.
 
 Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training. Used by
-:mod:`.megatron_stages`.
+:mod:`.attention_stages`.
 """
 
 from __future__ import annotations

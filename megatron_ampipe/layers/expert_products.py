@@ -3,7 +3,7 @@
 Megatron computes an expert in one module: first product, activation, last product
 (``megatron/core/transformer/mlp.py: MLP.forward``, ``moe/experts.py: TEGroupedMLP.forward``). Here the two
 linear layers inside it are run by :class:`~megatron_ampipe.runtime.inner_tensors.InnerTensors`; all else,
-hooks included, is Megatron's. Used by :mod:`.megatron_stages`.
+hooks included, is Megatron's. Used by :mod:`.moe_stages`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ and without their transfers.
 
 ``LinearWithGradAccumulationAndAsyncCommunication`` computes the gradients of input and weight in one
 backward, whichever is asked for. With a frozen weight, ``linear_with_frozen_weight`` computes the first;
-:func:`_weight_gradient` mirrors the second. Used by :mod:`.block_modules` and :mod:`.megatron_stages`.
+:func:`_weight_gradient` mirrors the second. Used by :mod:`.block_modules`, :mod:`.megatron_stages`
+and :mod:`.attention_stages`.
 """
 
 from __future__ import annotations

@@ -17,12 +17,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_ampipe.block_features import features_of_settings
+from megatron_ampipe.layers.attention_stages import AttentionStages
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of, reads_mask
 from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer_hooks import refuse_hooks
 from megatron_ampipe.layers.megatron_stages import MegatronStages
+from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
@@ -139,18 +141,26 @@ class PipelinedBlock:
         return MegatronStages(
             self.modules,
             chunks=chunks,
-            attend=self._attention_of_chunks(on_gpu=hidden.is_cuda, documents=documents is not None),
-            rotary_pos_emb=rotary_pos_emb,
-            documents=documents,
-            num_tokens=hidden.shape[0] * hidden.shape[1],
-            exchange=self._context.pipeline.exchange,
-            wire=self._context.wire,
-            condenser=self._context.condenser,
+            attention=AttentionStages(
+                self.modules,
+                chunks=chunks,
+                attend=self._attention_of_chunks(on_gpu=hidden.is_cuda, documents=documents is not None),
+                rotary_pos_emb=rotary_pos_emb,
+                documents=documents,
+                ring_ranks=self.modules.attention_layer.pg_collection.cp if features.ring else None,
+                row_transfers=self._row_transfers(features) if features.scatters_rows else None,
+            ),
+            moe=MoEStages(
+                self.modules,
+                chunks=chunks,
+                num_tokens=hidden.shape[0] * hidden.shape[1],
+                exchange=self._context.pipeline.exchange,
+                wire=self._context.wire,
+                condenser=self._context.condenser,
+                token_ids=token_ids,
+            ),
             added=self._context.added,
-            ring_ranks=self.modules.attention_layer.pg_collection.cp if features.ring else None,
-            row_transfers=self._row_transfers(features) if features.scatters_rows else None,
             random=RandomStates() if self.recomputes and self._draws else None,
-            token_ids=token_ids,
         )
 
     def _row_transfers(self, features: BlockFeatures) -> RowTransfers:

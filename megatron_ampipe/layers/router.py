@@ -1,7 +1,7 @@
 """Megatron's top-k router, or a subclass of it, that routes a sequence chunk by chunk with the same result.
 
 Parameters, buffers and checkpoint keys are those of the class that is extended. Used by
-:mod:`.megatron_stages`; what a class must promise is in docs/gates.md, and :mod:`.gate_check` tests it.
+:mod:`.moe_stages`; what a class must promise is in docs/gates.md, and :mod:`.gate_check` tests it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long each kind of stage takes alone: one function for each. :mod:`.cost_table` says which is whose.
 
-Each adds up what ``layers/megatron_stages.py`` computes and copies in the stage, forward and backward, from
-:mod:`.operation_times`. Pure arithmetic; times are in microseconds. Called by :mod:`.cost`, mostly
-through that table.
+Each adds up what ``layers/attention_stages.py`` or ``layers/moe_stages.py`` computes and copies in the stage,
+forward and backward, from :mod:`.operation_times`. Pure arithmetic; times are in microseconds. Called by
+:mod:`.cost`, mostly through that table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ that of outputs.
 With tensor parallelism, every rank computes the heads that it has, for the rows of all ranks. With sequence
 parallelism, a rank keeps the rows that it owns. Megatron's linear layers gather and scatter inside; here that
 is done in stages (:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``). Called by
-``layers.megatron_stages``.
+``layers.attention_stages``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A :class:`Wire` is put around the transfers of dispatch and combine, in both passes (``--ampipe-wire``). It is
 no part of the autograd graph: the backward pass sends gradients through the same two methods. Called by
-``layers/megatron_stages.py``.
+``layers/moe_stages.py``.
 """
 
 from __future__ import annotations

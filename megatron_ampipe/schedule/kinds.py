@@ -3,8 +3,8 @@
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
 gives. All else follows from the rows: which stage waits for which (:mod:`.flow`, :mod:`.graph`), which
 tensors pass between stages and when they are released (``runtime.values``). A new kind is one row here, one
-function in ``layers/megatron_stages.py`` and one cost in ``plan/stage_costs.py``; ``docs/design.md`` says
-what else it may need.
+function in ``layers/attention_stages.py`` or ``layers/moe_stages.py``, and one cost in
+``plan/stage_costs.py``; ``docs/design.md`` says what else it may need.
 """
 
 from __future__ import annotations

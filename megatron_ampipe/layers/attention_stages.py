@@ -1,0 +1,242 @@
+"""What the stages of a block's attention half compute, from its input to the norm before the router.
+
+Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
+and tensor-parallel ranks send one another as stages. One object per forward call, made by
+:mod:`.pipelined_block`; :mod:`.megatron_stages` calls its methods by :data:`COMPUTE` and :data:`COMMUNICATE`.
+:mod:`.moe_stages` is the other half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
+from megatron_ampipe.layers.linear_weights import transfers_apart
+from megatron_ampipe.runtime.block_stages import ComputeFunction
+from megatron_ampipe.runtime.collectives import Transfer, pass_on
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.runtime.ring_attention import RingAttention
+from megatron_ampipe.runtime.row_scatter import RowTransfers
+from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
+from megatron_ampipe.schedule.documents import Documents
+
+# S sequence rows, B batch, D hidden size, H heads, G key/value heads, C head size of keys, V of values.
+
+
+class AttentionStages:
+    """The attention half of one pass of one micro-batch through a block.
+
+    Args:
+        modules: What is called.
+        chunks: Where the sequence is cut.
+        attend: Core attention of a chunk.
+        rotary_pos_emb: As Megatron passes it to the layer.
+        documents: Of the micro-batch, if rows attend to their own document only.
+        ring_ranks: The context-parallel ranks, if they pass keys on to one another.
+        row_transfers: Between tensor-parallel ranks, if these are stages.
+    """
+
+    def __init__(
+        self,
+        modules: BlockModules,
+        *,
+        chunks: Sequence[Chunk],
+        attend: ChunkAttention,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        ring_ranks: ProcessGroup | None = None,
+        row_transfers: RowTransfers | None = None,
+    ) -> None:
+        self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
+        self._chunks, self._whole, self._documents = chunks, Chunk.joined(chunks), documents
+        self._ring_ranks, self._row_transfers = ring_ranks, row_transfers
+        self._ring = self._new_ring()
+
+    def again(self) -> AttentionStages:
+        """See ``BlockStages``."""
+        found = copy.copy(self)
+        found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
+        found._ring = self._new_ring()
+        return found
+
+    def _new_ring(self) -> RingAttention | None:
+        return None if self._ring_ranks is None else self._attend.ring(self._ring_ranks)
+
+    def input_norm(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to the same shape."""
+        return (self._modules.attention_layer.input_layernorm(hidden),)
+
+    def gather_rows(
+        self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """``[rows, B, D]`` that :meth:`input_norm` gave, to ``[ranks * rows, B, D]``."""
+        rows, num_rows = self._rows_exchanged(chunks)
+        if direction is Direction.FORWARD:
+            return rows.gather(chunks, tensors, num_rows)
+        return rows.exchange(tensors, num_rows, scatter=True)
+
+    def regather_rows(
+        self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """The same rows once more, for the backward of :meth:`qkv`."""
+        rows, num_rows = self._rows_exchanged(chunks)
+        return rows.regather(chunks, num_rows)
+
+    def _rows_exchanged(self, chunks: Sequence[int | None]) -> tuple[RowTransfers, list[int]]:
+        assert self._row_transfers is not None
+        return self._row_transfers, [
+            sum(span.length for span in self._rows_of(chunk).hidden) for chunk in chunks
+        ]
+
+    def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``.
+
+        ``hidden`` is what :meth:`gather_rows` gave, where rows are gathered as a stage.
+        """
+        layer = self._modules.attention_layer
+        with contextlib.ExitStack() as within:
+            rows = self._row_transfers
+            if rows is not None and rows.gathers:
+                normed = hidden
+                within.enter_context(transfers_apart(layer.self_attention.linear_qkv))
+                within.enter_context(rows.dropped(chunk, hidden))
+            else:
+                normed = layer.input_layernorm(hidden)
+            query, key, value = project_qkv(
+                layer.self_attention,
+                normed,
+                self._rotary_pos_emb,
+                spans=self._rows_of(chunk).queries,
+                num_keys=self._whole.num_keys,
+                documents=self._documents,
+                gathered=self._ring is None,
+            )
+        if self._ring is not None:
+            # Views would keep the joint projection.
+            return query.contiguous(), key.contiguous(), value.contiguous()
+        if chunk is not None:
+            # Keys and values are copied into the rows of the sequence. Queries that are a view of the joint
+            # projection would keep a second copy of both.
+            query = query.contiguous()
+        return query, key, value
+
+    def attend(
+        self, step: int, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *context: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Rows of one chunk to ``[rows, B, H * V]``: attention to the keys of the steps up to this one."""
+        assert self._ring is not None
+        if step:
+            return (self._ring.go_on(step, chunk, key, value, *context),)
+        query, _ = split_gate(query, self._modules.attention_layer.self_attention)
+        return (self._ring.begin(chunk, query, key, value, spans=self._rows_of(chunk).queries),)
+
+    def attend_backward(
+        self,
+        step: int,
+        chunk: int | None,
+        gradients: Sequence[Tensor | None],
+        recalled: Sequence[Tensor],
+        sums: KeyValueSums,
+    ) -> Sequence[Tensor | None]:
+        """The gradients of what :meth:`attend` took; of the queries all at once, in step 0."""
+        (gradient,), (key, value) = gradients, recalled
+        assert self._ring is not None and gradient is not None
+        of_query = self._ring.differentiate(step, chunk, gradient, key, value, sums)
+        if of_query is None:
+            return None, None, None, gradient
+        return pad_gate(of_query, self._modules.attention_layer.self_attention), None, None
+
+    def ring(
+        self, chunks: Sequence[None], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Keys and values ``[S, B, G, C]`` to the next rank; their gradients to the one before."""
+        assert self._ring_ranks is not None
+        return pass_on(tensors[0], group=self._ring_ranks, back=direction is Direction.BACKWARD)
+
+    def rering(
+        self, chunks: Sequence[None], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Keys and values to the rank before, so that those of the last step arrive first."""
+        assert self._ring_ranks is not None
+        return pass_on(tensors[0], group=self._ring_ranks, back=True)
+
+    def attention(
+        self, chunk: int | None, query: Tensor, *rest: Tensor, sums: KeyValueSums | None = None
+    ) -> tuple[Tensor, ...]:
+        """Rows of one chunk to ``(residual, normed)``, both ``[rows, B, D]``.
+
+        Where tensor-parallel ranks scatter rows as a stage, to this rank's part of their sum, of the rows of
+        all ranks.
+
+        Args:
+            chunk: Index; None for the whole sequence.
+            query: Of its rows.
+            rest: Keys and values of all rows that it sees, or what :meth:`attend` gave of the last step; then
+                its rows of the residual stream, unless rows are scattered.
+            sums: Where its backward may add the gradients of keys and values; it then gives none.
+        """
+        layer = self._modules.attention_layer
+        attended, hidden = (rest, None) if self._row_transfers is not None else (rest[:-1], rest[-1])
+        query, gate = split_gate(query, layer.self_attention)
+        if self._ring is not None:
+            (context,) = attended
+        else:
+            key, value = attended
+            spans, documents = self._rows_of(chunk).queries, self._documents
+            context = self._attend(query, key, value, spans=spans, documents=documents, sums=sums)
+        if gate is not None:
+            context = layer.self_attention._apply_output_gate(context, gate)
+        projection = layer.self_attention.linear_proj
+        if hidden is None:
+            with transfers_apart(projection):
+                return (projection(context)[0],)
+        return self._add_norm(projection(context), hidden)
+
+    def scatter_rows(
+        self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Parts of the projection ``[ranks * rows, B, D]`` to the sums of this rank's ``[rows, B, D]``."""
+        rows, num_rows = self._rows_exchanged(chunks)
+        return rows.exchange(tensors, num_rows, scatter=direction is Direction.FORWARD)
+
+    def add_norm(self, chunk: int | None, projected: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``."""
+        # The bias is a parameter of a module that the same chunk has called before.
+        bias = self._modules.attention_layer.self_attention.linear_proj.bias
+        return self._add_norm((projected, bias), hidden)
+
+    def _add_norm(self, output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor) -> tuple[Tensor, ...]:
+        modules = self._modules
+        residual = modules.add_residual(modules.attention_layer.self_attn_bda, output_with_bias, hidden)
+        return residual, modules.moe_layer.pre_mlp_layernorm(residual)
+
+    def _rows_of(self, chunk: int | None) -> Chunk:
+        return self._whole if chunk is None else self._chunks[chunk]
+
+
+COMPUTE: Mapping[StageKind, ComputeFunction] = {
+    kinds.INPUT_NORM: AttentionStages.input_norm,
+    kinds.QKV: AttentionStages.qkv,
+    kinds.ATTEND: AttentionStages.attend,
+    kinds.ATTENTION: AttentionStages.attention,
+    kinds.ADD_NORM: AttentionStages.add_norm,
+}
+"""By kind, with an :class:`AttentionStages` as first argument."""
+COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
+    kinds.RING: AttentionStages.ring,
+    kinds.RERING: AttentionStages.rering,
+    kinds.GATHER_ROWS: AttentionStages.gather_rows,
+    kinds.GATHER_ROWS_INTRA: AttentionStages.gather_rows,
+    kinds.REGATHER_ROWS: AttentionStages.regather_rows,
+    kinds.REGATHER_ROWS_INTRA: AttentionStages.regather_rows,
+    kinds.SCATTER_ROWS: AttentionStages.scatter_rows,
+    kinds.SCATTER_ROWS_INTRA: AttentionStages.scatter_rows,
+}
+"""Of the kinds that are started and waited for, likewise."""

@@ -1,0 +1,311 @@
+"""What the stages of a block's MoE half compute, from the router to what the block returns.
+
+Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; of a layer
+without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`. One
+object per forward call, made by :mod:`.pipelined_block`; :mod:`.megatron_stages` calls its methods by
+:data:`COMPUTE` and :data:`COMMUNICATE`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.condense import Condensed, Condenser
+from megatron_ampipe.layers.dispatcher import copy_counts
+from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.runtime.block_stages import ComputeFunction
+from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
+from megatron_ampipe.runtime.inner_tensors import InnerTensors
+from megatron_ampipe.runtime.node_hop import collect, spread
+from megatron_ampipe.runtime.rows import take_rows
+from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
+from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
+
+# S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
+
+
+class MoEStages:
+    """The MoE half of one pass of one micro-batch through a block.
+
+    Args:
+        modules: What is called.
+        chunks: Where the sequence is cut.
+        num_tokens: Tokens of this rank in the block, ``S * B``.
+        exchange: How often a token is sent.
+        wire: Around the transfers of tokens; None to send them as they are.
+        condenser: Chooses which of similar tokens are sent; None to send all.
+        token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
+    """
+
+    def __init__(
+        self,
+        modules: BlockModules,
+        *,
+        chunks: Sequence[Chunk],
+        num_tokens: int,
+        exchange: Exchange = Exchange.ROWS,
+        wire: Wire | None = None,
+        condenser: Condenser | None = None,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        self._modules, self._chunks, self._whole = modules, chunks, Chunk.joined(chunks)
+        self._num_tokens, self._token_ids, self._is_again = num_tokens, token_ids, False
+        self._kind_of_exchange, self._wire, self._condenser = exchange, wire, condenser
+        self._begin()
+
+    def _begin(self) -> None:
+        modules = self._modules
+        if not modules.dense:
+            rows = sum(span.length for span in self._whole.hidden)
+            self._routing = modules.moe.router.begin_block(
+                self._num_tokens,
+                per_chunk=modules.capacity_per_chunk,
+                first_tokens=[
+                    chunk.hidden[0].local_start * (self._num_tokens // rows) for chunk in self._chunks
+                ],
+            )
+            # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
+            dispatcher = modules.dispatcher(self._kind_of_exchange)
+            self._dispatchers = [copy.copy(dispatcher) for _ in self._chunks]
+            self._condensed: dict[int, Condensed] = {}
+
+    def again(self) -> MoEStages:
+        """See ``BlockStages``."""
+        found = copy.copy(self)
+        found._is_again = True
+        found._begin()
+        if not self._modules.dense:
+            found._routing.forced_bias = self._routing.forced_bias
+            for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
+                copy_counts(first, second)
+        return found
+
+    def choose(self, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
+        probs, self._chosen, logits = self._modules.moe.router(
+            normed, block=self._routing, chunk=0, **self._ids_of(self._whole)
+        )
+        return probs.view(*normed.shape[:2], -1), logits
+
+    def route(self, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
+
+        ``L`` is the number of experts, or more: see :meth:`~.router.ChunkRouting.forward`. ``choice`` is what
+        :meth:`choose` gave for these rows.
+        """
+        if choice:
+            probs, logits = choice[0].flatten(0, 1), choice[1].view_as(choice[1])
+            chosen = self._chosen.view(-1, normed.shape[1], self._chosen.shape[-1])
+            routing_map = take_rows(chosen, self._chunks[chunk].hidden).flatten(0, 1)
+        else:
+            ids = self._ids_of(self._chunks[chunk])
+            probs, routing_map, logits = self._modules.moe.router(
+                normed, block=self._routing, chunk=chunk, **ids
+            )
+        dispatcher = self._dispatchers[chunk]
+        tokens, token_probs = dispatcher.dispatch_preprocess(self._narrowed(normed), routing_map, probs)
+        return tokens, token_probs, logits
+
+    def _ids_of(self, chunk: Chunk) -> dict[str, Tensor]:
+        """What a router that reads the ids of tokens is also given."""
+        ids = self._token_ids
+        return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
+
+    def condense(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """``tokens [T, D]`` to those that are sent, ``[Q, D]``, probabilities of 1, and ``probs`` for
+        :meth:`expand`."""
+        dispatcher, condenser = self._dispatchers[chunk], self._condenser
+        assert condenser is not None
+        batch = dispatcher.hidden_shape[1]
+        found = condenser.condense(
+            tokens,
+            dispatcher.routing_map,
+            batch=batch,
+            counted=self._modules.moe_layer.training and not self._is_again,
+        )
+        self._condensed[chunk], dispatcher.counts = found, found.counts
+        # The probability of a token that takes another one's result is its own.
+        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), probs.clone()
+
+    def _narrowed(self, normed: Tensor) -> Tensor:
+        """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
+        if not self._modules.is_latent:
+            return normed
+        narrowed: Tensor
+        narrowed, _ = self._modules.moe.fc1_latent_proj(normed)
+        return narrowed
+
+    def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
+        """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
+        return (self._modules.moe.router.block_losses(torch.cat(logits), self._routing),)
+
+    def shared(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` through the shared experts."""
+        return (self._modules.moe.shared_experts(normed),)
+
+    def counts(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
+        dispatchers = [self._dispatchers[chunk] for chunk in chunks]
+        counts = [dispatcher.counts for dispatcher in dispatchers]
+        gathered = gather_chunks(counts, group=dispatchers[0].counts_group)
+        for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
+            dispatcher.set_counts(of_ranks)
+        return replace(gathered, outputs=(), uses=(*counts, *gathered.outputs))
+
+    def dispatch(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
+        return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+
+    def spread(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
+        return self._hand_on(chunks, tensors, back=direction is Direction.BACKWARD)
+
+    def collect(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
+        return self._hand_on(chunks, tensors, back=direction is Direction.FORWARD)
+
+    def _hand_on(self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, back: bool) -> Transfer:
+        hops = [
+            # Only tokens come with probabilities; what comes back knows where it was.
+            self._dispatchers[chunk].hop(*of_chunk[1:])
+            for chunk, of_chunk in zip(chunks, tensors, strict=True)
+        ]
+        return (collect if back else spread)(hops, tensors)
+
+    def gather(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
+        return self._over_shares(chunks, tensors, back=direction is Direction.BACKWARD)
+
+    def scatter(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
+        return self._over_shares(chunks, tensors, back=direction is Direction.FORWARD)
+
+    def _over_shares(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, back: bool
+    ) -> Transfer:
+        gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
+        return exchange_chunks(gathers, tensors, combine=back)
+
+    def expert(
+        self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
+    ) -> tuple[Tensor, ...]:
+        """Received tokens ``[T, D]`` through the local experts, to ``[T, D]``."""
+        return (self._dispatchers[chunk].combine_preprocess(self._experts(chunk, tokens, probs, inner)),)
+
+    def _experts(self, chunk: int, tokens: Tensor, probs: Tensor, inner: InnerTensors | None) -> Tensor:
+        tokens, tokens_per_expert, probs = self._dispatchers[chunk].dispatch_postprocess(tokens, probs)
+        if inner is not None:
+            inner.sorted(tokens)
+        with products_run_by(inner, self._modules.expert_products):
+            output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
+        assert bias is None, "Megatron's experts add their bias themselves"
+        found: Tensor = output
+        return found
+
+    def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
+        return (self._dispatchers[chunk].tokens_again(self._narrowed(normed)),)
+
+    def rebuild(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
+        """The experts once more without their last product, for ``inner``."""
+        self._experts(chunk, tokens, probs, inner)
+        return ()
+
+    def resort(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
+        """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
+        tokens, *_ = self._dispatchers[chunk].dispatch_postprocess(tokens, probs)
+        inner.sorted(tokens)
+        return ()
+
+    def combine(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
+    ) -> Transfer:
+        """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
+        return self._exchange(kinds.COMBINE, chunks, tensors, direction)
+
+    def expand(self, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
+        rows = combined.index_select(0, self._condensed.pop(chunk).place)
+        return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
+
+    def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
+        """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
+        modules = self._modules
+        output = self._dispatchers[chunk].combine_postprocess(combined)
+        if modules.is_latent:
+            output, _ = modules.moe.fc2_latent_proj(output)
+        for part in shared:
+            output = output + part
+        return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
+
+    def mlp(self, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
+        modules = self._modules
+        layer = modules.moe_layer
+        return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
+
+    def _exchange(
+        self,
+        kind: StageKind,
+        chunks: Sequence[int],
+        tensors: Sequence[Sequence[Tensor]],
+        direction: Direction,
+    ) -> Transfer:
+        transports = [self._dispatchers[chunk].transport() for chunk in chunks]
+        combine = (kind is kinds.COMBINE) == (direction is Direction.FORWARD)
+        if self._wire is None:
+            return exchange_chunks(transports, tensors, combine=combine)
+        number = self._modules.moe_layer.layer_number
+        trips = [Trip(number, chunk, kind.name, direction) for chunk in chunks]
+        return exchange_encoded(self._wire, transports, tensors, trips, combine=combine)
+
+
+COMPUTE: Mapping[StageKind, ComputeFunction] = {
+    kinds.CHOOSE: MoEStages.choose,
+    kinds.ROUTE: MoEStages.route,
+    kinds.CONDENSE: MoEStages.condense,
+    kinds.LOSSES: MoEStages.losses,
+    kinds.SHARED: MoEStages.shared,
+    kinds.EXPERT: MoEStages.expert,
+    kinds.EXPAND: MoEStages.expand,
+    kinds.MERGE: MoEStages.merge,
+    kinds.MLP: MoEStages.mlp,
+    kinds.REPERMUTE: MoEStages.repermute,
+    kinds.REBUILD: MoEStages.rebuild,
+    kinds.RESORT: MoEStages.resort,
+}
+"""By kind, with an :class:`MoEStages` as first argument."""
+COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
+    kinds.COUNTS: MoEStages.counts,
+    kinds.DISPATCH: MoEStages.dispatch,
+    kinds.SPREAD: MoEStages.spread,
+    kinds.GATHER: MoEStages.gather,
+    kinds.GATHER_INTRA: MoEStages.gather,
+    kinds.SCATTER: MoEStages.scatter,
+    kinds.SCATTER_INTRA: MoEStages.scatter,
+    kinds.COLLECT: MoEStages.collect,
+    kinds.COMBINE: MoEStages.combine,
+    kinds.REDISPATCH: MoEStages.dispatch,
+    kinds.RESPREAD: MoEStages.spread,
+    kinds.REGATHER: MoEStages.gather,
+    kinds.REGATHER_INTRA: MoEStages.gather,
+}
+"""Of the kinds that are started and waited for, likewise."""
