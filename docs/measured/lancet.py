@@ -1,4 +1,4 @@
-"""What gradients of weights as stages of their own save: during a transfer, and joined over chunks.
+"""What gradients of weights as separate stages save: during a transfer, and joined over chunks.
 
 ``covers``: the blocks of ``cpu-lengths`` in one chunk, two ranks with a core each. Two orders of the same
 stages, in turns, which differ in one point: in ``covered`` (``--ampipe-schedule lancet``) gradients of the

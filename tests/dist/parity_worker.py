@@ -28,6 +28,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         case = BY_NAME[name]
         if case.parallel != groups:
+            # The layers of the case before refer to its groups.
+            stock = ours = keeping = inside = None
             use_groups(**case.parallel)
             deep_ep_standin.forget_groups()
             groups = case.parallel

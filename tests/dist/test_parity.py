@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 
 
 PER_LAUNCH = 80
-"""Cases that share processes. The process groups of each case stay, with threads, until the processes end."""
+"""Cases that share processes."""
 
 
 class Reports:
@@ -27,7 +27,9 @@ class Reports:
         self._folders, self._reports = folders, dict[str, list[Any]]()
         self._launches = dict[str, list[str]]()
         for world_size in {case.world_size for case in PARITY}:
-            names = [case.name for case in PARITY if case.world_size == world_size and case.name in selected]
+            cases = [case for case in PARITY if case.world_size == world_size and case.name in selected]
+            # New process groups take longer than most cases.
+            names = [case.name for case in sorted(cases, key=lambda case: str(case.parallel))]
             for shared in (names[i : i + PER_LAUNCH] for i in range(0, len(names), PER_LAUNCH)):
                 self._launches |= dict.fromkeys(shared, shared)
 

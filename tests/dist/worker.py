@@ -58,11 +58,13 @@ def end_groups() -> None:
     """
     import torch.distributed as dist
 
+    from megatron_ampipe.layers.node_groups import node_groups
     from megatron_ampipe.runtime.row_scatter import lane_group
 
-    # A rank that is behind still needs its peers.
+    # A slower rank still needs its peers.
     dist.barrier()
-    lane_group.cache_clear()
+    for made in (lane_group, node_groups):
+        made.cache_clear()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
