@@ -9,7 +9,8 @@ Megatron's timer ``all-grads-sync`` says how long a rank waits for reductions af
 the shortest of the ranks counts, which waits for no other one. Where nothing is overlapped that is what they
 take alone, R. What is complete only when the first layer has ended (the gradients of its attention, those of
 embeddings and positions), a share of the bytes of R, no order can overlap with the pass: no place of the
-reductions makes an iteration shorter than *after the pass* - R + that share of R.
+reductions makes an iteration shorter than *after the pass* - R + that share of R. Backward passes are timed
+too (Megatron's timer ``backward-compute``, the longest of the ranks).
 
     python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
 
@@ -44,8 +45,9 @@ from megatron_ampipe.tools.measuring.rank_worker import Answer, serve
 LAYERS = 4
 VOCABULARY = 384
 """Rows of the table of words: 256 and one more, in multiples of 128."""
-TIMERS = ("--timing-log-level", "1", "--no-barrier-with-level-1-timing")
+TIMERS = ("--timing-log-level", "2", "--no-barrier-with-level-1-timing")
 SYNC = re.compile(r"all-grads-sync \.+: \(([0-9.]+), [0-9.]+\)")
+BACKWARD = re.compile(r"backward-compute \.+: \([0-9.]+, ([0-9.]+)\)")
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "250000")
 VARIANTS = {
     "after the pass": (),
@@ -101,6 +103,7 @@ def main() -> None:
     variants = asked.variants
     curves: dict[str, list[Curve]] = {name: [] for name in variants}
     waits: dict[str, list[float]] = {name: [] for name in variants}
+    passes: dict[str, list[float]] = {name: [] for name in variants}
     with rank_processes.signals_as_interrupts():
         for round_ in range(asked.rounds):
             first_of_round = round_ % len(variants)
@@ -117,10 +120,13 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     log = Path(folder) / "log"
                     curve = run(job, iterations=iterations, title=name, on_iteration=lambda _: None, log=log)
-                    waited = [float(ms) for ms in SYNC.findall(log.read_text(errors="replace"))]
-                waited = [ms / asked.dilation for ms in waited]
+                    text = log.read_text(errors="replace")
+                waited, passed = (
+                    [float(ms) / asked.dilation for ms in timer.findall(text)] for timer in (SYNC, BACKWARD)
+                )
                 curve = replace(curve, ms=tuple(ms / asked.dilation for ms in curve.ms))
-                assert len(waited) == iterations, (len(waited), iterations)
+                assert len(waited) == len(passed) == iterations, (len(waited), len(passed), iterations)
+                passes[name] += passed[asked.warmup :]
                 curves[name].append(curve)
                 waits[name] += waited[asked.warmup :]
                 first = next(found[0] for found in curves.values() if found)
@@ -146,9 +152,11 @@ def main() -> None:
         "versions": machine.versions(),
         "median ms": medians,
         "median ms after the pass": {name: statistics.median(found) for name, found in waits.items()},
+        "median ms of backward passes": {name: statistics.median(found) for name, found in passes.items()},
         "share that is complete last": share,
         "no place is faster than ms": least_ms,
         "waits ms": waits,
+        "backward passes ms": passes,
         "trainings": {
             name: [{"ms": curve.ms, "lm loss": curve.lm_loss} for curve in found]
             for name, found in curves.items()
