@@ -4,8 +4,10 @@ The two blocks of ``cpu-small``, two ranks with a core each, no limit on the lin
 Megatron's layer with its projections, norms and MoE layer called once for each part of the sequence, in plain
 autograd, Megatron's own all-to-all included, and with nothing of AMPipe's around them: no stage, no thread,
 no schedule. Attention is not even cut. Their time has waits for exchanges in it, which a pipeline could hide;
-the processor time that they take more than Megatron's layer, no order of the same calls can avoid. All of it
-once with the allocator as it is, and once with one that keeps its memory, so that page faults do not count.
+the processor time that they take more than Megatron's layer, no order of the same calls can avoid. Rows
+named *frozen* compute no gradients of weights: what ``parts 4, frozen`` takes more than ``stock, frozen``
+would be left if these products were not cut, but joined at no cost. All of it once with the allocator as it
+is, and once with one that keeps its memory, so that page faults do not count.
 
     python docs/measured/parts.py docs/measured/parts.json
 """
@@ -118,19 +120,40 @@ def of_parts(layer: Any, count: int) -> torch.nn.Module:
             return layer.parameters(recurse)
 
         def forward(self, hidden_states: Tensor, attention_mask: None) -> tuple[Tensor, None]:
-            attention, parts = layer.self_attention, hidden_states.chunk(count)
+            (one,) = layer.layers
+            attention, parts = one.self_attention, hidden_states.chunk(count)
             projected = [
-                attention.get_query_key_value_tensors(layer.input_layernorm(rows), None)[:3] for rows in parts
+                attention.get_query_key_value_tensors(one.input_layernorm(rows), None)[:3] for rows in parts
             ]
             query, key, value = (torch.cat(tensors) for tensors in zip(*projected, strict=True))
             context = attention.core_attention(query, key, value, None)
             outputs = []
             for rows, attended in zip(parts, context.chunk(count), strict=True):
                 residual = rows + attention.linear_proj(attended)[0]
-                outputs.append(residual + layer.mlp(layer.pre_mlp_layernorm(residual))[0])
+                outputs.append(residual + one.mlp(one.pre_mlp_layernorm(residual))[0])
             return torch.cat(outputs), None
 
     return Parts()
+
+
+def frozen(layer: Any) -> torch.nn.Module:
+    """The layer without products for gradients of weights."""
+
+    class Frozen(torch.nn.Module):
+        def parameters(self, recurse: bool = True) -> Any:
+            return layer.parameters(recurse)
+
+        def forward(self, hidden_states: Tensor, attention_mask: None) -> tuple[Tensor, None]:
+            weights = [parameter for parameter in layer.parameters() if parameter.dim() > 1]
+            for weight in weights:
+                weight.requires_grad_(False)
+            try:
+                return layer(hidden_states=hidden_states, attention_mask=attention_mask)
+            finally:
+                for weight in weights:
+                    weight.requires_grad_()
+
+    return Frozen()
 
 
 def work(job: BenchJob, rank: int, answer: Callable[..., None]) -> None:
@@ -141,7 +164,7 @@ def work(job: BenchJob, rank: int, answer: Callable[..., None]) -> None:
 
     for index, case in enumerate(job.cases):
         factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
-        passes = _Passes(case, rank=rank, on_cuda=False, seed=job.seed)
+        passes = _Passes(case, rank=rank, on_cuda=False, seed=job.seed, counts_wire=False)
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in ("moe-only", "ampipe"):
@@ -153,6 +176,8 @@ def work(job: BenchJob, rank: int, answer: Callable[..., None]) -> None:
             for tensor, found in passes.results(layer).items():
                 difference = (found - expected[tensor]).abs().max() / expected[tensor].abs().max()
                 assert difference < 1e-4, (name, tensor, difference)
+        # From here on without comparison: they have no gradients of weights.
+        rows |= {f"{name}, frozen": frozen(rows[name]) for name in ("stock", f"parts {PARTS[-1]}")}
         for _ in range(WARMUP):
             for layer in rows.values():
                 passes.run(layer)
