@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.schedule import BlockFeatures, Stage, build, to_text
-from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, QKV, WEIGHTS
+from megatron_ampipe.schedule import WEIGHTS, BlockFeatures, Stage, build, to_text
+from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT, QKV
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.measuring import machine
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
