@@ -87,7 +87,8 @@ def add_arguments(
         default=None,
         help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
         "experts alone, sequential not at all. lancet is ampipe with weight gradients computed while the "
-        "all-to-alls of the backward pass travel, and the only one that also overlaps at degree 1; needs "
+        "all-to-alls of the backward pass travel, which helps at degree 1 too. joined is ampipe with the "
+        "weight gradients of all chunks at once, for --no-gradient-accumulation-fusion. Both need "
         "--transformer-impl local (default: ampipe)",
     )
     group.add_argument(

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_ampipe.plan import linear_products
 from megatron_ampipe.plan.chunk_rows import Rows, chunk_rows
 from megatron_ampipe.plan.cluster import Cluster, Operation
 from megatron_ampipe.plan.cost_table import COSTS, PRODUCTS, CostFunction, Work
@@ -179,7 +180,7 @@ class CostModel:
             if not joined or stage.chunk is None:
                 found[Stage(weights, stage.chunk)] = Pair(0.0, alone)
         if stages and Stage(weights) not in found and joined:
-            found[Stage(weights)] = Pair(0.0, self._joined_weights(kind, len(chunks)))
+            found[Stage(weights)] = Pair(0.0, self._joined_weights(kind, chunks))
 
     def product_us(self, rows: int) -> float:
         """The mean time of the two products of the experts, forward, for so many rows of a rank."""
@@ -194,14 +195,21 @@ class CostModel:
             for product in PRODUCTS[kind](self._of, work.rows.hidden)
         )
 
-    def _joined_weights(self, kind: StageKind, num_chunks: int) -> float:
-        """The same of all chunks in one product, for which their rows are put together."""
-        rows = self._sequence.hidden
-        copied = (
-            sum(rows * (k + n) for rows, k, n, _ in PRODUCTS[kind](self._of, rows)) if num_chunks > 1 else 0
-        )
-        moved = self._times.memory_us(2 * copied * self.workload.element_bytes)
-        return self._weights(kind, Work(self._sequence, chunked=False)) + moved
+    def _joined_weights(self, kind: StageKind, chunks: Sequence[Rows]) -> float:
+        """The same of all chunks in one stage: one product where their rows are put together for it."""
+        factor, element = self.cluster.stage_overhead(kind.name).backward_factor, self.workload.element_bytes
+        of_chunks = [PRODUCTS[kind](self._of, rows.hidden) for rows in chunks]
+        total = 0.0
+        for number, whole in enumerate(PRODUCTS[kind](self._of, self._sequence.hidden)):
+            if linear_products.is_one_product(whole, len(chunks), element_bytes=element):
+                copied = whole.rows * (whole.k + whole.n)
+                total += factor * self._times.weight_product(*whole, chunked=False)
+                total += self._times.memory_us(2 * copied * element)
+            else:
+                parts = [products[number] for products in of_chunks]
+                chunked = len(parts) > 1
+                total += factor * sum(self._times.weight_product(*one, chunked=chunked) for one in parts)
+        return total
 
     def _stage(self, kind: StageKind, work: Work) -> Pair:
         """The time of one stage of one chunk, including its overhead."""

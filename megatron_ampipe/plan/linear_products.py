@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from megatron_ampipe.plan.workload import Workload
 
+SUM_BYTES = 4
+"""Of a number in a sum of gradients."""
+
 
 class Product(NamedTuple):
     """``rows`` rows in total, spread over ``calls`` equal products with weights ``[n, k]``."""
@@ -19,6 +22,15 @@ class Product(NamedTuple):
     k: float
     n: float
     calls: int = 1
+
+
+def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bool:
+    """Whether the weight gradients of all chunks are one product when they are joined.
+
+    The rule of ``runtime.weight_products.is_one_product``.
+    """
+    copied = element_bytes * whole.rows / whole.calls * (whole.k + whole.n)
+    return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n
 
 
 def qkv(work: Workload, rows: int) -> list[Product]:

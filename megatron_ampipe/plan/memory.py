@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from megatron_ampipe.plan.linear_products import SUM_BYTES
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, STRATEGIES, of_chunks
 from megatron_ampipe.schedule.copy_pace import AHEAD
-
-SUM_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,7 @@ def peak_bytes(
     gathers: bool = False,
     whole_attention: bool = False,
     splits_weights: bool = False,
+    joins_weights: bool = False,
 ) -> float:
     """Peak of the activations of consecutive blocks.
 
@@ -78,6 +78,7 @@ def peak_bytes(
             counted, as in ``ampipe bench``.
         whole_attention: As ``Pipeline.whole_attention``.
         splits_weights: As ``Pipeline.splits_weights``.
+        joins_weights: As ``Pipeline.joins_weights``.
     """
     stock = max(forward_degree, backward_degree) == 1 and not splits_weights
     chunks, element = backward_degree, workload.element_bytes
@@ -119,12 +120,21 @@ def peak_bytes(
     # Gradients on their way from and to the experts: of two transfers, if there are as many chunks.
     of_chunk += received * workload.hidden * element * min(3, 2 * (chunks - 1)) / chunks
 
+    # What products of all chunks take, input and gradient of each: of the experts, and of attention.
+    waiting = attended = 0.0
+    if joins_weights:
+        inner_width = workload.ffn / workload.expert_tensor
+        waiting = received * element * (2 * workload.hidden + (2 + workload.gated) * inner_width)
+        attended = workload.rows * workload.batch * element * _attention_widths(workload)
+
     def differentiating(chunk: int) -> float:
         """Of one layer, while the experts of a chunk are differentiated; the last chunk comes first."""
         # Ahead of it, what is in host memory is loaded; in the end nothing is left to load.
         ahead = sum(loaded[(chunk - n) % chunks] for n in range(AHEAD) if chunk >= n or num_layers > 1)
         held = dense + sum(of_experts[: chunk + 1]) + again[chunk] + ahead + of_chunk
-        if chunk < chunks - 1:
+        if joins_weights:
+            held += waiting * (chunks - 1 - chunk) / chunks
+        elif chunk < chunks - 1:
             held += sum_bytes * summed
         if not stock:
             # Shared experts come first; Megatron differentiates them last.
@@ -135,7 +145,8 @@ def peak_bytes(
             # Gradients of the residual stream are collected.
             held += rows
         elif done > 0:
-            held += SUM_BYTES * (keys + of_attention) + rows - done * (dense - keys * element) / chunks
+            held += SUM_BYTES * keys + rows - done * (dense - keys * element) / chunks
+            held += attended * done / chunks if joins_weights else SUM_BYTES * of_attention
         return held
 
     # The gradient of the output is there before the pass that ``ampipe bench`` watches.
@@ -208,6 +219,12 @@ def _keys(workload: Workload) -> float:
 def _received(workload: Workload) -> float:
     load = workload.imbalance if workload.capacity is None else min(workload.capacity, workload.imbalance)
     return workload.rows * workload.batch * workload.topk * load * workload.expert_tensor
+
+
+def _attention_widths(workload: Workload) -> float:
+    """Columns of the inputs and the outputs of all projections of attention."""
+    value = workload.heads * workload.value_size / workload.tensor
+    return sum(k + n / workload.tensor for k, n in workload.projections) + value + workload.hidden
 
 
 def weights_of(workload: Workload) -> tuple[float, float]:

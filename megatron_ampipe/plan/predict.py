@@ -172,6 +172,7 @@ class Predictor:
             local=not self.cluster.host.issue.forward_us,
             whole_attention=schedule is not None and schedule.whole_attention,
             splits_weights=schedule is not None and bool(schedule.backward.weights),
+            joins_weights=schedule is not None and schedule.joins_weights,
         )
 
     def communication_us(self) -> float:

@@ -20,6 +20,8 @@ DEGREES = (2, 3, 4, 6, 8, 12, 16)
 """Degrees that are tried: numbers with many divisors, as one degree has to divide the other."""
 NAMED = ("ampipe", "moe-only")
 """Named schedules that overlap communication; the first one is chosen if both take the same time."""
+WITH_WEIGHTS_APART = "joined"
+"""A further one, where layers can compute gradients of weights apart."""
 MAX_SLOWER_DEGREES = 2
 """The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
@@ -52,12 +54,20 @@ class Candidate:
         return self.time.forward + self.time.backward
 
 
+def cost_of(candidate: Candidate) -> float:
+    """What named candidates are compared by: their time. Joined gradients of weights have to save more than
+    predictions are exact, as what they take waits until then."""
+    total_us = candidate.total_us
+    return total_us / (1 - MINIMUM_SAVING) if candidate.schedule.joins_weights else total_us
+
+
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
     rows = predictor.workload.rows
+    apart = predictor.workload.splits_weights
     for degree in degrees:
         if degree <= rows:
-            for name in NAMED:
+            for name in (*NAMED, *([WITH_WEIGHTS_APART] if apart else ())):
                 yield _named(predictor, name, degree, degree)
 
 
@@ -82,7 +92,7 @@ def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Can
     best: Candidate | None = None
     slower = 0
     for degree in degrees:
-        found = min(candidates(predictor, [degree]), key=lambda one: one.total_us, default=None)
+        found = min(candidates(predictor, [degree]), key=cost_of, default=None)
         if found is None:
             break
         slower = 0 if best is None or found.total_us < best.total_us else slower + 1

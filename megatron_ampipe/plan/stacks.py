@@ -17,7 +17,10 @@ from megatron_ampipe.plan.search import (
     DEGREES,
     MAX_SLOWER_DEGREES,
     MINIMUM_SAVING,
+    NAMED,
+    WITH_WEIGHTS_APART,
     Candidate,
+    cost_of,
     improve_chunks,
 )
 from megatron_ampipe.schedule import (
@@ -38,7 +41,7 @@ STACK_CHUNK_EVALUATIONS = 120
 
 
 def choose_stack(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best degrees for the named order of a stack, ``ampipe``, with equal chunks.
+    """The best named order of a stack, ``ampipe`` or ``joined``, and its degrees, with equal chunks.
 
     Args:
         predictor: Of all layers that share the schedule.
@@ -67,7 +70,7 @@ def full_stack(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candid
     for one in starts.copy():
         count = one.schedule.num_chunks
         if one.schedule.degree != one.schedule.backward_degree:
-            starts.append(_named(short, count, count))
+            starts.append(_named(short, one.schedule.name, count, count))
     for start in starts:
         ordered = _searched(short, start)
         # Lengths and order depend on each other, so the order is searched again.
@@ -91,6 +94,7 @@ def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]
     """For each number of chunks the named order with its best degrees; larger ones until they are slower."""
     found: list[Candidate] = []
     slower = 0
+    names = (NAMED[0], *([WITH_WEIGHTS_APART] if predictor.workload.splits_weights else ()))
     for count in degrees:
         if count > predictor.workload.rows:
             break
@@ -98,7 +102,8 @@ def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]
         for degree in range(1, count):
             if count % degree == 0:
                 pairs |= {(degree, count), (count, degree)}
-        one = min((_named(predictor, *pair) for pair in sorted(pairs)), key=lambda one: one.total_us)
+        named = (_named(predictor, name, *pair) for name in names for pair in sorted(pairs))
+        one = min(named, key=cost_of)
         slower = 0 if not found or one.total_us < min(found, key=_total).total_us else slower + 1
         found.append(one)
         if slower == MAX_SLOWER_DEGREES:
@@ -115,8 +120,8 @@ def _total(candidate: Candidate) -> float:
     return candidate.total_us
 
 
-def _named(predictor: Predictor, forward: int, backward: int) -> Candidate:
-    schedule = build("ampipe", degree=forward, backward_degree=backward, features=predictor.features)
+def _named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
+    schedule = build(name, degree=forward, backward_degree=backward, features=predictor.features)
     lengths = even_chunks(predictor.workload.rows, schedule.num_chunks)
     return _with_time(predictor, period(schedule), lengths)
 

@@ -22,6 +22,8 @@ from megatron_ampipe.runtime.segment import GradientSums
 WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
 """``inputs [R, K]`` and ``gradient [R, N]`` to the weight's gradient ``[N, K]``, or to what Megatron returns
 in its place where it was added to ``main_grad``."""
+SUM_BYTES = 4
+"""Of a number in a sum of gradients."""
 
 
 class WeightProducts:
@@ -53,12 +55,31 @@ class WeightProducts:
         return found
 
     def add_to(self, sums: GradientSums) -> None:
-        """Compute the products, each weight's as one, and release what they took."""
+        """Compute the products, each weight's as one if :func:`is_one_product`, and release all."""
         waiting, self._waiting = self._waiting, {}
         for weight in list(waiting):
             product, rows, gradients = waiting.pop(weight)
-            with torch.no_grad():
-                sums.add(weight, product(_one(rows), _one(gradients)))
+            counts = [len(one) for one in gradients]
+            inputs, outputs = rows[0].shape[-1], gradients[0].shape[-1]
+            if is_one_product(counts, inputs, outputs, element_bytes=rows[0].element_size()):
+                rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
+            while rows:
+                with torch.no_grad():
+                    sums.add(weight, product(rows.pop(0), gradients.pop(0)))
+
+
+def is_one_product(rows: Sequence[int], inputs: int, outputs: int, *, element_bytes: int) -> bool:
+    """Whether rows of several chunks are put together: where that moves less than a further sum for each.
+
+    Both read and write: rows of inputs and gradients, and sums in fp32.
+
+    Args:
+        rows: Of each chunk.
+        inputs: Columns of the weight, K.
+        outputs: Rows of the weight, N.
+        element_bytes: Of a number of the rows.
+    """
+    return element_bytes * sum(rows) * (inputs + outputs) <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
 
 
 def keep_for_weight(
@@ -95,7 +116,3 @@ class _KeepForWeight(torch.autograd.Function):
         (inputs,) = ctx.saved_tensors
         ctx.keep(inputs, gradient)
         return gradient, None, None
-
-
-def _one(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -2,7 +2,8 @@
 
 ``sequential`` is the oracle and hides nothing; ``moe-only`` is what Tutel and PipeMoE do (attention
 whole, then the MoE layer in chunks); ``ampipe`` is the order of AMPipe, section 3.2 and figure 6; ``lancet``
-adds to it what Lancet does in the backward pass, and is the one that also overlaps in one chunk.
+adds to it what Lancet does in the backward pass, and is the one that also overlaps in one chunk; ``joined``
+adds weight gradients of all chunks at once.
 """
 
 from __future__ import annotations
@@ -185,6 +186,22 @@ def _lancet(degree: int, features: BlockFeatures) -> Schedule:
     return replace(schedule, name="lancet", backward=backward)
 
 
+def _joined(degree: int, features: BlockFeatures) -> Schedule:
+    """``ampipe`` with the weight gradients of all chunks in one stage of each kind.
+
+    Those of the feed-forward half while the tokens of the last chunk travel back, those of attention last.
+    """
+    schedule = _ampipe(degree, features)
+    (compute, *others) = schedule.backward.lanes
+    stages = list(compute.stages)
+    in_chunks = {stage.kind for stage in stages if stage.chunk is not None}
+    last_route = max(place for place, stage in enumerate(stages) if stage.kind is ROUTE)
+    stages[last_route:last_route] = [Stage(WEIGHTS[kind]) for kind in (SHARED, EXPERT) if kind in in_chunks]
+    stages += [Stage(WEIGHTS[kind]) for kind in (ATTENTION, QKV) if kind in in_chunks]
+    backward = Program((LaneOrder(COMPUTE, tuple(stages)), *others))
+    return replace(schedule, name="joined", backward=backward)
+
+
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
@@ -353,6 +370,7 @@ _BUILDERS: dict[str, Callable[[int, BlockFeatures], Schedule]] = {
     "ampipe": _ampipe,
     "moe-only": _moe_only,
     "lancet": _lancet,
+    "joined": _joined,
     "sequential": _sequential,
 }
 SCHEDULE_NAMES = tuple(_BUILDERS)

@@ -143,6 +143,11 @@ class Pipeline:
         return bool(self._any_order.backward.weights)
 
     @property
+    def joins_weights(self) -> bool:
+        """See ``Schedule.joins_weights``."""
+        return self._any_order.joins_weights
+
+    @property
     def num_chunks(self) -> int:
         """Number of chunks of the sequence."""
         return max(self.degree, self.backward_degree)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.schedule.kinds import ATTENTION
+from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.timeline import AGAIN
 
@@ -100,7 +100,7 @@ class Schedule:
     """The order of all stages of one block, or of several consecutive ones.
 
     Attributes:
-        name: ``sequential``, ``moe-only``, ``ampipe``, ``lancet``, or what a planner calls its own.
+        name: That of a named schedule (:mod:`.build`), or what a planner calls its own.
         degree: Number of parts in which the forward pass goes over the sequence.
         forward: Order of the forward pass.
         backward: Order of the backward pass.
@@ -143,3 +143,10 @@ class Schedule:
     def whole_attention(self) -> bool:
         """Whether attention runs once for the whole sequence instead of chunk by chunk."""
         return ATTENTION in self.forward.whole
+
+    @property
+    def joins_weights(self) -> bool:
+        """Whether the gradients of the experts' weights of several chunks are one stage."""
+        return self.num_chunks > 1 and any(
+            kind.weights_of is EXPERT and kind in self.backward.whole for kind in self.backward.weights
+        )

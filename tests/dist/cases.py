@@ -787,16 +787,8 @@ GATES = [
     Case("gate-ids-tp", router="tests.gates:BiasedByIdRouter", parallel=TP, batch=3, model=TOP2 | AUX | Z),
 ]
 
-JOINED = """\
-schedule joined degree 2
-forward compute: qkv.0 attention.0 route.0 qkv.1 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
-forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
-backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 qkv.1 expert-weights route.0 \
-attention.0 attention-weights qkv.0 qkv-weights
-backward comm: combine.1 combine.0 dispatch.1 dispatch.0
-"""
 LANCET = [
-    Case(f"lancet-{name}", schedule="lancet", **{"degree": 1} | settings)
+    Case(f"lancet-{name}", **{"schedule": "lancet", "degree": 1} | settings)
     for name, settings in {
         "sequential": {"executor": "sequential"},
         "shared": {
@@ -812,7 +804,25 @@ LANCET = [
         "stack-tp2": {"layers": "mm", "stack": 0, "rope": True, "parallel": TP, "model": LARGE},
         "cp": {"parallel": CP, "rope": True, "degree": 2, "model": LARGE},
         "tp-experts-ep": {"parallel": TP_EXPERTS_EP, "world_size": 4, "model": LARGE},
-        "joined": {"degree": 2, "order": JOINED, "model": {"moe_router_topk": 2}},
+        "joined": {"schedule": "joined", "degree": 2, "model": {"moe_router_topk": 2}},
+        "joined-shared": {
+            "schedule": "joined",
+            "degree": 4,
+            "backward_degree": 2,
+            "batch": 3,
+            "model": LARGE | {"moe_shared_expert_intermediate_size": 48},
+        },
+        "joined-stack": {"schedule": "joined", "degree": 3, "layers": "mdm", "stack": 0, "model": LARGE},
+        "joined-stack-tp2": {
+            "schedule": "joined",
+            "degree": 2,
+            "layers": "mm",
+            "stack": 0,
+            "rope": True,
+            "parallel": TP,
+            "recompute": UNIFORM,
+            "model": LARGE,
+        },
         "rebuild": {"memory": "rebuild", "degree": 2, "model": LARGE | {"add_bias_linear": True}},
     }.items()
 ]

@@ -87,6 +87,11 @@ IN_ONE_CHUNK = [
     )
 ]
 
+JOINED = [
+    case(model, degree=4, schedule="joined", executor=executor)
+    for model, executor in (("top1", "sequential"), ("top1", "thread"), ("top2-swiglu-losses", "thread"))
+]
+
 # Without recompute, one schedule of two layers and one of four; then four layers that keep their inputs.
 TWO, FOUR, *RECOMPUTED = (
     dataclasses.replace(
@@ -127,6 +132,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
         *CASES,
         *SENT_ONCE,
         *IN_ONE_CHUNK,
+        *JOINED,
         *itertools.chain(*STACKS),
         TWO,
         FOUR,
@@ -261,6 +267,7 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
         gathers=True,
         whole_attention=case.pipeline.whole_attention,
         splits_weights=case.pipeline.splits_weights,
+        joins_weights=case.pipeline.joins_weights,
     )
 
 
@@ -269,6 +276,7 @@ PREDICTED = [
     *CASES,
     *SENT_ONCE,
     *IN_ONE_CHUNK,
+    *JOINED,
     *itertools.chain(*STACKS),
     TWO,
     FOUR,

@@ -7,12 +7,16 @@ import itertools
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.plan import linear_products
 from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.runtime.weight_products import is_one_product
 from megatron_ampipe.schedule import (
     WEIGHTS,
     Direction,
@@ -246,15 +250,35 @@ def test_weight_gradients_apart_take_as_long_as_together(changes: dict[str, obje
         assert 0.3 < of_experts.backward / together[Stage(kinds.EXPERT, 0)].backward < 0.7
 
 
-def test_joined_weight_gradients_are_one_product() -> None:
-    model = CostModel(workload(fused_gradients=False), cluster())
+@pytest.mark.parametrize("rows", [4096, 16384], ids=["together", "by chunk"])
+def test_joined_weight_gradients_cost_what_moves_less(rows: int) -> None:
+    block = workload(fused_gradients=False, sequence_length=rows)
+    model = CostModel(block, cluster())
     kind = WEIGHTS[kinds.EXPERT]
-    lengths = even_chunks(8192, 8)
+    lengths = even_chunks(block.rows, 8)
     apart = model.stages(lengths, weights=[kind])
     joined = model.stages(lengths, weights=[kind], joined=[kind])
     assert joined.keys() == (apart.keys() | {Stage(kind)}) - {Stage(kind, chunk) for chunk in range(8)}
-    # Sums of chunks cost more here than rows that are put together.
-    assert joined[Stage(kind)].backward < sum(apart[Stage(kind, chunk)].backward for chunk in range(8))
+    by_chunk = sum(apart[Stage(kind, chunk)].backward for chunk in range(8))
+    if rows == 4096:
+        # Sums of chunks cost more here than rows that are put together.
+        assert joined[Stage(kind)].backward < by_chunk
+    else:
+        assert joined[Stage(kind)].backward == pytest.approx(by_chunk)
+
+
+@given(
+    rows=st.lists(st.integers(0, 4096), min_size=1, max_size=8),
+    inputs=st.integers(1, 4096),
+    outputs=st.integers(1, 4096),
+    element_bytes=st.sampled_from([2, 4]),
+)
+def test_the_planner_joins_what_the_runtime_joins(
+    rows: list[int], inputs: int, outputs: int, element_bytes: int
+) -> None:
+    product = linear_products.Product(sum(rows), inputs, outputs)
+    joined = linear_products.is_one_product(product, len(rows), element_bytes=element_bytes)
+    assert joined == is_one_product(rows, inputs, outputs, element_bytes=element_bytes)
 
 
 def test_tensor_parallelism_divides_attention() -> None:

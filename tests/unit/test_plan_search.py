@@ -17,7 +17,17 @@ from megatron_ampipe.plan.order import search
 from megatron_ampipe.plan.planner import make_plan, plan_of
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.problem import OrderProblem
-from megatron_ampipe.plan.search import DEGREES, NAMED, candidates, choose_degree, full_plan, improve_chunks
+from megatron_ampipe.plan.search import (
+    DEGREES,
+    MINIMUM_SAVING,
+    NAMED,
+    Candidate,
+    candidates,
+    choose_degree,
+    full_plan,
+    improve_chunks,
+)
+from megatron_ampipe.plan.stacks import choose_stack
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -266,6 +276,25 @@ def test_experts_without_grouped_gemm_need_more_calls() -> None:
 
 def test_both_named_schedules_are_tried() -> None:
     assert set(NAMED) == {"ampipe", "moe-only"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("choose", [choose_degree, full_plan, choose_stack])
+def test_weight_gradients_are_joined_where_sums_cost_more(
+    choose: Callable[..., Candidate], local: bool, fused: bool
+) -> None:
+    """Mixtral's experts are large: a sum in fp32 of each chunk's gradients takes long."""
+    large = {"hidden": 4096, "ffn": 14336, "gated": True, "projections": ((4096, 6144),), "heads": 32}
+    sizes = large | {"head_size": 128, "value_size": 128, "sequence_length": 4096}
+    block = workload(**sizes, splits_weights=local, fused_gradients=fused)
+    num_layers = 2 if choose is choose_stack else 1
+    found = choose(Predictor(block, cluster(), num_layers=num_layers), (2, 3))
+    assert found.schedule.joins_weights == (local and not fused)
+    if found.schedule.joins_weights:
+        together = dataclasses.replace(block, splits_weights=False)
+        other = choose(Predictor(together, cluster(), num_layers=num_layers), (2, 3))
+        assert found.total_us < (1 - MINIMUM_SAVING) * other.total_us
 
 
 @pytest.mark.parametrize(("topk", "exchange"), [(8, Exchange.RANKS), (1, Exchange.ROWS)])

@@ -308,7 +308,7 @@ def test_invalid_text_is_refused(text: str, message: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(BadInput, match="ampipe, moe-only, lancet, sequential"):
+    with pytest.raises(BadInput, match="ampipe, moe-only, lancet, joined, sequential"):
         build("fast", degree=2, features=BlockFeatures())
 
 

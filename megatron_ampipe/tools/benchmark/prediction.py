@@ -91,6 +91,7 @@ def predict_peaks(document: dict[str, Any]) -> None:
                     memory=pipeline.memory,
                     whole_attention=pipeline.whole_attention,
                     splits_weights=pipeline.splits_weights,
+                    joins_weights=pipeline.joins_weights,
                 )
             )
 
