@@ -22,22 +22,28 @@ from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 
 FOLDER = Path(__file__).parent
 LAYERS, BUCKET_SIZE = 4, 250_000
+DP2_EP2 = {"replicas": 4, "expert_replicas": 2}
 PLACES = {
-    "positions": ("100mbit", "ampipe", 4, {"replicas": 2}),
-    "dp2-ep2": ("200mbit", "lancet", 1, {"replicas": 4, "expert_replicas": 2}),
+    "positions": ("100mbit", "ampipe", 4, 2048, {"replicas": 2}),
+    "dp2-ep2": ("200mbit", "lancet", 1, 2048, DP2_EP2),
+    "dp2-ep2, 4096 rows": ("200mbit", "lancet", 1, 4096, DP2_EP2),
+    "dp2-ep2, 4096 rows, degree 2": ("200mbit", "ampipe", 2, 4096, DP2_EP2),
+    "dp2-ep2, 4096 rows, degree 4": ("200mbit", "ampipe", 4, 4096, DP2_EP2),
 }
-"""By place the link, schedule, degree and over how many ranks gradients are reduced."""
+"""By place the link, schedule, degree, rows of a rank, and over how many ranks gradients are reduced."""
 
 
 def main() -> None:
     """Predict both and write the document."""
     (case,) = read_grid(find_grid("cpu-small")).only("top1").cases
     document: dict[str, object] = {"command": ["python", *sys.argv]}
-    for place, (link, name, degree, ranks) in PLACES.items():
+    for place, (link, name, degree, rows, ranks) in PLACES.items():
         # One link for all ranks, as in the measurement.
         cluster = read_cluster(FOLDER / f"profile-{link}.yaml")
         cluster = dataclasses.replace(cluster, ranks_per_node=4)
-        block = workload_of_case(case, num_ranks=2, fused_gradients=True)
+        block = workload_of_case(
+            dataclasses.replace(case, sequence_length=rows), num_ranks=2, fused_gradients=True
+        )
         block = dataclasses.replace(block, **ranks)
         predictor = Predictor(block, cluster, num_layers=LAYERS)
         schedule = build(name, degree=degree, features=predictor.features)

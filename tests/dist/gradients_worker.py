@@ -718,6 +718,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "ddp-stack-fused-sharded-lancet": lambda: ddp(
         fusion=True, distributed_optimizer=True, kinds=STACK, schedule="lancet", degree=1
     ),
+    "ddp-joined": lambda: ddp(
+        fusion=False, distributed_optimizer=False, routing="one-expert-for-all", schedule="joined", degree=4
+    ),
+    "ddp-stack-fused-sharded-joined": lambda: ddp(
+        fusion=True, distributed_optimizer=True, kinds=STACK, schedule="joined", degree=2
+    ),
     "same-products": lambda: same_products(fusion=False),
     "same-products-fused": lambda: same_products(fusion=True),
     "placed": lambda: placed(distributed_optimizer=False, schedule="ampipe", degree=2),
