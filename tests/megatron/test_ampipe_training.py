@@ -98,6 +98,7 @@ TRAININGS = {
     "modern-ampipe": Training(
         MODERN + EVALUATED + DEGREE_4 + "--ampipe-trace-dir {folder}/trace", stock="modern"
     ),
+    "modern-joined": Training(MODERN + EVALUATED + DEGREE_4 + "--ampipe-schedule joined", stock="modern"),
     "classic": Training(CLASSIC, losses=CLASSIC_LOSSES),
     "classic-sequential-odd": Training(
         CLASSIC + "--ampipe-degree 3 --ampipe-schedule sequential", stock="classic"
