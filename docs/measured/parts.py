@@ -5,7 +5,7 @@ Megatron's layer with its projections, norms and MoE layer called once for each 
 autograd, Megatron's own all-to-all included, and with nothing of AMPipe's around them: no stage, no thread,
 no schedule. Attention is not even cut. Their time has waits for exchanges in it, which a pipeline could hide;
 the processor time that they take more than Megatron's layer, no order of the same calls can avoid. Rows
-named *frozen* compute no gradients of weights: what ``parts 4, frozen`` takes more than ``stock, frozen``
+named *frozen* compute no gradients of weights: what one in four parts takes more than ``stock, frozen``
 would be left if these products were not cut, but joined at no cost. All of it once with the allocator as it
 is, and once with one that keeps its memory, so that page faults do not count.
 
@@ -13,8 +13,9 @@ is, and once with one that keeps its memory, so that page faults do not count.
 
 ``--only`` measures fewer rows more often:
 
-    python docs/measured/parts.py docs/measured/parts-frozen.json --cases top1,top2 --repeats 60 \
-        --only "stock" "parts 4" "ampipe 4" "joined 4" "stock, frozen" "parts 4, frozen" --default-allocator
+    python docs/measured/parts.py docs/measured/parts-frozen.json --cases top1 --repeats 60 \\
+        --default-allocator \\
+        --only stock "stock, frozen" "parts 4, frozen" "moe-only 4, frozen" "ampipe 4, frozen"
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from megatron_ampipe.tools.measuring.variant import Cut, Variant
 
 PARTS = (2, 4)
 WARMUP = 3
-LEFT = ("stock, frozen", f"parts {PARTS[-1]}, frozen")
 SCHEDULES = ("moe-only", "ampipe", "joined")
+FROZEN = ", frozen"
 SILENCE_S = 120.0
 KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -109,21 +110,19 @@ def measure(names: str | None, *, repeats: int, only: tuple[str, ...]) -> dict[s
     for index, case in enumerate(cases):
         first, second = by_rank[index, 0], by_rank[index, 1]
         found[case.name] = {
-            name: beside(first["stock"], second["stock"], first[name], second[name]) for name in first
+            name: compared(first["stock"], second["stock"], first[name], second[name]) for name in first
         }
         for name, row in found[case.name].items():
             figures = f"{row['ms']:7.1f} ms  {row['speedup']:.3f}x  {row['work']:.3f} of the work"
-            print(f"{case.name:6} {name:15} {figures}", flush=True)
-        if {*LEFT} <= first.keys():
-            left = left_if_joined(found[case.name])
-            print(
-                f"{case.name:6} left if joined at no cost {left[1]:+.3f} ({left[0]:+.3f} to {left[2]:+.3f})"
-            )
-            found[case.name]["left if joined at no cost"] = {"median and 95 % of resampled medians": left}
+            print(f"{case.name:6} {name:18} {figures}", flush=True)
+        for name in [name for name in first if name.endswith(FROZEN) and name != f"stock{FROZEN}"]:
+            row = found[case.name][name]
+            row["left if joined at no cost"] = left = left_if_joined(found[case.name], name)
+            print(f"{case.name:6} {name:18} leaves {left[1]:+.3f} ({left[0]:+.3f} to {left[2]:+.3f})")
     return found
 
 
-def beside(*samples: list[list[float]]) -> dict[str, Any]:
+def compared(*samples: list[list[float]]) -> dict[str, Any]:
     """A row next to stock, from each rank's ``[time, processor time]`` of every pass, stock's first; ms."""
     stock, row = (
         [(max(a[0], b[0]), a[1] + b[1]) for a, b in zip(*pair, strict=True)]
@@ -138,9 +137,12 @@ def beside(*samples: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def left_if_joined(rows: dict[str, dict[str, Any]]) -> list[float]:
-    """By how much of stock's processor time ``LEFT`` differ: 2.5 % of resampled medians, median, 97.5 %."""
-    stock, whole, cut = (rows[name]["processor_ms"] for name in ("stock", *LEFT))
+def left_if_joined(rows: dict[str, dict[str, Any]], name: str) -> list[float]:
+    """How much more than stock a row takes, both without gradients of weights, as a share of stock with them.
+
+    Of processor time: 2.5 % of resampled medians, median, 97.5 %.
+    """
+    stock, whole, cut = (rows[one]["processor_ms"] for one in ("stock", f"stock{FROZEN}", name))
     shares = [(c - w) / s for s, w, c in zip(stock, whole, cut, strict=True)]
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(shares, k=len(shares))) for _ in range(4000))
@@ -215,7 +217,8 @@ def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
                 difference = (found - expected[tensor]).abs().max() / expected[tensor].abs().max()
                 assert difference < 1e-4, (name, tensor, difference)
         # From here on without comparison: they have no gradients of weights.
-        rows |= {f"{name}, frozen": frozen(rows[name]) for name in ("stock", f"parts {PARTS[-1]}")}
+        cut = [f"{name} {PARTS[-1]}" for name in ("parts", *SCHEDULES[:2])]
+        rows |= {f"{name}{FROZEN}": frozen(rows[name]) for name in ("stock", *cut)}
         rows = {name: layer for name, layer in rows.items() if not job.only or name in job.only}
         for _ in range(WARMUP):
             for layer in rows.values():

@@ -20,8 +20,6 @@ DEGREES = (2, 3, 4, 6, 8, 12, 16)
 """Degrees that are tried: numbers with many divisors, as one degree has to divide the other."""
 NAMED = ("ampipe", "moe-only")
 """Named schedules that overlap communication; the first one is chosen if both take the same time."""
-WITH_WEIGHTS_APART = "joined"
-"""A further one, where layers can compute gradients of weights apart."""
 MAX_SLOWER_DEGREES = 2
 """The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
@@ -55,19 +53,25 @@ class Candidate:
 
 
 def cost_of(candidate: Candidate) -> float:
-    """What named candidates are compared by: their time. Joined gradients of weights have to save more than
-    predictions are exact, as what they take waits until then."""
+    """The predicted time by which named candidates are compared.
+
+    Joined gradients of weights have to save more than predictions are exact: what they take waits for them.
+    """
     total_us = candidate.total_us
     return total_us / (1 - MINIMUM_SAVING) if candidate.schedule.joins_weights else total_us
+
+
+def with_joined(names: tuple[str, ...], predictor: Predictor) -> tuple[str, ...]:
+    """These schedules, and ``joined`` where layers can compute gradients of weights apart."""
+    return (*names, "joined") if predictor.workload.splits_weights else names
 
 
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
     rows = predictor.workload.rows
-    apart = predictor.workload.splits_weights
     for degree in degrees:
         if degree <= rows:
-            for name in (*NAMED, *([WITH_WEIGHTS_APART] if apart else ())):
+            for name in with_joined(NAMED, predictor):
                 yield _named(predictor, name, degree, degree)
 
 

@@ -18,10 +18,10 @@ from megatron_ampipe.plan.search import (
     MAX_SLOWER_DEGREES,
     MINIMUM_SAVING,
     NAMED,
-    WITH_WEIGHTS_APART,
     Candidate,
     cost_of,
     improve_chunks,
+    with_joined,
 )
 from megatron_ampipe.schedule import (
     IN_ONE_CHUNK,
@@ -94,7 +94,7 @@ def _named_ones(predictor: Predictor, degrees: Sequence[int]) -> list[Candidate]
     """For each number of chunks the named order with its best degrees; larger ones until they are slower."""
     found: list[Candidate] = []
     slower = 0
-    names = (NAMED[0], *([WITH_WEIGHTS_APART] if predictor.workload.splits_weights else ()))
+    names = with_joined(NAMED[:1], predictor)
     for count in degrees:
         if count > predictor.workload.rows:
             break
