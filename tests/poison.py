@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ampipe.runtime import collectives
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.tools.measuring.emulation import mirror
 
@@ -139,13 +138,11 @@ def mirrored(
         handle.wait()
         return None
 
-    originals = dist.all_to_all_single, collectives.exchange_send_recv
-    dist.all_to_all_single = all_to_all_single
-    collectives.exchange_send_recv = collectives.exchange_all_to_all
+    original, dist.all_to_all_single = dist.all_to_all_single, all_to_all_single
     try:
         yield
     finally:
-        dist.all_to_all_single, collectives.exchange_send_recv = originals
+        dist.all_to_all_single = original
 
 
 class _Travelling:

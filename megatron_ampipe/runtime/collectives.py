@@ -278,11 +278,11 @@ def exchange_rows(
     if group.size() == 1:
         return Transfer(tuple(tensors))
     received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
-    exchange = exchange_all_to_all if tensors[0].is_cuda else exchange_send_recv
     works = [
-        work
-        for tag, (tensor, output) in enumerate(zip(tensors, received, strict=True))
-        for work in exchange(tensor.contiguous(), output, list(send), list(receive), group, tag)
+        dist.all_to_all_single(
+            output, tensor.contiguous(), list(receive), list(send), group=group, async_op=True
+        )
+        for tensor, output in zip(tensors, received, strict=True)
     ]
     return Transfer.of(received, works)
 
@@ -305,30 +305,12 @@ def pass_on(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, back: bool) 
     return exchange_rows(tensors, send=send, receive=receive, group=group)
 
 
-def exchange_all_to_all(
-    tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
-) -> list[dist.Work]:
-    """Start the exchange of one tensor as the backend's all-to-all."""
-    return [dist.all_to_all_single(output, tensor, receive, send, group=group, async_op=True)]
-
-
-def exchange_send_recv(
-    tensor: Tensor, output: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, tag: int
-) -> list[dist.Work]:
-    """Start the exchange of one tensor as point-to-point sends and receives.
-
-    For gloo, whose all-to-all uses one direction of a link at a time and therefore takes twice as long
-    (docs/log).
-    """
-    return send_receive(tensor.split_with_sizes(send), output.split_with_sizes(receive), group, tag)
-
-
 def send_receive(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, tag: int
+    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Start to send a tensor to each rank of ``group``, and to receive one from each; the own one is copied.
 
-    Empty tensors are not sent.
+    Empty tensors are not sent. For gloo, which delivers what one rank sends to another in the order of calls.
     """
     own = group.rank()
     incoming[own].copy_(outgoing[own])
@@ -337,9 +319,9 @@ def send_receive(
     for step in range(1, group.size()):
         to, source = (own + step) % group.size(), (own - step) % group.size()
         if incoming[source].shape[0]:
-            works.append(dist.irecv(incoming[source], group=group, group_src=source, tag=tag))
+            works.append(dist.irecv(incoming[source], group=group, group_src=source))
         if outgoing[to].shape[0]:
-            works.append(dist.isend(outgoing[to], group=group, group_dst=to, tag=tag))
+            works.append(dist.isend(outgoing[to], group=group, group_dst=to))
     return works
 
 

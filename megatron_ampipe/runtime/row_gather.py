@@ -57,17 +57,17 @@ class RowGather:
         received = [tensor.new_empty((sum(self.rows), *tensor.shape[1:])) for tensor in tensors]
         works = [
             work
-            for tag, (tensor, output) in enumerate(zip(tensors, received, strict=True))
-            for work in self._send_to_all(tensor.contiguous(), output, tag)
+            for tensor, output in zip(tensors, received, strict=True)
+            for work in self._send_to_all(tensor.contiguous(), output)
         ]
         return Transfer.of(received, works)
 
-    def _send_to_all(self, tensor: Tensor, output: Tensor, tag: int) -> list[dist.Work]:
+    def _send_to_all(self, tensor: Tensor, output: Tensor) -> list[dist.Work]:
         count = self.group.size()
         parts = list(output.split_with_sizes(list(self.rows)))
         if tensor.is_cuda:
             return [dist.all_to_all(parts, [tensor] * count, group=self.group, async_op=True)]
-        return collectives.send_receive([tensor] * count, parts, self.group, tag)
+        return collectives.send_receive([tensor] * count, parts, self.group)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks; 16-bit numbers are added in fp32.

@@ -634,8 +634,6 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
     """Context manager that records every collective, by group: its name and the stage that issued it."""
     import torch.distributed as dist
 
-    from megatron_ampipe.runtime import collectives
-
     issued: dict[str, list[list[str]]] = defaultdict(list)
 
     def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -647,16 +645,14 @@ def recorded_collectives(stage: Callable[[], str]) -> Iterator[dict[str, list[li
 
         return call
 
-    # AMPipe's all-to-all uses sends and receives, and sends nothing to a rank that gets no tokens.
-    originals = [(collectives, "exchange_rows", collectives.exchange_rows)]
-    originals += [(dist, name, getattr(dist, name)) for name in RECORDED]
+    originals = {name: getattr(dist, name) for name in RECORDED}
     try:
-        for module, name, function in originals:
-            setattr(module, name, recording(name, function))
+        for name, function in originals.items():
+            setattr(dist, name, recording(name, function))
         yield issued
     finally:
-        for module, name, function in originals:
-            setattr(module, name, function)
+        for name, function in originals.items():
+            setattr(dist, name, function)
 
 
 def collectives(routing: str, **model: Any) -> dict[str, Any]:

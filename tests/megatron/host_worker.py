@@ -3,7 +3,9 @@
 All ``check_*`` functions run on both ranks, in order; the first failure ends the process.
 """
 
+import contextlib
 import threading
+from unittest import mock
 
 from megatron_ampipe.launch import host
 
@@ -21,6 +23,8 @@ from megatron.core.tensor_parallel.random import (  # noqa: E402
 from megatron.core.transformer.spec_utils import build_module  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_ampipe.launch.host import all_to_all  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -179,6 +183,51 @@ def check_moe_layers_run() -> None:
         output.pow(2).mean().backward()
         assert output.isfinite().all() and hidden.grad.isfinite().all(), case
         assert all(parameter.grad is not None for parameter in layer.parameters()), case
+
+
+def check_the_all_to_all_is_made_of_sends() -> None:
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    alone = [torch.distributed.new_group([member]) for member in range(2)][rank]
+    exchange = torch.distributed.all_to_all_single
+    # Rows that each rank sends to each; None is equally many.
+    for rows in (None, ((1, 3), (2, 0)), ((0, 0), (5, 0)), ((0, 2), (0, 1))):
+        send, receive = (rows[rank], tuple(of[rank] for of in rows)) if rows else (None, None)
+        sent = torch.randn(sum(send) if send else 6, 3, generator=generator)
+        found = []
+        for asynchronous in (False, True):
+            for context in (all_to_all.gloo_all_to_all(), contextlib.nullcontext()):
+                output = sent.new_full((sum(receive) if receive else 6, 3), float("nan"))
+                with (
+                    context,
+                    mock.patch.object(torch.distributed, "isend", wraps=torch.distributed.isend) as isend,
+                ):
+                    handle = exchange(output, sent, receive, send, async_op=asynchronous)
+                    assert (handle is not None) == asynchronous
+                    if handle is not None:
+                        handle.wait()
+                direct = isinstance(context, contextlib.nullcontext)
+                assert isend.called == (direct and (send is None or send[1 - rank] > 0)), rows
+                found.append(output)
+        assert all(torch.equal(found[0], other) for other in found), rows
+        own = torch.empty_like(sent)
+        exchange(own, sent, group=alone)
+        assert torch.equal(own, sent)
+    grown = torch.ones(2, 3, requires_grad=True)
+    output = torch.empty(2, 3)
+    exchange(output, grown)
+    assert output.grad_fn is None
+
+
+def check_megatrons_layer_uses_that_all_to_all() -> None:
+    layer = build_module(
+        get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False), config=config(), layer_number=1
+    )
+    mask = torch.triu(torch.ones(16, 16, dtype=torch.bool), 1)[None, None]
+    with mock.patch.object(torch.distributed, "isend", wraps=torch.distributed.isend) as isend:
+        layer(torch.randn(16, 2, 32), attention_mask=mask)[0].sum().backward()
+    # Tokens and probabilities there, tokens back, and the same in the backward pass.
+    assert isend.call_count == 6
 
 
 def main() -> None:

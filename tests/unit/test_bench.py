@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 from pathlib import Path
@@ -114,6 +115,24 @@ def test_bad_links_are_refused(text: str) -> None:
 
 def test_transfer_time_is_latency_and_bytes_by_rate() -> None:
     assert parse_link("emulated:8mbit:2ms").transfer_s(1_000_000) == pytest.approx(1.002)
+
+
+def test_an_emulated_link_stays_when_the_host_platform_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from megatron_ampipe.launch.host import all_to_all
+    from megatron_ampipe.tools.measuring import emulation
+
+    torchs = dist.all_to_all_single
+    monkeypatch.setattr(dist, "all_to_all_single", torchs)
+    monkeypatch.setattr(all_to_all, "_gloo", None)
+    emulation.install(parse_link("emulated:8mbit"), on_cuda=False, pretended=False)
+    slowed = dist.all_to_all_single
+    all_to_all.install()
+    assert dist.all_to_all_single is slowed
+    # What it slows is the host platform's, for both layers.
+    assert inspect.getclosurevars(slowed).nonlocals["exchange"] is all_to_all._all_to_all_single
+    assert all_to_all._gloo is torchs
 
 
 def test_bursts_are_small_against_a_chunk_and_hold_a_segment() -> None:

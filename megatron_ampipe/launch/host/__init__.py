@@ -2,8 +2,9 @@
 
 Megatron calls CUDA in many places that do not depend on a GPU: streams, events, ``device="cuda"``, the random
 state of the device. :func:`install` replaces these calls, so that the same Megatron code runs on the CPU. It
-changes no arithmetic and makes nothing faster; its purpose is that tests, examples and CI need no GPU. It
-refuses to load if there is a GPU.
+changes no arithmetic; its purpose is that tests, examples and CI need no GPU. One replacement makes Megatron
+faster: the all-to-all, because AMPipe uses it too and is compared with Megatron. It refuses to load if there
+is a GPU.
 
 Called by the training entry points and by tests, *before* Megatron is imported:
 
@@ -12,9 +13,10 @@ Called by the training entry points and by tests, *before* Megatron is imported:
     torch.distributed.init_process_group("gloo")
 
 There is one module per kind of call: :mod:`.cuda` (``torch.cuda.*``), :mod:`.devices` (``device=``
-arguments), :mod:`.random` (random state), :mod:`.megatron` (functions inside Megatron), :mod:`.norm` (the
-norm of the local layers), :mod:`.hybrid_layers` and :mod:`.mamba` (hybrid models), :mod:`.host_flags` (flags
-that Megatron needs on a CPU).
+arguments), :mod:`.random` (random state), :mod:`.all_to_all` (Megatron's and AMPipe's all-to-all),
+:mod:`.megatron` (functions inside Megatron), :mod:`.norm` (the norm of the local layers),
+:mod:`.hybrid_layers` and :mod:`.mamba` (hybrid models), :mod:`.host_flags` (flags that Megatron needs on a
+CPU).
 """
 
 import sys
@@ -58,11 +60,12 @@ def install() -> None:
             "The host platform must be installed before megatron.core is imported, because the import binds "
             "names of torch.compile and torch.cuda. Call megatron_ampipe.launch.host.install() first."
         )
-    from megatron_ampipe.launch.host import cuda, devices, random
+    from megatron_ampipe.launch.host import all_to_all, cuda, devices, random
 
     cuda.install()
     devices.install()
     random.install()
+    all_to_all.install()
 
     # Imports Megatron, so everything above must be installed already.
     from megatron_ampipe.launch.host import megatron

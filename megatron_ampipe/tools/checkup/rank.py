@@ -41,6 +41,9 @@ def examine(*, measure_overlap: bool) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
+        from megatron_ampipe.launch.host import all_to_all
+
+        all_to_all.install()
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
     try:

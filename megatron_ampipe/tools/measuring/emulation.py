@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.runtime import collectives
+from megatron_ampipe.launch.host import all_to_all
 from megatron_ampipe.tools.measuring.device_clock import Clock, device_spin
 from megatron_ampipe.tools.measuring.link import Link
 
@@ -87,6 +87,9 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
     occupy: Callable[[float], object] = time.sleep
     if on_cuda:
         occupy, emulation.clock, emulation.why_cycles = device_spin()
+    else:
+        # What the link slows; the host platform, which is installed later, must not replace the slowed one.
+        all_to_all.install()
     exchange = dist.all_to_all_single
 
     def all_to_all_single(
@@ -115,8 +118,6 @@ def install(link: Link, *, on_cuda: bool, pretended: bool) -> Emulation:
         return None
 
     dist.all_to_all_single = all_to_all_single
-    # AMPipe's exchange for gloo is made of sends; here it has to use the collective whose time is emulated.
-    collectives.exchange_send_recv = collectives.exchange_all_to_all
     if pretended:
         dist.all_gather_into_tensor = emulation.gather_counts
     return emulation
