@@ -23,6 +23,7 @@ from megatron_ampipe.schedule import ALL_EXCHANGES, chunk_sequence, parse_exchan
 from megatron_ampipe.tools.benchmark import prediction, result, result_file, training
 from megatron_ampipe.tools.benchmark.argument_values import (
     ROUNDS,
+    check_gloo,
     check_training,
     cuts,
     layers,
@@ -58,13 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.check(arguments.json, flag="--json")
     link = link_of(arguments)
     check_training(arguments, link)
-    if arguments.source is not None and arguments.planned is not None:
-        raise BadInput(
-            "--planned",
-            arguments.planned,
-            rule="is for what will be measured, and --from measures nothing",
-            remedy="Leave one of the two out.",
-        )
+    for flag, value in (
+        ("--planned", arguments.planned),
+        ("--gloo-all-to-all", "" if arguments.gloo_all_to_all else None),
+    ):
+        if arguments.source is not None and value is not None:
+            rule = "is for what will be measured, and --from measures nothing"
+            raise BadInput(flag, value, rule=rule, remedy="Leave one of the two out.")
     cluster = None if arguments.predict is None else read_cluster(find_cluster(arguments.predict))
     if arguments.source is not None:
         document = result_file.read(arguments.source)
@@ -101,7 +102,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
     job = _job(arguments, link, grid)
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
-    hardware = machine.hardware()
+    hardware, versions = machine.hardware(), machine.versions()
     begin = datetime.now(UTC)
     found = _trainings(arguments, job) if arguments.end_to_end else _blocks(job, link)
     return {
@@ -123,10 +124,13 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
         "memories": list(job.memories),
         "exchanges": list(job.exchanges),
         "wires": list(job.wires),
+        "gloo_all_to_all": job.gloo_all_to_all,
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
-        "versions": machine.versions(),
+        "versions": versions,
+        # Whether what ran is what this commit holds; None where the commit is not known.
+        "clean": None if "commit" not in versions else not versions["commit"].endswith("-dirty"),
         **found,
         "hardware": {
             **hardware,
@@ -197,7 +201,10 @@ def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:
         timeout_s=arguments.timeout,
         rendezvous="",
         cores=() if num_gpus else machine.cores_of(count),
+        gloo_all_to_all=arguments.gloo_all_to_all,
     )
+    if job.gloo_all_to_all:
+        check_gloo(link=link, on_cuda=num_gpus > 0, pretended=job.pretended)
     if job.wires != (None,) and (arguments.end_to_end or arguments.planned or arguments.predict):
         raise BadInput(
             "--wire",

@@ -92,12 +92,17 @@ def check_document(
     assert document["link"] == link
     assert document["versions"]["torch"]
     assert document["hardware"]["cpu"]
+    assert len(document["hardware"]["load_average"]) == 3
+    assert document["clean"] in ({True, False} if "commit" in document["versions"] else {None})
     assert [case["name"] for case in document["cases"]] == ["top1", "rich"]
     for case in document["cases"]:
         assert case["link"] == link
         assert case["stock_ms"] > 0
         assert case["stock_peak_bytes"] > 0
         assert document["layers"] == case["layers"] == num_layers
+        assert case["control"]["spread"] >= abs(case["control"]["speedup"] - 1) - 1e-4
+        assert len(case["control"]["samples_ms"]) == repeats
+        assert case["control"]["difference_from_stock"] == 0.0
         assert [(row["schedule"], row["degree"]) for row in case["rows"]] == layers
         for row in case["rows"]:
             assert len(row["samples_ms"]) == repeats
@@ -183,9 +188,13 @@ def test_the_planned_variant_is_measured(tmp_path: Path) -> None:
 
 @needs_network
 def test_over_a_real_network(tmp_path: Path) -> None:
-    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--warmup", "0"]
-    document, _ = bench(tmp_path, *words)
+    words = ["--link", "200mbit", "--degrees", "2", "--repeats", "2", "--warmup", "0", "--gloo-all-to-all"]
+    document, shown = bench(tmp_path, *words)
     check_document(document, link="200mbit", layers=[("moe-only", 2), ("ampipe", 2)], repeats=2)
+    assert "stock-gloo" in shown
+    for case in document["cases"]:
+        assert case["gloo_all_to_all"]["difference_from_stock"] == 0.0
+        assert len(case["gloo_all_to_all"]["samples_ms"]) == 2
 
 
 def test_an_emulated_link_slows_both_layers_and_says_so(tmp_path: Path) -> None:
@@ -206,9 +215,19 @@ def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "400mbit"
     words = ["--end-to-end", "--cases", "rich", "--degrees", "4", "--schedules", "ampipe", "--repeats", "2"]
     document, shown = bench(
-        tmp_path, *words, "--warmup", "1", "--rounds", "1", "--layers", "2", "--link", link
+        tmp_path,
+        *words,
+        "--warmup",
+        "1",
+        "--rounds",
+        "1",
+        "--layers",
+        "2",
+        "--link",
+        link,
+        "--gloo-all-to-all",
     )
-    assert {"ampipe", "stack"} <= set(shown.split())
+    assert {"ampipe", "stack", "control", "stock-gloo"} <= set(shown.split())
     assert (document["format"], document["layers"], document["rounds"]) == (training.FORMAT, 2, 1)
     assert document["stacks"] == [1, 2]
     (case,) = document["cases"]
@@ -216,7 +235,7 @@ def test_end_to_end_training_alternates_the_variants(tmp_path: Path) -> None:
     assert {"--mock-data", "--expert-model-parallel-size"} <= set(case["flags"])
     assert case["layers"] == 2
     assert [(row["layers"], row["stack"]) for row in case["rows"]] == [(2, 1), (2, 2)]
-    for kind in (case["stock"], *case["rows"]):
+    for kind in (case["stock"], case["control"], case["gloo_all_to_all"], *case["rows"]):
         (found,) = kind["trainings"]
         assert len(found["ms"]) == len(found["lm_loss"]) == 3
         assert kind["ms"] > 0

@@ -33,7 +33,7 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file
-from megatron_ampipe.tools.benchmark.argument_values import stacks, wires
+from megatron_ampipe.tools.benchmark.argument_values import check_gloo, stacks, wires
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
 from megatron_ampipe.tools.benchmark.table import show
@@ -195,6 +195,8 @@ def test_a_slow_network_needs_iproute2(
         (["--layers", "4", "--stack", "1,x"], "--stack x: must be a whole number of layers"),
         (["--layers", "4", "--stack", "1,"], "--stack (empty): must be a whole number of layers"),
         (["--from", "/absent.json"], "--from /absent.json"),
+        (["--gloo-all-to-all", "--link", "emulated:1gbit"], "--gloo-all-to-all"),
+        (["--gloo-all-to-all", "--from", "x"], "--gloo-all-to-all : is for what will be measured"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(
@@ -327,6 +329,23 @@ def test_a_grid_that_is_no_text_is_refused(tmp_path: Path) -> None:
         read_grid(path)
 
 
+JOB = BenchJob(
+    cases=(CASE,),
+    schedules=("ampipe",),
+    cuts=(Cut.of(4),),
+    link="none",
+    num_ranks=2,
+    pretended=False,
+    device="cpu",
+    repeats=1,
+    warmup=0,
+    seed=1,
+    timeout_s=9.0,
+    rendezvous="",
+    cores=(),
+)
+
+
 def test_a_job_survives_the_way_to_the_ranks() -> None:
     job = BenchJob(
         cases=(CASE,),
@@ -349,6 +368,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
     assert BenchJob.from_json(job.to_json()) == job
     assert [str(variant) for variant in job.variants_of(0)] == [
         "stock",
+        "control",
         "ampipe degree 1",
         "ampipe degree 4",
         "ampipe degree 4:2",
@@ -390,16 +410,16 @@ def test_every_cut_is_measured_with_every_stack() -> None:
         stacks=(1, 2, 4),
     )
     restoring = dataclasses.replace(job, stacks=(4,), memories=("keep", "rebuild"))
-    assert [str(variant) for variant in restoring.variants_of(0)[1:]] == [
+    assert [str(variant) for variant in restoring.variants_of(0)[2:]] == [
         "ampipe degree 1",
         "ampipe degree 4, stack 4",
         "ampipe degree 4, stack 4, memory rebuild",
     ]
     assert BenchJob.from_json(restoring.to_json()) == restoring
-    assert [variant.pipeline.memory for variant in restoring.variants_of(0)] == ["keep"] * 3 + ["rebuild"]
+    assert [variant.pipeline.memory for variant in restoring.variants_of(0)] == ["keep"] * 4 + ["rebuild"]
     # Strategies of single chunks are for one degree.
     mixed = dataclasses.replace(restoring, cuts=(*job.cuts, Cut.of(2)), memories=("rebuild/keep",))
-    assert [str(variant) for variant in mixed.variants_of(0)[1:]] == [
+    assert [str(variant) for variant in mixed.variants_of(0)[2:]] == [
         "ampipe degree 1",
         "ampipe degree 2, stack 4, memory rebuild/keep",
     ]
@@ -407,13 +427,14 @@ def test_every_cut_is_measured_with_every_stack() -> None:
     assert [str(variant) for variant in job.variants_of(0)] == [
         *(
             "stock",
+            "control",
             "ampipe degree 1",
             "ampipe degree 4",
             "ampipe degree 4, stack 2",
             "ampipe degree 4, stack 4",
         )
     ]
-    assert [variant.pipeline.stack for variant in job.variants_of(0)[2:]] == [1, 2, 4]
+    assert [variant.pipeline.stack for variant in job.variants_of(0)[3:]] == [1, 2, 4]
 
 
 # The bound
@@ -633,6 +654,7 @@ def report(seconds: list[list[float]], variants: list[Variant]) -> dict[str, Any
 
 VARIANTS = [
     Variant("stock", Cut.of(1)),
+    Variant("control", Cut.of(1)),
     Variant("ampipe", Cut.of(1)),
     Variant("ampipe", Cut.of(2)),
     Variant("sequential", Cut.of(2)),
@@ -641,8 +663,26 @@ VARIANTS = [
 
 def document() -> dict[str, Any]:
     reports = [
-        report([[0.04, 0.08, 0.04], [0.04, 0.08, 0.04], [0.02, 0.02, 0.02], [0.05, 0.05, 0.05]], VARIANTS),
-        report([[0.01, 0.01, 0.06], [0.01, 0.01, 0.06], [0.02, 0.02, 0.03], [0.01, 0.01, 0.01]], VARIANTS),
+        report(
+            [
+                [0.04, 0.08, 0.04],
+                [0.05, 0.08, 0.04],
+                [0.04, 0.08, 0.04],
+                [0.02, 0.02, 0.02],
+                [0.05, 0.05, 0.05],
+            ],
+            VARIANTS,
+        ),
+        report(
+            [
+                [0.01, 0.01, 0.06],
+                [0.01, 0.01, 0.05],
+                [0.01, 0.01, 0.06],
+                [0.02, 0.02, 0.03],
+                [0.01, 0.01, 0.01],
+            ],
+            VARIANTS,
+        ),
     ]
     case = result.case_result(CASE, VARIANTS, reports, link=parse_link("emulated:1gbit"), layers=1)
     return {
@@ -660,10 +700,16 @@ def test_a_case_holds_what_scripts_read() -> None:
     case = document()["cases"][0]
     assert (case["name"], case["link"], case["stock_ms"]) == ("one", "emulated:1gbit", 60.0)
     assert case["stock_samples_ms"] == [40.0, 80.0, 60.0]
-    control, ampipe, sequential = case["rows"]
+    again, ampipe, sequential = case["rows"]
     assert {"schedule", "degree", "ms", "speedup", "bound_share"} <= ampipe.keys()
     assert (case["layers"], ampipe["layers"], ampipe["stack"]) == (1, 1, 1)
-    assert (control["degree"], control["speedup"], control["bound_share"]) == (1, 1.0, None)
+    assert (again["degree"], again["speedup"], again["bound_share"]) == (1, 1.0, None)
+    # Ratios 0.8, 1 and 1.2: the 10th percentile is further from 1, as a factor, than the 90th.
+    control = case["control"]
+    assert (control["speedup"], control["speedup_p10"], control["speedup_p90"]) == (1.0, 0.84, 1.16)
+    assert control["spread"] == 0.1905
+    assert case["gloo_all_to_all"] is None
+    assert [row["difference_seen"] for row in case["rows"]] == [False, True, True]
     # Ratios 2, 4 and 2 within the repeats; the quotient of medians would be 3.
     assert (ampipe["ms"], ampipe["speedup"], ampipe["samples_ms"]) == (20.0, 2.0, [20.0, 20.0, 30.0])
     assert (ampipe["speedup_p10"], ampipe["speedup_p90"]) == (2.0, 3.6)
@@ -683,7 +729,7 @@ def test_a_case_holds_what_scripts_read() -> None:
     assert case["possible_speedup"] == 3.1579
     assert case["stock_busy_cores"] == ampipe["busy_cores"] == 1.0
     assert ampipe["processor_ms_by_rank"] == [[20.0, 10.0, 20.0], [20.0, 10.0, 30.0]]
-    assert (case["stock_peak_bytes"], control["peak_bytes"]) == (2**20, 2 * 2**20)
+    assert (case["stock_peak_bytes"], again["peak_bytes"]) == (2**20, 3 * 2**20)
     # Of both ranks together, the median of the repeats.
     assert (ampipe["exchange"], ampipe["wire_bytes"], ampipe["expected_wire_bytes"]) == (
         "rows", 2_040_000, 2_000_000,
@@ -716,10 +762,52 @@ def test_a_document_without_rows_or_busy_cores_is_shown(tmp_path: Path) -> None:
         for row in case["rows"]:
             del row[key]
     for row in case["rows"]:
-        del row["layers"], row["stack"], row["exchange"]
+        del row["layers"], row["stack"], row["exchange"], row["difference_seen"]
+    del case["control"], case["gloo_all_to_all"]
     assert not {"busy", "MiB", "wire"} & set(shown(older, tmp_path / "x.json"))
     empty["cases"][0] |= {"rows": [], "stock_busy_cores": None}
     assert "60.00" in shown(empty, tmp_path / "x.json")
+
+
+def test_the_control_is_shown_and_what_is_below_its_spread_is_marked(tmp_path: Path) -> None:
+    found = document()
+    lines = " ".join(shown(found, tmp_path / "x.json"))
+    assert "control │ │ 50.00 │ 1.000 (spread 19.1%) │ 0.840-1.160" in lines
+    assert "ampipe │ 1 │ 60.00 │ 1.000 no difference seen │" in lines
+    assert "ampipe │ 2 │ 20.00 │ 2.000 │" in lines
+    assert "stock-gloo" not in lines
+    (case,) = found["cases"]
+    case["gloo_all_to_all"] = case["control"] | {"schedule": "stock-gloo", "difference_seen": True}
+    del case["gloo_all_to_all"]["spread"]
+    lines = " ".join(shown(found, tmp_path / "x.json"))
+    assert "stock-gloo │ │ 50.00 │ 1.000 │" in lines
+    assert "stock-gloo: stock with gloo's own all-to-all" in lines
+
+
+def test_gloos_all_to_all_is_measured_on_request() -> None:
+    job = dataclasses.replace(JOB, gloo_all_to_all=True)
+    assert [str(variant) for variant in job.variants_of(0)[:3]] == ["stock", "control", "stock-gloo"]
+    assert not any(variant.pipelined for variant in job.variants_of(0)[:3])
+    assert BenchJob.from_json(job.to_json()) == job
+    check_gloo(link=parse_link("200mbit"), on_cuda=False, pretended=False)
+    for settings, rule in (
+        ({"link": "none", "on_cuda": True}, "call NCCL's all-to-all"),
+        ({"link": "none", "pretended": True}, "has no effect"),
+        ({"link": "emulated:1gbit"}, "has no effect with --link emulated:1gbit"),
+    ):
+        given = {"on_cuda": False, "pretended": False} | settings | {"link": parse_link(settings["link"])}
+        with pytest.raises(BadInput, match=rule):
+            check_gloo(**given)
+
+
+@pytest.mark.parametrize(
+    ("p10", "p90", "spread"), [(0.98, 1.01, 0.0204), (1.01, 1.05, 0.05), (0.8, 0.9, 0.25), (1.0, 1.0, 0.0)]
+)
+def test_the_spread_of_a_control(p10: float, p90: float, spread: float) -> None:
+    assert result.spread_of({"speedup_p10": p10, "speedup_p90": p90}) == spread
+    for factor, seen in ((1 + 2 * spread + 0.001, True), (1 + spread / 2, False)):
+        assert result.is_seen({"speedup": factor}, spread) is seen
+        assert result.is_seen({"speedup": 1 / factor}, spread) is seen
 
 
 def test_stacks_have_a_column_and_figures_of_their_own(tmp_path: Path) -> None:
@@ -808,8 +896,8 @@ def test_an_exchange_is_measured_where_it_saves_something() -> None:
         exchanges=tuple(Exchange),
     )
     assert BenchJob.from_json(job.to_json()) == job
-    assert [str(variant) for variant in job.variants_of(0)] == ["stock", "ampipe degree 1", "ampipe degree 4"]
-    assert [str(variant) for variant in job.variants_of(1)[1:]] == [
+    assert [str(variant) for variant in job.variants_of(0)[2:]] == ["ampipe degree 1", "ampipe degree 4"]
+    assert [str(variant) for variant in job.variants_of(1)[2:]] == [
         "ampipe degree 1",
         "ampipe degree 1, exchange ranks",
         "ampipe degree 4",
@@ -817,8 +905,8 @@ def test_an_exchange_is_measured_where_it_saves_something() -> None:
     ]
     two_nodes = with_nodes("inter=50mbit,intra=400mbit", ranks_per_node=2)
     of_nodes = dataclasses.replace(job, link=two_nodes, num_ranks=4, cuts=(Cut.of(4),))
-    assert [variant.exchange for variant in of_nodes.variants_of(1)[1:]] == list(Exchange)
-    assert [variant.pipelined for variant in job.variants_of(1)] == [False, False, True, True, True]
+    assert [variant.exchange for variant in of_nodes.variants_of(1)[2:]] == list(Exchange)
+    assert [variant.pipelined for variant in job.variants_of(1)] == [False, False, False, True, True, True]
 
 
 def test_a_wire_is_measured_where_tokens_travel_in_chunks(tmp_path: Path) -> None:
@@ -842,7 +930,7 @@ def test_a_wire_is_measured_where_tokens_travel_in_chunks(tmp_path: Path) -> Non
         wires=(None, "fp8"),
     )
     assert BenchJob.from_json(job.to_json()) == job
-    names = ["stock", "ampipe degree 1", "ampipe degree 4", "ampipe degree 4, wire fp8"]
+    names = ["stock", "control", "ampipe degree 1", "ampipe degree 4", "ampipe degree 4, wire fp8"]
     assert [str(variant) for variant in job.variants_of(0)] == names
     found = document()
     assert "fp8" not in shown(found, tmp_path / "x.json")

@@ -56,18 +56,46 @@ def curve(*ms: float, loss: float = 2.0) -> Curve:
 
 def test_figures_of_trainings() -> None:
     # The first iteration of each training run does not count.
-    curves = [[curve(900, 40, 40), curve(900, 80, 80)], [curve(900, 20, 20), curve(900, 20, 40)]]
+    curves = [
+        [curve(900, 40, 40), curve(900, 80, 80)],
+        [curve(900, 40, 50), curve(900, 80, 80)],
+        [curve(900, 20, 20), curve(900, 20, 40)],
+    ]
     case = training.case_result(CASE, JOB, JOB.variants_of(0), curves)
     assert (case["name"], case["layers"]) == ("one", 3)
     assert " ".join(case["flags"]).count("--num-layers 3") == 1
     assert (case["stock"]["ms"], case["stock"]["iterations_per_s"]) == (60.0, 16.6667)
+    # Ratios 1, 0.8, 1 and 1: the 10th percentile is 0.86.
+    assert (case["control"]["speedup"], case["control"]["spread"]) == (1.0, 0.1628)
+    assert case["gloo_all_to_all"] is None
     (row,) = case["rows"]
+    assert row["difference_seen"]
     assert (row["schedule"], row["degree"], row["ms"], row["iterations_per_s"]) == ("ampipe", 4, 20.0, 50.0)
     assert (row["layers"], row["stack"]) == (3, 3)
     # Ratios of the same iteration in the same round: 2, 2, 4, 2. The quotient of medians would be 3.
     assert row["speedup"] == 2.0
     assert row["loss_difference"] == 0.0
     assert row["trainings"][1] == {"ms": (900, 20, 40), "lm_loss": (2.0, 1.0, 2.0 / 3)}
+
+
+def test_a_training_with_gloos_all_to_all_is_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+
+    def run(job: TrainingJob, **_: object) -> Curve:
+        jobs.append(job)
+        return curve(1, 1, 1)
+
+    monkeypatch.setattr(training, "run", run)
+    job = dataclasses.replace(JOB, gloo_all_to_all=True)
+    (case,) = training.measure(job, rounds=1, on_iteration=lambda _: None)
+    # Stock, its control, stock with gloo's and AMPipe.
+    assert [job.gloo_all_to_all for job in jobs] == [False, False, True, False]
+    assert [job.stock_attends_as for job in jobs] == ["fp32"] * 3 + [None]
+    assert len({job.flags for job in jobs}) == 2
+    assert (case["gloo_all_to_all"]["schedule"], case["gloo_all_to_all"]["difference_seen"]) == (
+        "stock-gloo",
+        False,
+    )
 
 
 @pytest.mark.parametrize(

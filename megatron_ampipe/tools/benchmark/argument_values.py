@@ -128,6 +128,21 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdecimal() and len(word) < 10 and int(word) > 0
 
 
+def check_gloo(*, link: Link, on_cuda: bool, pretended: bool) -> None:
+    """Refuse ``--gloo-all-to-all`` where gloo's all-to-all does not take what it takes between real ranks.
+
+    Raises:
+        BadInput: the link is emulated, or gloo sends nothing.
+    """
+    if on_cuda or pretended or link.emulated:
+        if on_cuda:
+            rule = "is for CPUs: on GPUs, Megatron's and AMPipe's layers call NCCL's all-to-all"
+        else:
+            rule = f"has no effect with --link {link.text}, on which every all-to-all takes the same time"
+        remedy = "Use --link 200mbit or, without GPUs, --link none; or leave it out."
+        raise BadInput("--gloo-all-to-all", "", rule=rule, remedy=remedy)
+
+
 def check_training(arguments: argparse.Namespace, link: Link) -> None:
     """What a flag needs or excludes, with and without ``--end-to-end``.
 

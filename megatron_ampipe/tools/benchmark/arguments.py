@@ -41,8 +41,8 @@ examples:
       what the planner predicts for each of its rows, next to what was measured
 
 Before anything is timed, outputs and gradients of all layers are compared; a difference ends with code 4.
-Close other work first: the columns '10-90 %' and the rows of degree 1, which are Megatron's layer again,
-show how quiet the machine was.
+Close other work first: the row 'control', Megatron's layer measured a second time, shows how quiet the
+machine was. A speedup that is nearer to 1 than its spread is marked as no difference seen.
 """
 
 
@@ -84,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are compared, their numbers with those of Megatron's layers"
     )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
+    gloo = (
+        "also measure Megatron's layers with gloo's own all-to-all, in place of the one that Megatron's and "
+        "AMPipe's layers share on a CPU (stock-gloo)"
+    )
     pretend = (
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
         "and chosen automatically if there are fewer GPUs than ranks"
@@ -115,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="M,M", default=KEEP, help=memory + chosen)
     add("--exchange", metavar="E,E", default="rows", help=exchange + chosen)
     add("--wire", metavar="W,W", default=UNCHANGED, help=wire + chosen)
+    add("--gloo-all-to-all", action="store_true", help=gloo)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
     add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from megatron_ampipe.schedule import KEEP, Exchange, of_chunks
 from megatron_ampipe.tools.measuring.grid import Case, exchanges_of_case
 from megatron_ampipe.tools.measuring.link import parse_link
-from megatron_ampipe.tools.measuring.variant import STOCK, Cut, Variant
+from megatron_ampipe.tools.measuring.variant import CONTROL, STOCK, STOCK_GLOO, Cut, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class BenchJob:
         memories: What the experts keep for their backward, as in ``Pipeline.memory``.
         exchanges: How often a token is sent.
         wires: What rows become while they travel, as ``--ampipe-wire``; None for nothing else.
+        gloo_all_to_all: Also measure Megatron's layers with gloo's own all-to-all.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.block_worker"
@@ -63,12 +64,13 @@ class BenchJob:
     memories: tuple[str, ...] = (KEEP,)
     exchanges: tuple[Exchange, ...] = (Exchange.ROWS,)
     wires: tuple[str | None, ...] = (None,)
+    gloo_all_to_all: bool = False
 
     def variants_of(self, case_index: int) -> tuple[Variant, ...]:
-        """What is compared: stock, then every schedule with every cut, stack, memory, exchange and wire.
+        """What is compared: stock and its control, then every schedule in every way, then what was planned.
 
-        Then what was planned for this case. An exchange that saves no copies in this case is left out, and so
-        are strategies of the chunks of another degree.
+        A way is a cut, a stack, a memory, an exchange and a wire. An exchange that saves no copies in this
+        case is left out, and so are strategies of the chunks of another degree.
         """
         useful = self.useful_exchanges(self.cases[case_index])
         rows = (
@@ -89,7 +91,8 @@ class BenchJob:
             if exchange in useful
         )
         planned = self.planned[case_index] if self.planned else ()
-        return (Variant(STOCK, Cut.of(1)), *dict.fromkeys(rows), *planned)
+        megatrons = (STOCK, CONTROL, *[STOCK_GLOO] * self.gloo_all_to_all)
+        return (*(Variant(name, Cut.of(1)) for name in megatrons), *dict.fromkeys(rows), *planned)
 
     @property
     def ranks_per_node(self) -> int | None:

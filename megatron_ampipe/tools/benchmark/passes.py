@@ -8,6 +8,7 @@ that becomes slower affects all equally. Called by :mod:`.block_worker`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import DifferenceFound
+from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.layers.kernel_choice import describe_kernel
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
@@ -206,12 +208,13 @@ class _Passes:
         try:
             sent_before = sent_bytes() if self._counts_wire else {}
             self._meet()
-            begin, worked = time.perf_counter(), time.process_time()
-            output, _ = layer(hidden_states=hidden, attention_mask=None)
-            between = _Clock(on_cuda=self._on_cuda)
-            output.backward(self._gradient)
-            backward_s = between.passed_s()
-            wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
+            with gloo_all_to_all() if layer.gloo_all_to_all else contextlib.nullcontext():
+                begin, worked = time.perf_counter(), time.process_time()
+                output, _ = layer(hidden_states=hidden, attention_mask=None)
+                between = _Clock(on_cuda=self._on_cuda)
+                output.backward(self._gradient)
+                backward_s = between.passed_s()
+                wall_s, processor_s = time.perf_counter() - begin, time.process_time() - worked
             wire_bytes = None
             if self._counts_wire:
                 # A rank may have what it waited for while a peer still receives.

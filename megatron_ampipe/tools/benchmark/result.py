@@ -4,7 +4,7 @@ Pure; :mod:`.result_file` writes and reads the document that holds them.
 
 The time of a pass is the maximum over ranks. The speedup is the median of the ratios stock / variant taken
 within each repeat, where the machine was in the same state for both; its spread is the range from the 10th to
-the 90th percentile of these ratios.
+the 90th percentile of these ratios. What the machine itself contributes is :func:`spread_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.schedule import Stage, stage_from_text
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.link import Link
-from megatron_ampipe.tools.measuring.variant import Variant
+from megatron_ampipe.tools.measuring.variant import CONTROL, STOCK_GLOO, Variant
 
 StageSamples = Mapping[str, Mapping[str, Sequence[float]]]
 """By direction and stage, the microseconds of every pass, alone."""
@@ -34,6 +34,52 @@ def percentile(values: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def speedup(stock: Sequence[float], samples: Sequence[float]) -> dict[str, float]:
+    """The ratios stock / variant within each repeat: ``speedup``, their median, and two percentiles."""
+    ratios = [before / after for before, after in zip(stock, samples, strict=True)]
+    return {
+        "speedup": round(statistics.median(ratios), 4),
+        "speedup_p10": round(percentile(ratios, 0.1), 4),
+        "speedup_p90": round(percentile(ratios, 0.9), 4),
+    }
+
+
+def spread_of(control: Mapping[str, Any]) -> float:
+    """By how much Megatron's layer differs from itself: the spread of the control, 0.03 for 3 %.
+
+    The control is Megatron's layer measured a second time, in turns with everything else. The spread is how
+    far the 10th or the 90th percentile of stock / control within a repeat is from 1, whichever is further, as
+    a factor: max(p90, 1 / p10) - 1. So it is at least the deviation of the control's median, which is what
+    other rows are compared by.
+    """
+    return round(max(control["speedup_p90"], 1 / control["speedup_p10"]) - 1, 4)
+
+
+def is_seen(row: Mapping[str, Any], spread: float) -> bool:
+    """Whether the speedup of a row is further from 1, as a factor, than the spread of the control."""
+    return max(row["speedup"], 1 / row["speedup"]) - 1 > spread
+
+
+def with_control(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows as a case holds them, each with ``difference_seen``.
+
+    Args:
+        rows: Of all variants but stock.
+
+    Returns:
+        ``control``, with its ``spread``; ``gloo_all_to_all``, None where that was not measured; and ``rows``,
+        all others.
+    """
+    control, *_ = (row for row in rows if row["schedule"] == CONTROL)
+    spread = spread_of(control)
+    others = [row | {"difference_seen": is_seen(row, spread)} for row in rows if row is not control]
+    return {
+        "control": control | {"spread": spread},
+        "gloo_all_to_all": next((row for row in others if row["schedule"] == STOCK_GLOO), None),
+        "rows": [row for row in others if row["schedule"] != STOCK_GLOO],
+    }
 
 
 def slowest_rank(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -136,7 +182,7 @@ def case_result(
         "clock": reports[0]["clock"],
         "block": asdict(case),
         "possible_speedup": possible_speedup(stock_ms, rows),
-        "rows": rows,
+        **with_control(rows),
     }
 
 
@@ -203,7 +249,6 @@ def _row(
     wire: Mapping[str, Any],
 ) -> dict[str, Any]:
     samples = slowest_rank(by_rank)
-    ratios = [before / after for before, after in zip(stock, samples, strict=True)]
     median_ms, cut = statistics.median(samples), variant.cut
     row: dict[str, Any] = {
         "schedule": variant.schedule,
@@ -221,9 +266,7 @@ def _row(
         "ms": round(median_ms, 4),
         # Of these, from the end of the forward pass of a rank.
         "backward_ms": round(statistics.median(slowest_rank(backward_by_rank)), 4),
-        "speedup": round(statistics.median(ratios), 4),
-        "speedup_p10": round(percentile(ratios, 0.1), 4),
-        "speedup_p90": round(percentile(ratios, 0.9), 4),
+        **speedup(stock, samples),
         # Megatron's own layer, as at degree 1, has no stages to overlap.
         "bound_ms": None,
         "bound_share": None,

@@ -48,7 +48,9 @@ def _is_case(case: Mapping[str, Any]) -> bool:
     # Not measured on a GPU, or absent from older results.
     measured = [key for key in ("busy_cores", "peak_bytes") if case.get(f"stock_{key}") is not None]
     numbers = [case["stock_ms"], *(case[f"stock_{key}"] for key in measured)]
-    for row in case["rows"]:
+    # Absent from older results, or not measured.
+    others = [case[key] for key in ("control", "gloo_all_to_all") if case.get(key) is not None]
+    for row in (*case["rows"], *others):
         numbers += [row["ms"], row["speedup"], row["speedup_p10"], row["speedup_p90"], row["degree"]]
         numbers += [row[key] for key in ("bound_ms", "bound_share") if row[key] is not None]
         numbers += [row[key] for key in measured]

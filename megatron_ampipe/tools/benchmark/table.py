@@ -22,7 +22,14 @@ _OF_WIRE = (
     " wire MB: sent by all ranks, by the kernel's counters, and how much more that is than rows and "
     "probabilities by the routing."
 )
-_OF_DEGREE_1 = " degree 1 is stock again and shows the noise."
+OF_CONTROL = (
+    " control: stock once more. Its spread: how far the 10th or 90th percentile of stock / control is from "
+    "1, as a factor. A speedup nearer to 1 is marked 'no difference seen'."
+)
+OF_GLOO = (
+    " stock-gloo: stock with gloo's own all-to-all; all other rows have the host platform's, stock included."
+)
+_OF_DEGREE_1 = " degree 1 is stock again."
 _OF_MEMORIES = " memory: what the experts keep for their backward pass."
 OF_STACKS = " stack: how many layers share a schedule; 1 is block by block."
 
@@ -52,9 +59,17 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     several = any(row.get("memory", KEEP) != KEEP for row in rows)
     exchanged = any(row.get("exchange", Exchange.ROWS) != Exchange.ROWS for row in rows)
     encoded = any(row.get("wire") for row in rows)
+    controlled = any(case.get("control") for case in document["cases"])
+    on_gloo = any(case.get("gloo_all_to_all") for case in document["cases"])
     wired = all(case.get("stock_wire_bytes") for case in document["cases"])
     caption = _CAPTION.format(passed=passed) + OF_STACKS * stacked
-    caption += _OF_MEMORIES * several + _OF_WIRE * wired + _OF_DEGREE_1 * again
+    caption += (
+        OF_CONTROL * controlled
+        + OF_GLOO * on_gloo
+        + _OF_MEMORIES * several
+        + _OF_WIRE * wired
+        + _OF_DEGREE_1 * again
+    )
     table = Table(title=heading(document), caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layer")
@@ -91,6 +106,14 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         limit = "" if possible is None else f"at most {possible:.2f}"
         blank = [""] * (1 + stacked + several + exchanged + encoded)
         table.add_row(case["name"], "stock", *blank, f"{case['stock_ms']:.2f}", limit, *[""] * 3, *measured)
+        for row in megatrons_again(case):
+            cells = [f"{row['busy_cores']:.2f}"] if counted else []
+            cells += [_mib(row["peak_bytes"])] if metered else []
+            cells += [""] * foreseen + ([_mb(row)] if wired else [])
+            cells += [f"{row['difference_from_stock']:.1e}"] if encoded else []
+            table.add_row(
+                "", row["schedule"], *blank, f"{row['ms']:.2f}", *speedup_cells(row), "", "", *cells
+            )
         for row in case["rows"]:
             bound_ms, share = row["bound_ms"], row["bound_share"]
             table.add_row(
@@ -103,8 +126,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 # An older result has degrees alone.
                 row.get("cut", str(row["degree"])),
                 f"{row['ms']:.2f}",
-                f"{row['speedup']:.3f}",
-                f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
+                *speedup_cells(row),
                 "" if bound_ms is None else f"{bound_ms:.2f}",
                 "" if share is None else f"{share:.1%}",
                 *([f"{row['busy_cores']:.2f}"] if counted else []),
@@ -125,6 +147,20 @@ def show(document: Mapping[str, Any], console: Console) -> None:
             f"fastest in {found['close_choices']} of {found['cases']} cases (at most "
             f"{found['worst_loss']:.1%} slower)"
         )
+
+
+def megatrons_again(case: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The control, and Megatron's layers with gloo's all-to-all, if there are; older results have neither."""
+    return [case[key] for key in ("control", "gloo_all_to_all") if case.get(key) is not None]
+
+
+def speedup_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The speedup, with what the control says of it, and its 10th to 90th percentile."""
+    said = f" (spread {row['spread']:.1%})" if "spread" in row else ""
+    # Absent from older results.
+    if not row.get("difference_seen", True):
+        said = " no difference seen"
+    return f"{row['speedup']:.3f}{said}", f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}"
 
 
 def _mib(size_bytes: int) -> str:

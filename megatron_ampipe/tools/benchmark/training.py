@@ -20,8 +20,14 @@ from rich.table import Table
 from megatron_ampipe.errors import DifferenceFound, RunFailed
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
-from megatron_ampipe.tools.benchmark.result import percentile
-from megatron_ampipe.tools.benchmark.table import OF_STACKS
+from megatron_ampipe.tools.benchmark.result import percentile, speedup, with_control
+from megatron_ampipe.tools.benchmark.table import (
+    OF_CONTROL,
+    OF_GLOO,
+    OF_STACKS,
+    megatrons_again,
+    speedup_cells,
+)
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
     TrainingJob,
@@ -30,7 +36,7 @@ from megatron_ampipe.tools.benchmark.training_job import (
 )
 from megatron_ampipe.tools.measuring import rank_processes
 from megatron_ampipe.tools.measuring.grid import Case
-from megatron_ampipe.tools.measuring.variant import Variant
+from megatron_ampipe.tools.measuring.variant import STOCK_GLOO, Variant
 
 FORMAT = "ampipe-training-1"
 TOLERANCE = 1e-5
@@ -105,6 +111,7 @@ def _train(case: Case, variant: Variant, job: BenchJob, *, on_iteration: Callabl
         num_ranks=job.num_ranks,
         timeout_s=job.timeout_s,
         cores=job.cores,
+        gloo_all_to_all=variant.schedule == STOCK_GLOO,
     )
     return run(
         training,
@@ -182,7 +189,6 @@ def case_result(
     timed = [[ms for curve in of_rounds for ms in curve.ms[job.warmup :]] for of_rounds in curves]
     rows = []
     for variant, samples, of_rounds in zip(variants[1:], timed[1:], curves[1:], strict=True):
-        ratios = [stock / other for stock, other in zip(timed[0], samples, strict=True)]
         rows.append(
             {
                 "schedule": variant.schedule,
@@ -193,9 +199,7 @@ def case_result(
                 "memory": variant.memory,
                 "exchange": variant.exchange,
                 **_speed(samples),
-                "speedup": round(statistics.median(ratios), 4),
-                "speedup_p10": round(percentile(ratios, 0.1), 4),
-                "speedup_p90": round(percentile(ratios, 0.9), 4),
+                **speedup(timed[0], samples),
                 "loss_difference": max(loss_difference(curves[0][0], curve)[0] for curve in of_rounds),
                 "trainings": [asdict(curve) for curve in of_rounds],
             }
@@ -206,7 +210,7 @@ def case_result(
         "flags": list(_flags(case, job)),
         "layers": job.layers,
         "stock": {**_speed(timed[0]), "trainings": [asdict(curve) for curve in curves[0]]},
-        "rows": rows,
+        **with_control(rows),
     }
 
 
@@ -236,7 +240,9 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         f"training · grid {document['grid']}, {document['layers']} layers · link {document['link']} · "
         f"{document['ranks']} ranks"
     )
-    caption = _CAPTION + OF_STACKS * (document["layers"] > 1)
+    again = [row for case in document["cases"] for row in megatrons_again(case)]
+    on_gloo = any(row["schedule"] == STOCK_GLOO for row in again)
+    caption = _CAPTION + OF_CONTROL * bool(again) + OF_GLOO * on_gloo + OF_STACKS * (document["layers"] > 1)
     table = Table(title=title, caption=caption, caption_justify="left")
     table.add_column("case", overflow="fold")
     table.add_column("layers of")
@@ -258,9 +264,12 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     ):
         table.add_column(column, justify="right")
     for case in document["cases"]:
-        fastest = min(row["ms"] for row in case["rows"])
+        fastest = min((row["ms"] for row in case["rows"]), default=None)
         blank = [""] * (1 + stacked + several + exchanged)
         table.add_row(case["name"], "stock", *blank, *_speed_cells(case["stock"]))
+        for row in megatrons_again(case):
+            difference = f"{row['loss_difference']:.1e}"
+            table.add_row("", row["schedule"], *blank, *_speed_cells(row), *speedup_cells(row), difference)
         for row in case["rows"]:
             table.add_row(
                 "",
@@ -270,8 +279,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
                 *([row["exchange"]] if exchanged else []),
                 row["cut"],
                 *_speed_cells(row),
-                f"{row['speedup']:.3f}",
-                f"{row['speedup_p10']:.3f}-{row['speedup_p90']:.3f}",
+                *speedup_cells(row),
                 f"{row['loss_difference']:.1e}",
                 style="bold" if row["ms"] == fastest else None,
             )

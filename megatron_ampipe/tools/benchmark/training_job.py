@@ -110,6 +110,7 @@ class TrainingJob:
         timeout_s: A collective fails after this time.
         rendezvous: File over which the ranks find each other.
         cores: One for each rank; empty when ranks are not pinned.
+        gloo_all_to_all: Whether it uses gloo's own all-to-all.
     """
 
     worker: ClassVar[str] = "megatron_ampipe.tools.benchmark.training_worker"
@@ -122,6 +123,7 @@ class TrainingJob:
     timeout_s: float
     rendezvous: str = ""
     cores: tuple[int, ...] = ()
+    gloo_all_to_all: bool = False
 
     @property
     def num_processes(self) -> int:

@@ -8,6 +8,7 @@ on to the command as an answer. Started by ``measuring.rank_processes``.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import re
@@ -44,6 +45,7 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
         # Before Megatron is imported, which keeps references to collectives.
         install(link, on_cuda=False, pretended=False)
     from megatron_ampipe.launch import host, pretrain
+    from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 
     use_interface(link)
     host.install()
@@ -57,7 +59,8 @@ def train(job: TrainingJob, rank: int, answer: Answer) -> None:
         world_size=job.num_ranks,
     )
     sys.stdout = _Log(sys.stdout, answer)
-    code = pretrain.main(job.flags)
+    with gloo_all_to_all() if job.gloo_all_to_all else contextlib.nullcontext():
+        code = pretrain.main(job.flags)
     if code != 0:
         raise RunFailed(f"the training ended with code {code}")
 

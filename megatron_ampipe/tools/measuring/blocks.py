@@ -32,7 +32,7 @@ from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.experts import use_experts
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.stage_times import StageTimer
-from megatron_ampipe.tools.measuring.variant import Variant
+from megatron_ampipe.tools.measuring.variant import STOCK_GLOO, Variant
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +52,13 @@ class KernelAttention(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``."""
+    """Consecutive layers, built and called one after the other as by Megatron's ``TransformerBlock``.
+
+    Attributes:
+        gloo_all_to_all: Whether a pass uses gloo's own all-to-all.
+    """
+
+    gloo_all_to_all = False
 
     def __init__(self, spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
         super().__init__()
@@ -141,7 +147,9 @@ class BlockFactory:
             kernel=self.kernel,
             wire=None if variant.wire is None else load_wire(variant.wire),
         )
-        return self._on_stock_parameters(pipelined(self._spec, context))
+        layers = self._on_stock_parameters(pipelined(self._spec, context))
+        layers.gloo_all_to_all = variant.schedule == STOCK_GLOO
+        return layers
 
     def build_timed(
         self, variant: Variant, *, num_passes: int, saved_bytes: int = 0

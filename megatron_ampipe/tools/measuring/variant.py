@@ -13,6 +13,11 @@ from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, from_text
 
 STOCK = "stock"
 """Name of Megatron's own layer among the variants."""
+CONTROL = "control"
+"""Name of Megatron's own layer when it is measured a second time."""
+STOCK_GLOO = "stock-gloo"
+"""Name of Megatron's own layer with gloo's own all-to-all (``launch.host.all_to_all``)."""
+MEGATRONS = (STOCK, CONTROL, STOCK_GLOO)
 PLANNED = "planned"
 """Name of what the planner chooses for a case."""
 
@@ -60,7 +65,7 @@ class Variant:
     """One of the layers that are compared.
 
     Attributes:
-        schedule: Name of a schedule, :data:`STOCK` or :data:`PLANNED`.
+        schedule: Name of a schedule, :data:`STOCK`, :data:`CONTROL`, :data:`STOCK_GLOO` or :data:`PLANNED`.
         cut: Into which chunks. In one chunk, both ways, a schedule is Megatron's own layer again, unless it
             overlaps gradients of weights or has another exchange.
         order: Of a plan, the order of the stages (``schedule.to_text``).
@@ -87,7 +92,7 @@ class Variant:
     def pipeline(self) -> Pipeline:
         """What its blocks run."""
         cut = self.cut
-        if self.order is None and self.schedule in (STOCK, PLANNED):
+        if self.order is None and self.schedule in (*MEGATRONS, PLANNED):
             return Pipeline.of(1)
         found = Pipeline.of(
             cut.degree,
@@ -102,8 +107,8 @@ class Variant:
         return replace(found, schedule=self.schedule)
 
     def __str__(self) -> str:
-        if self.schedule == STOCK:
-            return STOCK
+        if self.schedule in MEGATRONS:
+            return self.schedule
         stack = f", stack {self.stack}" if self.stack > 1 else ""
         memory = f", memory {self.memory}" if self.memory != KEEP else ""
         exchange = "" if self.exchange is Exchange.ROWS else f", exchange {self.exchange}"
