@@ -63,6 +63,7 @@ def test_the_summary_has_the_speedup_and_the_link(
     output = capsys.readouterr().out
     assert "2.0 times faster, same losses\n    over an emulated link of 50 Mbit/s\n" in output
     assert "equal in every digit that Megatron logs" in output
+    assert "Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap." in output
     # The two differ in AMPipe's flags, and in the kernel that stock has to be given.
     common = stock.flags[: stock.flags.index("--ampipe-degree")]
     assert stock.flags == (*common, "--ampipe-degree", "1")
