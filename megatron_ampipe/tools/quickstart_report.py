@@ -133,7 +133,9 @@ def show_result(console: Console, summary: Mapping[str, Any], choice: LinkChoice
     )
     _line(console, f"    losses: {losses}")
     _line(console, f"    communication that ran during computation: {summary['hidden_share']:.0%}")
-    _line(console, "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap.")
+    _line(
+        console, "    Both runs use the same all-to-all and attention kernel: what AMPipe gains is overlap."
+    )
     if summary["load_average_before"] > summary["usable_cores"] / 2:
         _line(
             console,

