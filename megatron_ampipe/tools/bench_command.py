@@ -102,7 +102,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
     job = _job(arguments, link, grid)
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
-    hardware, versions = machine.hardware(), machine.versions()
+    hardware = machine.hardware()
     begin = datetime.now(UTC)
     found = _trainings(arguments, job) if arguments.end_to_end else _blocks(job, link)
     return {
@@ -116,6 +116,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
         "pretended": job.pretended,
         "ranks": job.num_ranks,
         "device": job.device,
+        "clean": machine.is_clean(),
         "cores": list(job.cores),
         "cuts": list(map(str, job.cuts)),
         "schedules": list(job.schedules),
@@ -128,9 +129,7 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
         "repeats": job.repeats,
         "warmup": job.warmup,
         "seed": job.seed,
-        "versions": versions,
-        # Whether what ran is what this commit holds; None where the commit is not known.
-        "clean": None if "commit" not in versions else not versions["commit"].endswith("-dirty"),
+        "versions": machine.versions(),
         **found,
         "hardware": {
             **hardware,
