@@ -34,8 +34,8 @@ from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, near
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
 
 STOCK_EXCHANGE = ".stock_all_to_all"
-"""With gloo it has two speeds, which no line fits (docs/log): the file has the time of every size. In a
-block, where ranks do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
+"""Of whole blocks, one tensor after the other: the file has the time of every size. In a block, where ranks
+do not begin together, it is slower still, by a factor taken from Megatron's own layer."""
 
 HOST_NOISE_US = 200.0
 """Times of the same transfer differ by so much where the host computes: threads run in another order."""
