@@ -198,7 +198,7 @@ class _Passes:
         return found
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """See :func:`.memory.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
+        """See :func:`.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
         known = [self._hidden, self._gradient]
         for parameter in layer.parameters():
             known += [parameter, *([parameter.main_grad] if hasattr(parameter, "main_grad") else [])]

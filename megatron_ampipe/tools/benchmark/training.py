@@ -127,7 +127,7 @@ def run(
         iterations: How many it is to log.
         title: What an error calls it.
         on_iteration: Told the loss of every iteration.
-        log: See :func:`.rank_processes.started`.
+        log: File that receives what all ranks print; None for temporary files, one for each rank.
 
     Raises:
         RunFailed: a rank failed, or an iteration is missing.
