@@ -53,7 +53,7 @@ def measure_here(
         on_cuda=on_cuda,
         seed=seed,
         progress=progress,
-        # torchrun and the process group have timeouts of their own.
+        # torchrun and the process group have their own timeouts.
         alive=lambda: None,
     )
     reports: list[Any] = [None] * num_ranks
