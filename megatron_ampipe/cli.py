@@ -113,15 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
     except AMPipeError as error:
-        print(f"ampipe: {error}", file=sys.stderr)
+        print("\n".join((f"ampipe: {error}", *_notes(error))), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
         return BROKEN_PIPE
-    except KeyboardInterrupt:
-        print("ampipe: interrupted; incomplete output was not saved under its final name", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        notes = _notes(interrupt) or ("incomplete output was not saved under its final name",)
+        print("\n".join(("ampipe: interrupted; " + notes[0], *notes[1:])), file=sys.stderr)
         return INTERRUPTED
+
+
+def _notes(error: BaseException) -> tuple[str, ...]:
+    """What a tool has added with ``add_note``: for example where the part that was finished is."""
+    return tuple(getattr(error, "__notes__", ()))
 
 
 def _stdout_is_closed() -> bool:

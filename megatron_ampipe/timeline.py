@@ -23,8 +23,8 @@ PREDICTED = "predicted"
 """The label of a simulated timeline; its value is the source of the prediction."""
 AGAIN = "again:"
 """What the names of stages begin with that run again in the backward pass."""
-_NAME = re.compile(rf"(?:{AGAIN})?[A-Za-z][A-Za-z0-9_-]{{0,63}}(?:\.[0-9]{{1,6}})?", re.ASCII)
-"""Pattern for the name of a stage or a lane."""
+_STAGE = re.compile(rf"(?:{AGAIN})?[A-Za-z][A-Za-z0-9_-]{{0,63}}(?:\.[0-9]{{1,6}})?", re.ASCII)
+_LANE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _LARGEST = 1e15
 """Largest time in microseconds (30 years), layer number or iteration number in a trace."""
 
@@ -34,7 +34,7 @@ class StageSpan:
     """One execution of one stage.
 
     Attributes:
-        lane: What the stage occupied: ``compute`` or a communication lane (``comm``).
+        lane: Where it ran: ``compute``, ``copy``, or a communication lane (``comm``, ``comm.intra``).
         stage: The stage's name, as in the schedule: ``attention.2``.
         direction: ``forward`` or ``backward``.
         layer: Megatron's layer number, from 1.
@@ -189,7 +189,7 @@ def _read_span(event: dict[str, Any]) -> StageSpan:
     lane, stage, direction = event["tid"], event["name"], event["cat"]
     begin_us, duration_us = _number(event["ts"]), _number(event["dur"])
     layer, iteration = _number(event["args"]["layer"]), _number(event["args"]["iteration"])
-    if not _NAME.fullmatch(lane) or not _NAME.fullmatch(stage) or direction not in DIRECTIONS:
+    if not _LANE.fullmatch(lane) or not _STAGE.fullmatch(stage) or direction not in DIRECTIONS:
         raise ValueError(f"{stage!r} on {lane!r}, {direction!r}")
     if duration_us < 0:
         raise ValueError(f"{stage} lasts from {begin_us} for {duration_us} us")

@@ -204,7 +204,14 @@ def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
 
     for index, case in enumerate(job.cases):
         factory = BlockFactory(case, rank=rank, num_ranks=job.num_ranks, on_cuda=False, seed=job.seed)
-        passes = _Passes(case, rank=rank, on_cuda=False, seed=job.seed, counts_wire=False)
+        passes = _Passes(
+            case,
+            rank=rank,
+            on_cuda=False,
+            seed=job.seed,
+            counts_wire=False,
+            progress=lambda: answer(event="progress"),
+        )
         rows = {"stock": factory.stock}
         rows |= {f"parts {count}": of_parts(factory.stock, count) for count in PARTS}
         for schedule in SCHEDULES:
@@ -230,7 +237,6 @@ def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
                 name = names[(repeat + step) % len(names)]
                 sample = passes.run(rows[name])
                 samples[name].append([1e3 * sample.wall_s, 1e3 * sample.processor_s])
-            answer(event="progress")
         answer(event="case", index=index, samples_ms=samples)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of one block on one rank, the input of :mod:`.cost`. Made by :mod:`.model`."""
+"""The sizes of one block on one rank, the input of :mod:`.cost`. Made by :mod:`.model_workload`."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from megatron_ampipe import outputs
 from megatron_ampipe.compat import has_fused_weight_gradients
-from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import ALL_EXCHANGES, chunk_sequence, parse_exchanges
 from megatron_ampipe.tools.benchmark import prediction, result, result_file, training
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         DifferenceFound: the layers do not compute the same.
         RunFailed: a rank was lost, or an output cannot be written any more.
     """
-    from megatron_ampipe.tools.benchmark import plot, table
+    from megatron_ampipe.tools.benchmark import plot
 
     if arguments.plot is not None:
         plot.check_target(arguments.plot)
@@ -75,16 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
         prediction.predict_peaks(document)
     if cluster is not None:
         prediction.predict(document, cluster)
-    from rich.console import Console
-
     try:
         if arguments.json is not None:
             result_file.write(document, arguments.json)
     finally:
-        # Also if the disk has become full meanwhile. A table in a file or a pipe may be wider than this
-        # terminal.
-        console = Console(width=None if sys.stdout.isatty() else 150)
-        (training if arguments.end_to_end else table).show(document, console)
+        # Also if the disk has become full meanwhile.
+        _show(document, end_to_end=arguments.end_to_end)
     if arguments.json is not None:
         print(f"wrote {arguments.json}{_emulated(document)}")
     if arguments.plot is not None:
@@ -96,20 +93,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show(document: dict[str, Any], *, end_to_end: bool) -> None:
+    from rich.console import Console
+
+    from megatron_ampipe.tools.benchmark import table
+
+    # A table in a file or a pipe may be wider than this terminal.
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    (training if end_to_end else table).show(document, console)
+
+
 def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
-    """Check everything and run the ranks; the document."""
+    """Check everything and run the ranks; the document.
+
+    It is written whenever a case is finished. If the run ends early, what is finished is shown, and a note of
+    the exception says where it is.
+    """
     grid = read_grid(find_grid(arguments.grid)).only(arguments.cases)
     job = _job(arguments, link, grid)
     if link.kind is LinkKind.NETWORK:
         network.check_usable()
     hardware = machine.hardware()
-    begin = datetime.now(UTC)
-    found = _trainings(arguments, job) if arguments.end_to_end else _blocks(job, link)
-    return {
+    document: dict[str, Any] = {
         "format": result_file.FORMAT,
         "command": shlex.join(["ampipe", *sys.argv[1:]]),
-        "begin": begin.isoformat(timespec="seconds"),
-        "end": datetime.now(UTC).isoformat(timespec="seconds"),
+        "begin": _now(),
+        "end": None,
         "grid": grid.name,
         "link": link.text,
         "emulated": link.emulated,
@@ -130,19 +139,57 @@ def _measure(arguments: argparse.Namespace, link: Link) -> dict[str, Any]:
         "warmup": job.warmup,
         "seed": job.seed,
         "versions": machine.versions(),
-        **found,
-        "hardware": {
-            **hardware,
-            **found.get("hardware", {}),
-            "load_average_after": machine.hardware()["load_average"],
-        },
+        "hardware": hardware,
+        "missing_cases": [case.name for case in job.cases],
+        "cases": [],
     }
+    num_written = 0
+
+    def finished(case: dict[str, Any], of_ranks: dict[str, str]) -> None:
+        nonlocal num_written
+        document["cases"].append(case)
+        document["missing_cases"].remove(case["name"])
+        document["end"] = _now()
+        hardware.update(of_ranks, load_average_after=machine.hardware()["load_average"])
+        if arguments.json is not None:
+            result_file.write(document, arguments.json)
+            num_written += 1
+
+    try:
+        if arguments.end_to_end:
+            document |= training.settings(rounds=arguments.rounds or ROUNDS)
+            _train(job, rounds=document["rounds"], finished=finished)
+        else:
+            _time_blocks(job, link, finished=finished)
+    except (AMPipeError, KeyboardInterrupt) as error:
+        if document["cases"]:
+            _show(document, end_to_end=arguments.end_to_end)
+            error.add_note(_what_is_finished(document, arguments.json, num_written=num_written))
+        raise
+    return document
 
 
-def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
-    """Time blocks; what the document says of it."""
-    # Of each case, the check with the warm-up and then every repeat.
-    with _progress(len(job.cases) * (job.repeats + 1)) as bar:
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _what_is_finished(document: dict[str, Any], path: Path | None, *, num_written: int) -> str:
+    """Where the finished cases of a run that has ended early are, and how the others are measured."""
+    num_finished, missing = len(document["cases"]), document["missing_cases"]
+    text = f"{num_finished} of {num_finished + len(missing)} cases are finished, and in the table"
+    if num_written:
+        text += f"; {path} has {num_written} of them"
+        if document["format"] == result_file.FORMAT:
+            text += f" (ampipe bench --from {shlex.quote(str(path))})"
+    if missing:
+        text += f". Measure the others with --cases {','.join(missing)}"
+        text += " and another --json file" * (path is not None)
+    return f"{text}."
+
+
+def _time_blocks(job: BenchJob, link: Link, *, finished: Callable[..., None]) -> None:
+    """Time blocks; ``finished`` is given each entry of ``cases`` and what the ranks know of their device."""
+    with _progress(sum(map(job.num_passes, range(len(job.cases))))) as bar:
         cases = iter(job.cases)
 
         def on_event(event: str) -> None:
@@ -152,28 +199,25 @@ def _blocks(job: BenchJob, link: Link) -> dict[str, Any]:
                 case = next(cases, None)
                 bar(description=case.name if case else "writing")
 
-        found = rank_processes.measure(job, timeout_s=job.timeout_s, on_event=on_event)
-    return {
-        "hardware": found.hardware,
-        "cases": [
-            result.case_result(case, job.variants_of(number), reports, link=link, layers=job.layers)
-            for number, (case, reports) in enumerate(zip(job.cases, found.cases, strict=True))
-        ],
-    }
+        def on_case(number: int, found: rank_processes.RankReports) -> None:
+            case, reports = job.cases[number], found.cases[number]
+            finished(
+                result.case_result(case, job.variants_of(number), reports, link=link, layers=job.layers),
+                found.hardware,
+            )
+
+        rank_processes.measure(job, timeout_s=job.timeout_s, on_event=on_event, on_case=on_case)
 
 
-def _trainings(arguments: argparse.Namespace, job: BenchJob) -> dict[str, Any]:
-    """Train whole models; what the document says of it."""
-    rounds = arguments.rounds or ROUNDS
+def _train(job: BenchJob, *, rounds: int, finished: Callable[..., None]) -> None:
+    """Train whole models; ``finished`` is given each entry of ``cases``."""
     trainings = sum(len(job.variants_of(number)) for number in range(len(job.cases))) * rounds
     iterations = trainings * (job.warmup + job.repeats)
     with _progress(iterations) as bar:
-        cases = training.measure(
-            job,
-            rounds=rounds,
-            on_iteration=lambda what: bar(advance=1, description=what),
-        )
-    return {**training.settings(rounds=rounds), "cases": cases}
+        for case in training.measure(
+            job, rounds=rounds, on_iteration=lambda what: bar(advance=1, description=what)
+        ):
+            finished(case, {})
 
 
 def _job(arguments: argparse.Namespace, link: Link, grid: Grid) -> BenchJob:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +16,18 @@ from rich.console import Console
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.timeline import COMPUTE, COPY, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.timeline import COMPUTE, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
+
+_CLOCK_US = 1.0
+"""By how much times of a device's events may be wrong."""
 
 _EPILOG = """\
 examples:
   ampipe draw traces/ --output timeline
-      timeline.svg and timeline.png: of every rank, the first MoE layer in the last recorded iteration
+      timeline.svg and timeline.png: of every rank, the first MoE layer in the last recorded iteration, with
+      the layers that share its schedule
   ampipe draw traces/rank0.trace.json --output whole --layer all
       one rank, every layer that it ran
   ampipe draw traces/ --predicted predicted.json --output timeline
@@ -60,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layer",
         metavar="N",
         type=_layer,
-        help="layer to draw, from 1, or 'all' (default: each rank's first MoE layer)",
+        help="layer to draw, from 1, with the layers that share its schedule; or 'all' (default: each rank's "
+        "first MoE layer)",
     )
     parser.add_argument(
         "--predicted",
@@ -85,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layer == "all":
         shown, num_passes = [_of_iteration(timeline, iteration) for timeline in timelines], 1
     else:
-        shown, num_passes = _one_layer(timelines, iteration=iteration, wanted=arguments.layer)
+        shown, num_passes = _one_schedule(timelines, iteration=iteration, wanted=arguments.layer)
     title = _title(shown, iteration=iteration, num_passes=num_passes)
     prediction = _prediction(arguments, shown)
     drawn = shown if prediction is None else [one for rank in shown for one in (rank, prediction)]
@@ -220,23 +225,31 @@ def _of_iteration(timeline: Timeline, iteration: int) -> Timeline:
     return replace(timeline, spans=tuple(span for span in timeline.spans if span.iteration == iteration))
 
 
-def _one_layer(
+def _one_schedule(
     timelines: Sequence[Timeline], *, iteration: int, wanted: int | None
 ) -> tuple[list[Timeline], int]:
-    """Of each rank that ran the layer, its first forward and first backward pass; and how many it ran."""
+    """Of each rank that ran the layer, its first forward and first backward pass; and how many it ran.
+
+    With the layers that share its schedule: they compute and communicate in what would be gaps without them.
+    """
     shown: list[Timeline] = []
     num_passes = 1
     for whole in timelines:
         timeline = _of_iteration(whole, iteration)
         layer = _first_moe_layer(timeline) if wanted is None else wanted
-        by_direction: defaultdict[str, list[StageSpan]] = defaultdict(list)
+        parts: defaultdict[str, defaultdict[int, list[StageSpan]]] = defaultdict(lambda: defaultdict(list))
         for span in timeline.spans:
-            if span.layer == layer:
-                by_direction[span.direction].append(span)
-        passes = [split_passes(part) for part in by_direction.values()]
-        spans = [span for part in passes for span in part[0]]
+            parts[span.direction][span.layer].append(span)
+        passes = {
+            direction: {number: split_passes(part) for number, part in of_layers.items()}
+            for direction, of_layers in parts.items()
+        }
+        of_direction = next((found for found in passes.values() if layer in found), {})
+        layers = sharing_layers(layer, {number: part[0] for number, part in of_direction.items()})
+        chosen = [found[number] for found in passes.values() for number in layers if number in found]
+        spans = [span for part in chosen for span in part[0]]
         if spans:
-            num_passes = max(num_passes, *map(len, passes))
+            num_passes = max(num_passes, *map(len, chosen))
             shown.append(replace(timeline, spans=tuple(sorted(spans, key=lambda span: span.begin_us))))
     if not shown:
         layers = sorted({span.layer for timeline in timelines for span in timeline.spans})
@@ -249,10 +262,41 @@ def _one_layer(
     return shown, num_passes
 
 
+def sharing_layers(layer: int, first_passes: Mapping[int, Sequence[StageSpan]]) -> set[int]:
+    """The layers whose computation takes turns with a layer's, itself included.
+
+    Those are the layers that share its schedule: others compute one after another.
+
+    Args:
+        layer: The layer.
+        first_passes: Of one direction, what each layer ran in its first pass.
+    """
+    computing = {
+        number: (min(span.begin_us for span in spans), max(span.end_us for span in spans))
+        for number, part in first_passes.items()
+        if (spans := [span for span in part if span.lane == COMPUTE])
+    }
+    found = {layer}
+    if layer not in computing:
+        return found
+    first, last = computing[layer]
+    while True:
+        sharing = {
+            number
+            for number, (begin, end) in computing.items()
+            if begin < last - _CLOCK_US and end > first + _CLOCK_US
+        }
+        if sharing <= found:
+            return found
+        found |= sharing
+        first = min(computing[number][0] for number in found)
+        last = max(computing[number][1] for number in found)
+
+
 def _first_moe_layer(timeline: Timeline) -> int:
-    """The first layer that communicates; the first of all where none does."""
-    communicating = [span.layer for span in timeline.spans if span.lane not in (COMPUTE, COPY)]
-    return min(communicating or [span.layer for span in timeline.spans])
+    """The first layer that dispatches tokens; the first of all where none does."""
+    dispatching = [span.layer for span in timeline.spans if span.kind == "dispatch"]
+    return min(dispatching or [span.layer for span in timeline.spans])
 
 
 def _title(shown: Sequence[Timeline], *, iteration: int, num_passes: int) -> str:

@@ -70,7 +70,7 @@ def require_fit(predicted: Timeline, path: Path, measured: Sequence[Timeline]) -
         raise BadInput(
             "--predicted",
             path,
-            rule=f"is of {len(layers)} layers that share a schedule, and one layer is drawn",
+            rule=f"is of {len(layers)} layers that share a schedule, and only one layer can be compared",
             remedy="Predict one block, with ampipe plan --stack 1, and record a run with --ampipe-stack 1.",
         )
     for timeline in measured:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.6, 1.3, 1.12, 0.16
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _PANEL_GAP_IN = 1.75, 1.3, 1.12, 0.16
 SUFFIXES = (".svg", ".png")
 """Of the files that a picture is written to."""
 _PNG_DPI = 180

@@ -29,8 +29,9 @@ def main() -> None:
     from megatron_ampipe.layers.recompute import FullRecompute
     from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
+    from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers
-    from megatron_ampipe.tools.measuring.peak_memory import PASSES, TensorMeter, Watch, WatchedExecutor
+    from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, Watch, WatchedExecutor
     from tests.dist import logged_losses
     from tests.dist.blocks import transformer_config
 
@@ -80,7 +81,7 @@ def main() -> None:
         hidden = torch.randn(shape, dtype=dtype, requires_grad=True)
         gradient = torch.randn(shape, dtype=dtype)
         best: dict[str, Any] = {"peak_bytes": 0}
-        for _ in range(PASSES):
+        for _ in range(PEAK_PASSES):
             for tensor in (hidden, *layer.parameters()):
                 tensor.grad = None
             gc.collect()

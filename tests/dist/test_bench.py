@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,8 @@ cases:
   - {name: top1, topk: 1}
   - {name: rich, topk: 2, batch: 2, query_groups: 2, shared_ffn: 48, activation: swiglu, capacity: 1.25}
 """
+# The last case takes minutes.
+UNEVEN_GRID = f"{GRID}  - {{name: long, topk: 1, sequence_length: 16384, hidden: 512, ffn: 2048}}\n"
 LONG_RUN = ["--repeats", "100000", "--degrees", "2"]
 STARTUP_S = 60.0
 
@@ -55,9 +58,9 @@ NO_NETWORK = why_no_network()
 needs_network = pytest.mark.skipif(NO_NETWORK is not None, reason=str(NO_NETWORK))
 
 
-def command(folder: Path, *words: str) -> list[str]:
+def command(folder: Path, *words: str, grid_text: str = GRID) -> list[str]:
     grid = folder / "tiny.yaml"
-    grid.write_text(GRID)
+    grid.write_text(grid_text)
     return [
         *(sys.executable, "-m", "megatron_ampipe.cli", "bench", "--grid", str(grid)),
         *("--json", str(folder / "result.json"), *words),
@@ -75,7 +78,8 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     done = subprocess.run(
         command(folder, *words),
         cwd=REPOSITORY,
-        env=environment(folder),
+        # Standard error as on a terminal, with the progress bar.
+        env=environment(folder) | {"FORCE_COLOR": "1"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -83,7 +87,14 @@ def bench(folder: Path, *words: str) -> tuple[dict[str, Any], str]:
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "temporary").iterdir())
     assert sorted(path.name for path in folder.glob("*result.json*")) == ["result.json"]
-    return json.loads((folder / "result.json").read_text()), done.stdout
+    document = json.loads((folder / "result.json").read_text())
+    # Every pass is reported, so a long silence means that a pass does not end.
+    steps = [tuple(map(int, step)) for step in re.findall(r"(\d+)/(\d+)", done.stderr)]
+    total = steps[0][1]
+    assert [number for number, _ in dict.fromkeys(steps)] == list(range(total + 1))
+    num_layers = sum(1 + len(case["rows"]) for case in document["cases"])
+    assert total >= num_layers * (document["warmup"] + document["repeats"])
+    return document, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout)
 
 
 def check_document(
@@ -415,11 +426,11 @@ def until(condition: Callable[[], bool], what: str, *, timeout_s: float = STARTU
 
 @contextlib.contextmanager
 def running(
-    folder: Path, *words: str, early: bool = False
+    folder: Path, *words: str, early: bool = False, grid_text: str = GRID
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A long measurement; yields it and its ranks, which communicate already unless ``early``."""
     process = subprocess.Popen(
-        command(folder, *LONG_RUN, *words),
+        command(folder, *LONG_RUN, *words, grid_text=grid_text),
         cwd=REPOSITORY,
         env=environment(folder),
         stdout=subprocess.PIPE,
@@ -496,13 +507,23 @@ def check_interruption(tmp_path: Path, number: signal.Signals, *words: str, earl
         check_nothing_is_left(tmp_path, ranks, networks)
 
 
-def test_a_lost_rank_ends_the_run(tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_run_and_leaves_the_finished_cases(tmp_path: Path) -> None:
     link = "none" if NO_NETWORK else "200mbit"
-    with running(tmp_path, "--link", link) as (process, ranks):
+    words = ["--link", link, "--cases", "top1,long", "--repeats", "1", "--warmup", "0"]
+    path = tmp_path / "result.json"
+    with running(tmp_path, *words, grid_text=UNEVEN_GRID) as (process, ranks):
         networks = networks_of(ranks)
+        until(path.exists, "the first case")
         os.kill(ranks[1], signal.SIGKILL)
-        _, error = process.communicate(timeout=20)
+        shown, error = process.communicate(timeout=20)
         assert process.returncode == 3, error
-        assert error.startswith("ampipe: rank 1 was killed by SIGKILL; the others were ended")
+        first, second, *_ = error.splitlines()
+        assert first == "ampipe: rank 1 was killed by SIGKILL; the others were ended"
+        assert second.startswith(f"1 of 2 cases are finished, and in the table; {path} has 1 of them")
+        assert "unfinished, without long" in shown
+        found = json.loads(path.read_text())
+        assert [case["name"] for case in found["cases"]] == ["top1"]
+        assert len(found["cases"][0]["rows"][0]["samples_ms"]) == 1
+        path.unlink()
         assert not list((tmp_path / "temporary").iterdir())
         check_nothing_is_left(tmp_path, ranks, networks)

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
@@ -32,7 +33,7 @@ from megatron_ampipe.schedule import (
     parse_exchanges,
 )
 from megatron_ampipe.shipped import config_names
-from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file
+from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file, training
 from megatron_ampipe.tools.benchmark.argument_values import check_gloo, stacks, wires
 from megatron_ampipe.tools.benchmark.arguments import add_arguments
 from megatron_ampipe.tools.benchmark.bench_job import BenchJob
@@ -1007,6 +1008,90 @@ def test_a_document_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path
         result_file.write({"cases": object()}, path)
     assert path.read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [path]
+
+
+TWO_CASES = f"defaults: {{{FIGURES}}}\ncases: [{{name: small}}, {{name: large}}]\n"
+
+
+def run_that_ends_after_the_first_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, *words: str
+) -> int:
+    """Of two cases; ``error`` ends the ranks."""
+
+    def measure(job: BenchJob, *, on_case: Any, **_: Any) -> None:
+        variants = list(job.variants_of(0))
+        reports = rank_processes.RankReports([[report([[0.02] * 3] * len(variants), variants)] * 2, [{}, {}]])
+        on_case(0, reports)
+        raise error
+
+    def train(case: Case, *_: Any, **__: Any) -> training.Curve:
+        if case.name == "large":
+            raise error
+        return training.Curve((9.0, 8.0, 8.0), (2.0, 1.0, 0.5))
+
+    monkeypatch.setattr(rank_processes, "measure", measure)
+    monkeypatch.setattr(training, "_train", train)
+    grid = grid_file(tmp_path, TWO_CASES)
+    return main(["bench", "--grid", str(grid), "--degrees", "2", "--schedules", "ampipe", *words])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (lambda: RunFailed("no rank answered for 300 s"), 3, "ampipe: no rank answered for 300 s\n"),
+        (KeyboardInterrupt, 130, "ampipe: interrupted; "),
+    ],
+)
+@pytest.mark.parametrize("words", [(), ("--end-to-end", "--repeats", "2", "--warmup", "1")])
+def test_finished_cases_are_kept_when_a_run_ends_early(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Callable[[], BaseException],
+    code: int,
+    said: str,
+    words: tuple[str, ...],
+) -> None:
+    path = tmp_path / "x.json"
+    words = (*words, "--json", str(path))
+    assert run_that_ends_after_the_first_case(tmp_path, monkeypatch, error(), *words) == code
+    found = json.loads(path.read_text())
+    assert ([case["name"] for case in found["cases"]], found["missing_cases"]) == (["small"], ["large"])
+    output = capsys.readouterr()
+    assert output.err.startswith(said + f"1 of 2 cases are finished, and in the table; {path} has 1 of them")
+    assert output.err.endswith(". Measure the others with --cases large and another --json file.\n")
+    assert "unfinished, without large" in " ".join(output.out.split())
+    if "--end-to-end" not in words:
+        assert f"(ampipe bench --from {path})" in output.err
+        assert main(["bench", "--from", str(path)]) == 0
+        assert "unfinished, without large" in capsys.readouterr().out
+
+
+def test_a_run_without_a_file_that_ends_early_shows_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_that_ends_after_the_first_case(tmp_path, monkeypatch, RunFailed("rank 1 failed")) == 3
+    output = capsys.readouterr()
+    assert "small" in output.out
+    assert output.err == (
+        "ampipe: rank 1 failed\n"
+        "1 of 2 cases are finished, and in the table. Measure the others with --cases large.\n"
+    )
+
+
+def test_a_file_that_cannot_be_written_any_more_is_not_said_to_have_a_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(*_: object) -> None:
+        raise RunFailed("x.json cannot be written (No space left on device)")
+
+    monkeypatch.setattr(result_file, "write", write)
+    words = ("--json", str(tmp_path / "x.json"))
+    assert run_that_ends_after_the_first_case(tmp_path, monkeypatch, RunFailed("not reached"), *words) == 3
+    output = capsys.readouterr()
+    assert "small" in output.out
+    assert "No space left on device" in output.err
+    assert "has 1 of them" not in output.err
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "x"}', "[" * 100_000])

@@ -13,7 +13,7 @@ import pytest
 from megatron_ampipe.cli import main
 from megatron_ampipe.timeline import StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
-from megatron_ampipe.tools.draw_command import split_passes
+from megatron_ampipe.tools.draw_command import sharing_layers, split_passes
 from megatron_ampipe.tools.timeline_style import chunk_colours
 
 PNG = b"\x89PNG\r\n"
@@ -102,6 +102,48 @@ def test_a_rank_without_the_layer_is_left_out(tmp_path: Path, drawn: dict[str, A
     assert [timeline.rank for timeline in drawn["timelines"]] == [1]
     assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p")]) == 0
     assert [timeline.spans[0].layer for timeline in drawn["timelines"]] == [2, 3]
+
+
+def stacks(rank: int) -> Timeline:
+    """A dense layer, then two stacks of layers 2 to 4 and 5 to 6, whose layers begin before others end."""
+    spans: list[StageSpan] = []
+    for direction, origin_us in (("forward", 1e6), ("backward", 2e6)):
+        begins = {1: 0, 2: 2_000, 3: 6_000, 4: 10_000, 5: 30_000, 6: 34_000}
+        for layer, at_us in begins.items():
+            how = {"layer": layer, "direction": direction, "iteration": 1, "dense": layer == 1}
+            spans += one_pass(origin_us + at_us, **how)  # type: ignore[arg-type]
+    # Dense layers of a stack transfer rows of tensor-parallel ranks.
+    spans.append(StageSpan("comm.tensor", "gather-rows", "forward", 1, 1, 1e6, 1e6 + 500))
+    return Timeline(rank, tuple(spans), {"degree": "2", "layers that share a schedule": "3"})
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"), [([], {2, 3, 4}), (["--layer", "3"], {2, 3, 4}), (["--layer", "6"], {5, 6})]
+)
+def test_layers_that_share_a_schedule_are_drawn_together(
+    tmp_path: Path,
+    drawn: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    layers: set[int],
+) -> None:
+    stacks(0).write_chrome(tmp_path / "rank0.trace.json")
+    assert main(["draw", str(tmp_path), "--output", str(tmp_path / "p"), *words]) == 0
+    (timeline,) = drawn["timelines"]
+    assert {span.layer for span in timeline.spans} == layers
+    assert {span.direction for span in timeline.spans} == {"forward", "backward"}
+    assert f"(layers {min(layers)}-{max(layers)})" in capsys.readouterr().out
+    assert "passes" not in drawn["title"]
+
+
+def test_layers_one_after_another_share_no_schedule() -> None:
+    passes = {
+        layer: one_pass(9000.0 * layer, layer=layer, direction="forward", iteration=1) for layer in (1, 2, 3)
+    }
+    assert sharing_layers(2, passes) == {2}
+    # A transfer that goes on while the next layer computes shares nothing.
+    passes[1].append(StageSpan("comm", "reduce.0", "forward", 1, 1, 17_000, 20_000))
+    assert sharing_layers(2, passes) == {2}
 
 
 @pytest.mark.parametrize("layer", [[], ["--layer", "all"]])

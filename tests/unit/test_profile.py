@@ -1,4 +1,4 @@
-"""From samples to a cluster file, and predictions compared with measurements. No torch, nothing is timed."""
+"""From samples to a cluster file, and predictions compared with measurements. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_ampipe.schedule import Direction, build, even_chunks
 from megatron_ampipe.tools.benchmark.prediction import predict
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
+from megatron_ampipe.tools.profiling import timing
 from megatron_ampipe.tools.profiling.assemble import assemble
 from megatron_ampipe.tools.profiling.fit import factor_and_rest, fit
 from megatron_ampipe.tools.profiling.samples import Sample, slowest, slowest_numbers
@@ -235,6 +236,21 @@ def test_only_megatrons_exchange_may_be_without_a_line(tmp_path: Path) -> None:
 
 
 # Predictions compared with measurements
+
+
+def test_a_long_measurement_gives_a_sign_of_life_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    signs: list[float] = []
+
+    def operate() -> None:
+        nonlocal now
+        now += 0.4
+
+    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+    watch = timing.Stopwatch(repeats=3, on_cuda=False, alive=lambda: signs.append(now))
+    watch.samples([timing.Probe("short", {}, operate), timing.Probe("short", {}, operate)])
+    # Two warm-up rounds and three timed ones, of two calls each: 4 s. Never two in a second.
+    assert signs == pytest.approx([1.2, 2.4, 3.6])
 
 
 def result_row(degree: int, ms: float, **more: Any) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run one rank; what the others would send is made from what it sends. Only with an emulated link, "
         "and chosen automatically if there are fewer GPUs than ranks"
     )
+    samples = "write every sample and figure, versions and hardware, whenever a case is finished"
     predict = "also show what the planner predicts from this cluster file (ampipe profile writes one)"
     planned = "also measure what the planner chooses for each case and stack on this cluster"
     chosen = " (default: %(default)s)"
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire", metavar="W,W", default=UNCHANGED, help=wire + chosen)
     add("--gloo-all-to-all", action="store_true", help=gloo)
     add("--rounds", metavar="N", type=at_least(1), help=rounds)
-    add("--json", metavar="FILE", type=Path, help="write every sample and figure, versions and hardware")
+    add("--json", metavar="FILE", type=Path, help=samples)
     add("--plot", metavar="PREFIX", type=Path, help="write PREFIX-by-case.svg, .png and others")
     add("--predict", metavar="FILE", help=predict)
     add("--from", metavar="FILE", type=Path, dest="source", help="show and draw this result; measure nothing")

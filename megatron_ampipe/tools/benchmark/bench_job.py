@@ -14,6 +14,9 @@ from megatron_ampipe.tools.measuring.grid import Case, exchanges_of_case
 from megatron_ampipe.tools.measuring.link import parse_link
 from megatron_ampipe.tools.measuring.variant import CONTROL, STOCK, STOCK_GLOO, Cut, Variant
 
+PEAK_PASSES = 2
+"""Passes of each variant whose memory is watched. The highest counts: with threads, the overlap varies."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
@@ -93,6 +96,15 @@ class BenchJob:
         planned = self.planned[case_index] if self.planned else ()
         megatrons = (STOCK, CONTROL, *[STOCK_GLOO] * self.gloo_all_to_all)
         return (*(Variant(name, Cut.of(1)) for name in megatrons), *dict.fromkeys(rows), *planned)
+
+    def num_passes(self, case_index: int) -> int:
+        """Passes of a rank in a case: compared, watched for their memory, warm-up and timed.
+
+        A pipelined variant has twice as many of the last two: as a whole, and with its stages one by one.
+        """
+        variants = self.variants_of(case_index)
+        in_turns = len(variants) + sum(variant.pipelined for variant in variants)
+        return (1 + PEAK_PASSES) * len(variants) + (self.warmup + self.repeats) * in_turns
 
     @property
     def ranks_per_node(self) -> int | None:

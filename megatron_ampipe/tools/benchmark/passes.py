@@ -22,7 +22,7 @@ from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
 from megatron_ampipe.layers.kernel_choice import describe_kernel
 from megatron_ampipe.runtime.executors import ThreadExecutor
-from megatron_ampipe.tools.benchmark.bench_job import BenchJob
+from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES, BenchJob
 from megatron_ampipe.tools.benchmark.wire_bytes import Routings, sent_bytes
 from megatron_ampipe.tools.measuring.blocks import DTYPES, BlockFactory
 from megatron_ampipe.tools.measuring.grid import Case
@@ -50,7 +50,7 @@ def measure(
         variants: What is compared; stock first.
         job: How, and how often.
         rank: Of this process.
-        progress: Called after every repeat.
+        progress: Called after every pass, whatever it is for.
 
     Returns:
         ``samples_s``: by variant, seconds of every repeat, and ``backward_s``, of its backward part;
@@ -80,7 +80,12 @@ def measure(
     )
     link = parse_link(job.link)
     passes = _Passes(
-        case, rank=rank, on_cuda=on_cuda, seed=job.seed, counts_wire=link.kind is LinkKind.NETWORK
+        case,
+        rank=rank,
+        on_cuda=on_cuda,
+        seed=job.seed,
+        counts_wire=link.kind is LinkKind.NETWORK,
+        progress=progress,
     )
     routings = Routings(factory.stock)
     layers = [factory.stock, *(factory.build(variant) for variant in variants[1:])]
@@ -101,7 +106,6 @@ def measure(
             passes.run(layer)
     for _, _, timer in timed.values():
         timer.queue.starved.clear()
-    progress()
     samples: list[list[_Sample]] = [[] for _ in layers]
     for repeat in range(job.repeats):
         order = [(repeat + step) % len(layers) for step in range(len(layers))]
@@ -113,7 +117,6 @@ def measure(
                 recorder.start_iteration(repeat)
                 passes.run(layer)
                 recorder.pause()
-        progress()
     return {
         "samples_s": [[sample.wall_s for sample in of_layer] for of_layer in samples],
         "backward_s": [[sample.backward_s for sample in of_layer] for of_layer in samples],
@@ -158,10 +161,19 @@ class _Sample(NamedTuple):
 
 
 class _Passes:
-    """Runs one pass of any layer on always the same input and output gradient."""
+    """Runs one pass of any layer on always the same input and output gradient, and reports each."""
 
-    def __init__(self, case: Case, *, rank: int, on_cuda: bool, seed: int, counts_wire: bool) -> None:
-        self._counts_wire = counts_wire
+    def __init__(
+        self,
+        case: Case,
+        *,
+        rank: int,
+        on_cuda: bool,
+        seed: int,
+        counts_wire: bool,
+        progress: Callable[[], None],
+    ) -> None:
+        self._counts_wire, self._progress = counts_wire, progress
         generator = torch.Generator().manual_seed(seed * 10_007 + rank)
         shape = (case.sequence_length, case.batch, case.hidden)
         self._on_cuda = on_cuda
@@ -188,7 +200,7 @@ class _Passes:
         return found
 
     def peak_bytes(self, layer: torch.nn.Module, *, meter: TensorMeter | None) -> int:
-        """See :func:`.memory.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
+        """See :func:`.peak_bytes`; ``meter`` is what the layer's executor is watched with."""
         known = [self._hidden, self._gradient]
         for parameter in layer.parameters():
             known += [parameter, *([parameter.main_grad] if hasattr(parameter, "main_grad") else [])]
@@ -198,9 +210,14 @@ class _Passes:
             _clear_gradients(layer)
 
         _clear_gradients(layer)
-        return peak_bytes(run, known=known, meter=meter)
+        return peak_bytes(run, passes=PEAK_PASSES, known=known, meter=meter)
 
     def _run(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
+        found = self._measured(layer)
+        self._progress()
+        return found
+
+    def _measured(self, layer: torch.nn.Module) -> tuple[_Sample, Tensor, Tensor]:
         _clear_gradients(layer)
         hidden = self._hidden.detach().requires_grad_()
         gc.collect()
@@ -303,7 +320,7 @@ def _compare(
             raise DifferenceFound(
                 f"case {case.name}: {variant} does not compute what Megatron's layers do: "
                 f"off by {value:.1e} in the {names[int(worst[index, at, 1])]} on rank {at}, "
-                f"allowed is {limit:.0e}. Nothing was measured. A tie between experts can do this: try "
+                f"allowed is {limit:.0e}; the case was not measured. A tie between experts can do this: try "
                 "another --seed."
             )
     return [float(value) for value in over_ranks]

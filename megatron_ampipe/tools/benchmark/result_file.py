@@ -35,6 +35,8 @@ def read(path: Path) -> dict[str, Any]:
         good = good and bool(document["cases"]) and isinstance(document["emulated"], bool)
         good = good and all(isinstance(document[key], str) for key in ("grid", "link", "command"))
         good = good and isinstance(document["ranks"], int)
+        # Absent from older results.
+        good = good and all(isinstance(name, str) for name in document.get("missing_cases", ()))
     except OSError as error:
         raise BadInput("--from", path, rule=f"cannot be read ({error.strerror})", remedy=remedy) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:

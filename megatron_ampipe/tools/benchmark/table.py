@@ -41,7 +41,14 @@ def heading(document: Mapping[str, Any]) -> str:
     # Absent from older results.
     num_layers = document.get("layers", 1)
     layers = f", {num_layers} layers" if num_layers > 1 else ""
-    return f"grid {document['grid']}{layers} · {link} · {ranks}"
+    return f"grid {document['grid']}{layers} · {link} · {ranks}{unfinished(document)}"
+
+
+def unfinished(document: Mapping[str, Any]) -> str:
+    """What a heading says of cases that were not measured, because the run ended early."""
+    # Absent from older results.
+    missing = document.get("missing_cases")
+    return f" · unfinished, without {', '.join(missing)}" if missing else ""
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:

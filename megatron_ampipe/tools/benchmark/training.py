@@ -9,7 +9,7 @@ machine that becomes slower affects all equally. Times are those of Megatron's l
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_ampipe.tools.benchmark.table import (
     OF_STACKS,
     megatrons_again,
     speedup_cells,
+    unfinished,
 )
 from megatron_ampipe.tools.benchmark.training_job import (
     MICRO_BATCHES,
@@ -62,7 +63,7 @@ class Curve:
     lm_loss: tuple[float, ...]
 
 
-def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Train every case with every variant, as often as there are rounds.
 
     Args:
@@ -71,14 +72,13 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) 
         rounds: Trainings of each variant.
         on_iteration: Called at every iteration with what is trained.
 
-    Returns:
-        The entries ``cases`` of the document.
+    Yields:
+        The entries ``cases`` of the document, each when it is measured.
 
     Raises:
         DifferenceFound: a loss differs from the stock training's.
         RunFailed: a training did not come to its end.
     """
-    cases = []
     # Between two trainings there is nothing to clean up, but the exit code should be the same.
     with rank_processes.signals_as_interrupts():
         for number, case in enumerate(job.cases):
@@ -91,8 +91,7 @@ def measure(job: BenchJob, *, rounds: int, on_iteration: Callable[[str], None]) 
                     curves[index].append(_train(case, variant, job, on_iteration=on_iteration))
                     # The first training of all is stock's.
                     _check_same(case, variants, curves)
-            cases.append(case_result(case, job, variants, curves))
-    return cases
+            yield case_result(case, job, variants, curves)
 
 
 def _flags(case: Case, job: BenchJob) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ def run(
         iterations: How many it is to log.
         title: What an error calls it.
         on_iteration: Told the loss of every iteration.
-        log: See :func:`.rank_processes.started`.
+        log: File that receives what all ranks print; None for temporary files, one for each rank.
 
     Raises:
         RunFailed: a rank failed, or an iteration is missing.
@@ -149,7 +148,7 @@ def run(
                 found.append((answer["number"], answer["ms"], answer["lm_loss"]))
                 on_iteration(answer["lm_loss"])
     if [number for number, *_ in found] != list(range(1, iterations + 1)):
-        raise RunFailed(f"{title} logged {len(found)} of {iterations} iterations; nothing was written")
+        raise RunFailed(f"{title} logged {len(found)} of {iterations} iterations")
     return Curve(tuple(ms for _, ms, _ in found), tuple(loss for *_, loss in found))
 
 
@@ -161,9 +160,8 @@ def _check_same(case: Case, variants: Sequence[Variant], curves: Sequence[Sequen
             if not difference <= TOLERANCE:
                 raise DifferenceFound(
                     f"case {case.name}: the loss of {variant} differs from the stock training's by "
-                    f"{difference:.1e} at iteration {iteration}, allowed is {TOLERANCE:.0e}; nothing was "
-                    "written. Over many iterations a tie between experts can do this: use fewer, or another "
-                    "--seed."
+                    f"{difference:.1e} at iteration {iteration}, allowed is {TOLERANCE:.0e}. Over many "
+                    "iterations a tie between experts can do this: use fewer, or another --seed."
                 )
 
 
@@ -238,7 +236,7 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     """Print one row for each training of each case."""
     title = (
         f"training · grid {document['grid']}, {document['layers']} layers · link {document['link']} · "
-        f"{document['ranks']} ranks"
+        f"{document['ranks']} ranks{unfinished(document)}"
     )
     again = [row for case in document["cases"] for row in megatrons_again(case)]
     on_gloo = any(row["schedule"] == STOCK_GLOO for row in again)

@@ -26,7 +26,7 @@ _PRECISION = {"fp32": (), "bf16": ("--bf16", *_ROUTER), "fp16": ("--fp16", *_ROU
 
 
 def block_flags(case: Case) -> list[str]:
-    """Megatron's flags for blocks of a case, as :mod:`.blocks` builds them."""
+    """Megatron's flags for blocks of a case, as ``measuring.blocks`` builds them."""
     flags = [
         *("--hidden-size", case.hidden, "--num-attention-heads", case.heads),
         *("--kv-channels", case.head_size or case.hidden // case.heads),

@@ -16,7 +16,7 @@ expert ``l``, all negated. So a row depends on the row that was sent alone, wher
 zero; every buffer holds other values; and outputs and all gradients can be compared with those of that
 layer (the tests do).
 
-Call before Megatron is imported: it keeps references to some collectives. Called by :mod:`.worker`.
+Call before Megatron is imported: it keeps references to some collectives.
 """
 
 from __future__ import annotations

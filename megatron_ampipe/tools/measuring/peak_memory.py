@@ -23,9 +23,6 @@ from megatron_ampipe.runtime.host_memory import is_host_memory
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Stage
 
-PASSES = 2
-"""Number of passes, of which the highest peak counts: with threads, the overlap varies."""
-
 
 class TensorMeter:
     """Bytes of all storages that were allocated since :meth:`restart` and are still alive.
@@ -124,16 +121,19 @@ class WatchedExecutor:
         self._executor.execute(order, needs, run, recorder, crossing)
 
 
-def peak_bytes(run: Callable[[], None], *, known: Iterable[Tensor], meter: TensorMeter | None) -> int:
+def peak_bytes(
+    run: Callable[[], None], *, passes: int, known: Iterable[Tensor], meter: TensorMeter | None
+) -> int:
     """The most bytes that a pass holds at once, beyond what exists before it.
 
     Args:
-        run: Runs the pass; called :data:`PASSES` times.
+        run: Runs the pass.
+        passes: How often; the highest peak counts.
         known: What exists before. Gradients, which a pass makes, must not be there yet when ``run`` computes.
         meter: On a CPU, what the executor of the pass is watched with; None on a GPU.
     """
     known, found = list(known), []
-    for _ in range(PASSES):
+    for _ in range(passes):
         if meter is None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -51,13 +51,20 @@ class RankReports:
     hardware: dict[str, str] = field(default_factory=dict)
 
 
-def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None]) -> RankReports:
+def measure(
+    job: BlockJob,
+    *,
+    timeout_s: float,
+    on_event: Callable[[str], None],
+    on_case: Callable[[int, RankReports], None] = lambda *_: None,
+) -> RankReports:
     """Run a job to its end.
 
     Args:
         job: What to do; its ``rendezvous`` is filled in here.
         timeout_s: The run fails after so long without an answer.
         on_event: Told the name of each event of rank 0.
+        on_case: Told the index of each case that all ranks have finished, and what they reported so far.
 
     Raises:
         RunFailed: a rank was lost or failed, or none answered in time.
@@ -70,7 +77,10 @@ def measure(job: BlockJob, *, timeout_s: float, on_event: Callable[[str], None])
         for rank, found in ranks.events(timeout_s=timeout_s):
             event = found.pop("event")
             if event == "case":
-                reports.cases[found.pop("index")][rank] = found
+                index = found.pop("index")
+                reports.cases[index][rank] = found
+                if all(reports.cases[index]):
+                    on_case(index, reports)
             elif event == "ready" and rank == 0:
                 reports.hardware = found["hardware"]
             if rank == 0:
@@ -239,16 +249,14 @@ class Ranks:
         killed = [rank for rank, code in codes.items() if code is not None and code < 0]
         if killed:
             name = signal.Signals(-codes[killed[0]]).name
-            return RunFailed(
-                f"rank {killed[0]} was killed by {name}; the others were ended, nothing was written"
-            )
+            return RunFailed(f"rank {killed[0]} was killed by {name}; the others were ended")
         known = [(rank, *found) for rank, found in self._failures.items() if found[0] in _KINDS]
         if known:
             rank, code, message = known[0]
             return _KINDS[code](message)
         rank = min(self._failures or {r: c for r, c in codes.items() if c})
         message = self._failures.get(rank, (0, f"ended with exit code {codes[rank]}"))[1]
-        return RunFailed(f"rank {rank} failed: {message}; nothing was written{self._log_tail(rank)}")
+        return RunFailed(f"rank {rank} failed: {message}{self._log_tail(rank)}")
 
     def _log_of(self, rank: int) -> Path:
         return self._log or self._folder / f"rank{rank}.log"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_ampipe.tools.measuring.emulation import Emulation
 
 _PR_SET_PDEATHSIG = 1
-_PAUSE_S = 0.05
+_PAUSE_S = 0.02
 
 
 Answer = Callable[..., None]
@@ -86,7 +86,7 @@ def measure_cases(
         job: What to measure.
         rank: Of this process.
         answer: Sends one answer to the command.
-        measure_case: Measures the case of an index; gets also what is to be called after each step.
+        measure_case: Measures the case of an index; gets also what is to be called after each pass or step.
     """
     emulation = start_torch(job, rank=rank)
     from megatron_ampipe.tools.measuring import experts

@@ -90,7 +90,9 @@ class _Runner:
         forward_us = self._watch.since(begin)
         begin = time.perf_counter()
         output.backward(self._gradient)
-        return {Direction.FORWARD: forward_us, Direction.BACKWARD: self._watch.since(begin)}
+        backward_us = self._watch.since(begin)
+        self._watch.give_sign()
+        return {Direction.FORWARD: forward_us, Direction.BACKWARD: backward_us}
 
 
 def _variant(degree: int) -> Variant:

@@ -29,6 +29,7 @@ def measure(
     on_cuda: bool,
     seed: int,
     progress: Callable[[], None],
+    alive: Callable[[], None],
 ) -> dict[str, Any]:
     """Measure around one block.
 
@@ -42,12 +43,13 @@ def measure(
         on_cuda: Whether there is a GPU.
         seed: Of weights.
         progress: Called after each step.
+        alive: Called in between, about once a second.
 
     Returns:
         ``samples``, ``slowdowns``, ``block`` (:func:`.block_times.block_times`), ``kernel`` and
         ``fused_gradients``.
     """
-    watch = Stopwatch(repeats=repeats, on_cuda=on_cuda)
+    watch = Stopwatch(repeats=repeats, on_cuda=on_cuda, alive=alive)
     factory = BlockFactory(case, rank=rank, num_ranks=num_ranks, on_cuda=on_cuda, seed=seed)
     compute = Computation(case, kernel=factory.kernel, on_cuda=on_cuda)
     traffic = Traffic(case, watch=watch)

@@ -33,6 +33,7 @@ def _profile(job: ProfileJob, rank: int, answer: Answer) -> None:
             on_cuda=job.device == "cuda",
             seed=job.seed,
             progress=progress,
+            alive=lambda: answer(event="alive"),
         )
 
     measure_cases(job, rank, answer, measure_case)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_ampipe.tools.profiling.samples import Sample
 
 WARMUP = 2
+_SIGN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,12 @@ class Stopwatch:
     Args:
         repeats: How often each operation is timed.
         on_cuda: Whether it runs on the device, whose events then time it.
+        alive: Called after a call, but at most once a second: signs of life must not slow short calls down.
     """
 
-    def __init__(self, *, repeats: int, on_cuda: bool) -> None:
+    def __init__(self, *, repeats: int, on_cuda: bool, alive: Callable[[], None]) -> None:
         self.repeats, self.on_cuda = repeats, on_cuda
+        self._alive, self._last_sign = alive, time.monotonic()
 
     def samples(self, probes: Sequence[Probe]) -> list[Sample]:
         """The typical time of each operation, all of them timed in turns.
@@ -59,10 +62,12 @@ class Stopwatch:
         for _ in range(WARMUP):
             for probe in probes:
                 probe.operation()
+                self.give_sign()
         times_us: list[list[float]] = [[] for _ in probes]
         for _ in range(self.repeats):
             for times, probe in zip(times_us, probes, strict=True):
                 times.append(self._once(probe) / probe.count)
+                self.give_sign()
         return [
             Sample(
                 probe.family,
@@ -77,6 +82,13 @@ class Stopwatch:
         if self.on_cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - begin) * 1e6
+
+    def give_sign(self) -> None:
+        """Say that something has ended, unless that was said less than a second ago."""
+        now = time.monotonic()
+        if now - self._last_sign >= _SIGN_S:
+            self._last_sign = now
+            self._alive()
 
     def meet(self) -> None:
         """Until every rank is here and idle."""

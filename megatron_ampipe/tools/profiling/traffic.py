@@ -191,6 +191,7 @@ class Traffic:
         while thread.is_alive():
             compute()
             calls += 1
+            self._watch.give_sign()
         computing_us = self._watch.since(begin) / calls
         thread.join()
         return computing_us, took_us / rounds
