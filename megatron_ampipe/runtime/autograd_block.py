@@ -109,9 +109,7 @@ class _Blocks(torch.autograd.Function):
                 of_first.extend(gradients)
                 return
             known = [
-                parameter
-                for parameter, found in zip(parameters, gradients, strict=True)
-                if found is not None
+                parameter for parameter, found in zip(parameters, gradients, strict=True) if found is not None
             ]
             gradients = [found for found in gradients if found is not None]
             if known:
