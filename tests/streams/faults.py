@@ -126,7 +126,9 @@ FAULTS = {
         r"backward expert\.1: a gradient on compute is accumulated on get_model",
         data_parallel=True,
     ),
-    "a reordered pair": Fault(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
+    "a reordered pair": Fault(
+        _event_before_work, r"counts\.\d: .* reads what forward route\.\d: .* has used"
+    ),
 }
 
 
