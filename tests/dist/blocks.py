@@ -94,7 +94,7 @@ def build_layers(
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
     # Chosen only after the layers are built, as by --ampipe-exchange auto.
-    chooses = case.pipeline.exchange is Exchange.NODES
+    chooses = case.pipeline.exchange is Exchange.NODES and case.pipeline.overlaps
     first = dataclasses.replace(case.pipeline, exchange=Exchange.ROWS) if chooses else case.pipeline
     context = AMPipeContext(
         AMPipeConfig(
