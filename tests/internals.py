@@ -457,13 +457,16 @@ INTERNALS = [
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
         "layers/attention_stages.py layers/moe_stages.py layers/router.py layers/block_modules.py "
-        "layers/layer_hooks.py launch/grad_reduce.py",
+        "layers/layer_hooks.py launch/grad_reduce.py launch/attach.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
-            "`main_grad` before every iteration; has the bucket groups that reduce gradients"
+            "`main_grad` before every iteration; has the bucket groups that reduce gradients; its "
+            "constructor, which keeps the accumulation nodes, is wrapped while a run lasts"
         ),
-        "stale weights under `--overlap-param-gather`; first gradients added to old ones",
+        "stale weights under `--overlap-param-gather`; first gradients added to old ones; every gradient of "
+        "every chunk crosses to another stream",
         (
+            says("param.expand_as(param)", "self.grad_accs.append(grad_acc)", method="__init__"),
             says(
                 "for param in module.parameters(recurse=False):",
                 "self.param_to_bucket_group[param]",
@@ -1004,6 +1007,13 @@ INTERNALS = [
         "wrapped: the models it returns must have AMPipe's layers",
         "a model without AMPipe is noticed after training only",
         (says("return (model, optimizer, opt_param_scheduler)"),),
+    ),
+    Internal(
+        "training.training.get_model",
+        "launch/attach.py",
+        "builds `DistributedDataParallel` on a stream of its own; here it is built on that of training",
+        "the constructor of `DistributedDataParallel` is wrapped for nothing",
+        (says("with torch.cuda.stream(ddp_stream):"),),
     ),
     Internal(
         "training.arguments.parse_and_validate_args",

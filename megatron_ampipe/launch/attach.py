@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.training import training
 
 from megatron_ampipe import compat
@@ -129,6 +133,30 @@ def make_context(
     ]
     print_startup_table(rows, adjustments)
     return context
+
+
+@contextlib.contextmanager
+def accumulating_on_training_stream() -> Iterator[None]:
+    """Within it, gradients are accumulated on the stream that computes them.
+
+    Megatron's ``DistributedDataParallel`` keeps the accumulation nodes of all parameters, which belong to the
+    stream that is current when it is built, and Megatron builds it on a stream of its own. A block asks for
+    the gradients of every chunk at these nodes: each would cross to that stream by an event, a wait and
+    ``record_stream``, and memory would be released at another stage in every pass (``runtime.stream_order``).
+    Training runs on the default stream, because CUDA graphs are refused.
+    """
+    construct = DistributedDataParallel.__init__
+
+    @functools.wraps(construct)
+    def constructing(*args: Any, **kwargs: Any) -> None:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            construct(*args, **kwargs)
+
+    DistributedDataParallel.__init__ = constructing
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = construct
 
 
 def _choose(

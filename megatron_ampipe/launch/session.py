@@ -114,7 +114,7 @@ class TrainingSession:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
             EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
         """
-        from megatron_ampipe.launch.attach import make_context
+        from megatron_ampipe.launch.attach import accumulating_on_training_stream, make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
         from megatron_ampipe.launch.gate import find_gate
         from megatron_ampipe.launch.record_routing import recorded_routing
@@ -135,6 +135,8 @@ class TrainingSession:
             self.context = make_context(
                 args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
             )
+            if self.context is not None:
+                self._until_end.enter_context(accumulating_on_training_stream())
             self._until_end.enter_context(recorded_routing(args, config, self.context))
         if is_active and int(os.environ.get("RANK", "0")) == 0:
             if self._resolved is None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor
 
 from megatron_ampipe.layers.flex_chunk import FlexChunk
-from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, Transport
+from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, Transport, lane_group
 from megatron_ampipe.runtime.row_gather import RowGather
 
 # T tokens of a chunk, D hidden size, E experts, L experts of a rank.
@@ -133,10 +133,10 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
     """As in :class:`AllToAllChunk`; this dispatcher counts in any case."""
     _tokens_per_expert: HostCopy | None = None
 
-    @property
-    def counts_group(self) -> dist.ProcessGroup:
-        """The ranks that exchange :attr:`counts`."""
-        return self.tp_ep_group
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts_group = lane_group(self.tp_ep_group, "counts")
+        """The ranks that exchange :attr:`counts`, apart from what dispatches use."""
 
     @property
     def counts(self) -> Tensor:

@@ -28,13 +28,15 @@ from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.block_stages import CompiledSchedule
+from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.runtime.row_scatter import RowTransfers, lane_group
+from megatron_ampipe.runtime.row_scatter import RowTransfers
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
     Pipeline,
     SequenceLayout,
+    useful_exchanges,
     with_exchange,
     with_memory,
 )
@@ -70,6 +72,28 @@ class PipelinedBlock:
             added=context.added,
         )
         self._attend: dict[bool, ChunkAttention] = {}
+        self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Make the process groups beyond Megatron's, before the first batch and on all ranks in one order."""
+        if self.modules.scatters_rows:
+            self._row_group = lane_group(self.modules.attention_layer.pg_collection.tp, "rows of attention")
+        if self.modules.dense:
+            return
+        exchanges, config = {self._context.pipeline.exchange}, self.modules.config
+        if self._context.config.chooses_exchange:
+            exchanges.update(
+                useful_exchanges(
+                    experts=config.num_moe_experts,
+                    expert=config.expert_model_parallel_size,
+                    expert_tensor=config.expert_tensor_parallel_size,
+                    topk=config.moe_router_topk,
+                    dispatcher=config.moe_token_dispatcher_type,
+                    ranks_per_node=self._context.config.ranks_per_node,
+                )
+            )
+        for exchange in sorted(exchanges):
+            self.modules.dispatcher(exchange)
 
     def documents(
         self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
@@ -165,7 +189,7 @@ class PipelinedBlock:
 
     def _row_transfers(self, features: BlockFeatures) -> RowTransfers:
         return RowTransfers(
-            lane_group(self.modules.attention_layer.pg_collection.tp),
+            self._row_group,
             gathers=features.gathers_rows,
             keeps=features.recomputed or not torch.is_grad_enabled(),
         )

@@ -17,7 +17,7 @@ from megatron_ampipe.runtime.block_stages import BlockParameters, BlockStages, C
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.segment import GradientSums
+from megatron_ampipe.runtime.segment import GradientSums, hand_over
 from megatron_ampipe.runtime.stack_call import StackCall
 
 # S sequence rows, B batch, D hidden size.
@@ -109,12 +109,11 @@ class _Blocks(torch.autograd.Function):
                 of_first.extend(gradients)
                 return
             known = [
-                (parameter, found)
-                for parameter, found in zip(parameters, gradients, strict=True)
-                if found is not None
+                parameter for parameter, found in zip(parameters, gradients, strict=True) if found is not None
             ]
+            gradients = [found for found in gradients if found is not None]
             if known:
-                torch.autograd.backward([parameter for parameter, _ in known], [found for _, found in known])
+                hand_over(known, gradients)
 
         hidden = call.backward(gradient, finished)
         return (None, None, None, hidden, *of_first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -28,7 +29,7 @@ class Transfer:
 
     Attributes:
         outputs: The received tensors; not to be read before :meth:`wait` has returned.
-        works: The unfinished operations; empty on CUDA, where the stream orders them.
+        works: The unfinished operations; empty on CUDA, where the stream that issued them orders them.
         unpack: Copies from a joint receive buffer into the outputs, if there is such a buffer.
         uses: Tensors that are sent or received besides those that the stage takes and gives by the table.
         begin: Issues further operations, which :meth:`wait` waits for as well. Not called before nothing
@@ -64,13 +65,13 @@ class Transfer:
         )
 
     @classmethod
-    def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work]) -> Transfer:
-        """Make a transfer; on CUDA, make the current stream wait for the operations."""
-        if outputs[0].is_cuda:
-            for work in works:
-                work.wait()
-            works = ()
-        return cls(tuple(outputs), tuple(works))
+    def of(cls, outputs: Sequence[Tensor], works: Sequence[dist.Work | None]) -> Transfer:
+        """Make a transfer of collectives that were issued with ``async_op`` on a CPU alone.
+
+        On CUDA they return None. From torch 2.8 on they run on the current stream, without NCCL's own stream,
+        an event and a wait for each; before, torch makes the current stream wait.
+        """
+        return cls(tuple(outputs), tuple(work for work in works if work is not None))
 
 
 class Transport(Protocol):
@@ -182,7 +183,9 @@ class AllGather:
         for tensor in tensors:
             output = tensor.new_empty((tensor.shape[0] // self.group.size(), *tensor.shape[1:]))
             works.append(
-                dist.reduce_scatter_tensor(output, tensor.contiguous(), group=self.group, async_op=True)
+                dist.reduce_scatter_tensor(
+                    output, tensor.contiguous(), group=self.group, async_op=not tensor.is_cuda
+                )
             )
             received.append(output)
         return Transfer.of(received, works)
@@ -280,7 +283,12 @@ def exchange_rows(
     received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
     works = [
         dist.all_to_all_single(
-            output, tensor.contiguous(), list(receive), list(send), group=group, async_op=True
+            output,
+            tensor.contiguous(),
+            list(receive),
+            list(send),
+            group=group,
+            async_op=not tensor.is_cuda,
         )
         for tensor, output in zip(tensors, received, strict=True)
     ]
@@ -330,8 +338,33 @@ def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Transfer:
     if group.size() == 1:
         return Transfer((tensor,))
     gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    work = dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group, async_op=True)
+    work = dist.all_gather_into_tensor(
+        gathered, tensor.contiguous(), group=group, async_op=not tensor.is_cuda
+    )
     return Transfer.of([gathered], [work])
+
+
+@cache
+def lane_group(group: dist.ProcessGroup, lane: str) -> dist.ProcessGroup:
+    """A separate group of the same ranks. To be called by all of them, before the first batch.
+
+    Two lanes must not share one: they are issued independently, and NCCL runs the collectives of a group one
+    after another.
+
+    Args:
+        group: What other lanes use.
+        lane: What uses the new one.
+    """
+    options = None
+    if dist.get_backend(group) == "nccl":
+        # A transfer that is ready does not wait for a computation that fills the device.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=f"ampipe {lane}",
+    )
 
 
 class HostCopy:

@@ -62,11 +62,11 @@ class RowGather:
         ]
         return Transfer.of(received, works)
 
-    def _send_to_all(self, tensor: Tensor, output: Tensor) -> list[dist.Work]:
+    def _send_to_all(self, tensor: Tensor, output: Tensor) -> Sequence[dist.Work | None]:
         count = self.group.size()
         parts = list(output.split_with_sizes(list(self.rows)))
         if tensor.is_cuda:
-            return [dist.all_to_all(parts, [tensor] * count, group=self.group, async_op=True)]
+            return [dist.all_to_all(parts, [tensor] * count, group=self.group)]
         return collectives.send_receive([tensor] * count, parts, self.group)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,24 +22,6 @@ from torch import Tensor
 from megatron_ampipe.runtime.collectives import AllGather, Transfer, exchange_chunks
 
 # R rows of the residual stream of one rank, P ranks.
-
-
-@cache
-def lane_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A separate group of the same ranks. To be called by all of them, and by no others.
-
-    Stages of the compute lane use ``group``. Two lanes must not share one: they are issued independently.
-    """
-    options = None
-    if dist.get_backend(group) == "nccl":
-        # A transfer that is ready does not wait for a computation that fills the device.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc="ampipe rows of attention",
-    )
 
 
 def exchange_owned_rows(
@@ -112,7 +94,7 @@ class RowTransfers:
     """The transfers of rows of one pass of one micro-batch through a block.
 
     Args:
-        group: The ranks, in a group that no other lane uses (:func:`lane_group`).
+        group: The ranks, in a group that no other lane uses (:func:`~.collectives.lane_group`).
         gathers: What attention is given is gathered as a stage as well.
         keeps: What was gathered needs no second gather in the backward pass.
 

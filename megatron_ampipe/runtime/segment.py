@@ -134,10 +134,22 @@ class _DetachInputs(torch.autograd.Function):
         raise AssertionError("backward went past the inputs of a stage")
 
 
-class _TakeGradients(torch.autograd.Function):
-    """The last node of a stage's graph: its backward begins with the gradients in a list, and empties it.
+def hand_over(parameters: Sequence[Parameter], gradients: list[Tensor | None]) -> None:
+    """Give each parameter its gradient, through its accumulation node and the hooks there.
 
-    The caller of ``torch.autograd.grad`` and the engine refer to what they begin with until the end. So they
+    Args:
+        parameters: At least one.
+        gradients: One per parameter. Emptied here: a gradient to which nobody else refers is not copied.
+    """
+    with torch.enable_grad():
+        end = _TakeGradients.apply(gradients, *parameters)
+    torch.autograd.backward(end, end.new_empty(0))
+
+
+class _TakeGradients(torch.autograd.Function):
+    """The last node of a graph: its backward begins with the gradients in a list, and empties it.
+
+    Whoever calls ``torch.autograd``, and the engine, refer to what they begin with until the end. So they
     begin with the gradient of an empty tensor.
     """
 

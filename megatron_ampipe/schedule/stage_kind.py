@@ -52,7 +52,7 @@ INTRA_LANE = Lane(INTRA, "node")
 """What ranks of a node send one another, over separate links (FSMoE, section 4.2)."""
 TENSOR_LANE = Lane(TENSOR, COMM_LANE.resource)
 """What tensor-parallel ranks send one another. A separate lane, because rows of a chunk must not wait for the
-tokens of an earlier one; with a separate process group (``runtime.row_scatter``)."""
+tokens of an earlier one; with a separate process group (``runtime.collectives``)."""
 TENSOR_INTRA_LANE = Lane(TENSOR, INTRA_LANE.resource)
 """The same, where these ranks are on one node and the ranks of the experts on several."""
 COPY_LANE = Lane(COPY, "bus")

@@ -31,6 +31,7 @@ from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case
@@ -92,9 +93,13 @@ def build_layers(
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
+    # Chosen only after the layers are built, as by --ampipe-exchange auto.
+    chooses = case.pipeline.exchange is Exchange.NODES and case.pipeline.overlaps
+    first = dataclasses.replace(case.pipeline, exchange=Exchange.ROWS) if chooses else case.pipeline
     context = AMPipeContext(
         AMPipeConfig(
-            pipeline=case.pipeline,
+            pipeline=first,
+            chooses_exchange=chooses,
             wire=case.wire,
             condense=case.condense,
             ranks_per_node=case.ranks_per_node,
@@ -119,6 +124,7 @@ def build_layers(
         ours = Layers(
             pipelined(TransformerBlockSubmodules(layer_specs=specs), context), dataclasses.replace(config)
         )
+    context.pipeline = case.pipeline
     # Random values everywhere: biases and norms are initialized to constants, which would hide errors.
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

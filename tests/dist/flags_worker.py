@@ -31,6 +31,8 @@ class Launch:
         Raises:
             BadInput: The launch is refused.
         """
+        from megatron.core.distributed import DistributedDataParallel
+
         from megatron_ampipe.launch import pretrain
         from megatron_ampipe.launch.session import TrainingSession
 
@@ -39,6 +41,8 @@ class Launch:
         original = pretrain.use_pipelined_layers
 
         def using(model_config: Any, session: TrainingSession) -> None:
+            # Wrapped, so that gradients are accumulated on the stream of training.
+            assert session.context is None or hasattr(DistributedDataParallel.__init__, "__wrapped__")
             seen[:] = [session.args, copy.deepcopy(model_config), model_config]
             original(model_config, session)
 

@@ -317,6 +317,29 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
     return {"unequal": [name for name, value in found[0].items() if not value.equal(found[1][name])]}
 
 
+def handed_over(kinds: str = "m", **settings: Any) -> dict[str, Any]:
+    """Where the gradient of each parameter was computed, and where the parameter has it."""
+    from unittest import mock
+
+    from megatron_ampipe.runtime.segment import GradientSums
+
+    _, layer = layers(kinds, **settings)
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    computed: dict[str, int] = {}
+    take = GradientSums.take
+
+    def noted(sums: GradientSums, parameter: Any) -> Any:
+        total = take(sums, parameter)
+        if total is not None:
+            computed[names[parameter]] = total.data_ptr()
+        return total
+
+    with mock.patch.object(GradientSums, "take", noted):
+        forward(layer, make_hidden(1)).square().sum().backward()
+    found = {name: p.grad.data_ptr() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"computed": computed, "found": found}
+
+
 def placed(*, distributed_optimizer: bool, schedule: str, degree: int, **ddp_settings: Any) -> dict[str, Any]:
     """Reductions that the schedule places, compared with those that Megatron starts; who has started them.
 
@@ -722,6 +745,13 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "same-products": lambda: same_products(fusion=False),
     "same-products-fused": lambda: same_products(fusion=True),
+    **{
+        f"handed-over-{schedule}-{degree}-{executor}": functools.partial(
+            handed_over, STACK, schedule=schedule, degree=degree, executor=executor
+        )
+        for schedule, degree in (("ampipe", 4), ("lancet", 1), ("joined", 2))
+        for executor in ("thread", "sequential")
+    },
     "placed": lambda: placed(distributed_optimizer=False, schedule="ampipe", degree=2),
     "placed-sharded-lancet": lambda: placed(distributed_optimizer=True, schedule="lancet", degree=1),
     "placed-sharded-fp32": placed_fp32,

@@ -51,6 +51,16 @@ def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[di
         assert results[name]["unequal"] == []
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("handed-over")])
+def test_a_gradient_is_handed_over_without_a_copy(name: str, reports: list[dict[str, Any]]) -> None:
+    """Those of the experts, of the layers above the first, and what the node itself returns."""
+    for results in reports:
+        computed, found = results[name]["computed"], results[name]["found"]
+        assert computed.keys() == found.keys()
+        copied = [parameter for parameter, place in computed.items() if found[parameter] != place]
+        assert copied == []
+
+
 PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
 
 

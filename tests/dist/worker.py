@@ -59,7 +59,7 @@ def end_groups() -> None:
     import torch.distributed as dist
 
     from megatron_ampipe.layers.node_groups import node_groups
-    from megatron_ampipe.runtime.row_scatter import lane_group
+    from megatron_ampipe.runtime.collectives import lane_group
 
     # A slower rank still needs its peers.
     dist.barrier()

@@ -1,6 +1,6 @@
 """Faults to insert into the executor, to test that the checker reports each of them.
 
-Each fault changes one place in ``runtime``, and runs on the block :data:`BLOCK`.
+Each fault changes one place, and runs on the block :data:`BLOCK`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class Fault:
         insert: Context manager that inserts the fault.
         race: Regular expression for the report.
         issue: Order in which the host issues the stages; None for the usual one.
+        data_parallel: Whether the block runs under data parallelism.
     """
 
     insert: Callable[[], contextlib.AbstractContextManager[object]]
     race: str
     issue: IssueOrder | None = None
+    data_parallel: bool = False
 
 
 class _NeverWaits(StreamOrder):
@@ -99,6 +101,13 @@ def _event_before_work() -> Iterator[None]:
         yield
 
 
+def _nodes_of_another_stream() -> contextlib.AbstractContextManager[object]:
+    """Build data parallelism on the stream that Megatron chooses."""
+    from tests.streams import run
+
+    return mock.patch.object(run, "accumulating_on_training_stream", contextlib.nullcontext)
+
+
 FAULTS = {
     "a missing event": Fault(
         _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
@@ -112,7 +121,14 @@ FAULTS = {
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         issue=lazy_issue,
     ),
-    "a reordered pair": Fault(_event_before_work, r"NCCL .* reads what forward route\.\d: .* has used"),
+    "accumulation on another stream": Fault(
+        _nodes_of_another_stream,
+        r"backward expert\.1: a gradient on compute is accumulated on get_model",
+        data_parallel=True,
+    ),
+    "a reordered pair": Fault(
+        _event_before_work, r"counts\.\d: .* reads what forward route\.\d: .* has used"
+    ),
 }
 
 
@@ -122,5 +138,5 @@ def races(name: str) -> tuple[list[str], list[str]]:
 
     fault = FAULTS[name]
     with fault.insert():
-        faulty = run_case(BLOCK, issue=fault.issue).races
-    return list(faulty), list(run_case(BLOCK, issue=fault.issue).races)
+        faulty = run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races
+    return list(faulty), list(run_case(BLOCK, issue=fault.issue, data_parallel=fault.data_parallel).races)

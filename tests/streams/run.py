@@ -9,10 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.autograd.graph import _engine_run_backward
 
+from megatron_ampipe.launch.attach import accumulating_on_training_stream
 from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
@@ -61,6 +63,7 @@ def modelled_device() -> Iterator[Tracker]:
             "Event": ModelEvent,
             "stream": DEVICE.using,
             "current_stream": lambda *_: DEVICE.current,
+            "default_stream": lambda *_: DEVICE.default,
             "synchronize": lambda *_: DEVICE.synchronize(),
         }.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
@@ -83,6 +86,7 @@ def run_case(
     stock: bool = False,
     warm: bool = False,
     issue: IssueOrder | None = None,
+    data_parallel: bool = False,
 ) -> RunResult:
     """Run forward and backward of a block.
 
@@ -94,6 +98,7 @@ def run_case(
         stock: Run Megatron's layer instead of AMPipe's.
         warm: Report the second of two runs.
         issue: Replaces ``schedule.issue_order``.
+        data_parallel: Put Megatron's data parallelism around the layer, as a launch does.
     """
     logged_losses.clear()
     layers = build_layers(case)
@@ -107,12 +112,20 @@ def run_case(
     with modelled_device() as tracker, _issued_by(issue):
         for constant in _host_constants(layer):
             tracker.make(constant, "a constant", owner=None)
+        if data_parallel:
+            layer = _data_parallel(layer, transformer_config(case))
         for _ in range(1 + warm):
             HOST.waits.clear()
             DEVICE.issued.clear()
             tracker.restart()
             _passes(layer, case, hidden_size, in_flight=in_flight, gradients=gradients, stock=stock)
     return RunResult(tuple(tracker.races), tuple(HOST.waits), dict(DEVICE.issued), tracker.peak_bytes)
+
+
+def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
+    """As Megatron's ``get_model`` makes it: on a stream of its own."""
+    with accumulating_on_training_stream(), torch.cuda.stream(ModelStream(name="get_model")):
+        return DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
 
 
 def _blocks(layer: Any) -> Iterator[PipelinedBlock]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,6 +130,21 @@ class Tracker(TorchDispatchMode):
         if memory is not None:
             memory.owner = None
 
+    def request(self, inputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Check a call of ``torch.autograd.grad``: gradients at accumulation nodes of another stream.
+
+        The engine then records an event, has that stream wait for it, and calls ``record_stream``: when the
+        memory is released no longer follows from the order of the stages.
+        """
+        for tensor, gradient in zip(inputs, gradients, strict=True):
+            if gradient is not None and isinstance(tensor, Tensor):
+                stream = get_gradient_edge(tensor).node.metadata.get("stream", DEVICE.current)
+                if stream is not DEVICE.current:
+                    self._report(
+                        f"{DEVICE.stage}: a gradient on {DEVICE.current.name} is accumulated on "
+                        f"{stream.name}, and released when that is done"
+                    )
+
     def _gone(self, key: int) -> None:
         memory = self._memory.pop(key, None)
         self._held_bytes -= 0 if memory is None else memory.size_bytes
@@ -200,6 +216,16 @@ class HostCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if function == self._is_cuda:
             return not self._tracker._is_host(args[0])
+        if function is torch.autograd.grad:
+            gradients = function(*args, **kwargs)
+            self._tracker.request(args[1], gradients)
+            return gradients
+        if function is torch.Tensor.expand_as:
+            # How data parallelism gets the accumulation node of a parameter, which belongs to this stream.
+            expanded = function(*args, **kwargs)
+            if args[0].is_leaf and args[0].requires_grad:
+                get_gradient_edge(args[0]).node.metadata.setdefault("stream", DEVICE.current)
+            return expanded
         copies = function in _TO_HOST or (
             function is _TENSOR_TO and "cpu" in (*map(str, args[1:]), str(kwargs.get("device")))
         )
