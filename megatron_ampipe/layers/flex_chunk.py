@@ -20,6 +20,8 @@ class FlexChunk(MoEFlexTokenDispatcher):
     """The flex dispatcher, whose backend counts the tokens in the call that sends them."""
 
     FROM_COUNTS: ClassVar = ()
+    num_out_tokens: ClassVar = None
+    """All rows that are prepared are sent."""
 
     def __copy__(self) -> Self:
         """A dispatcher with separate state: Megatron keeps that of a call in its manager."""
