@@ -50,6 +50,8 @@ class Buffer:
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self.num_waits = 0
+        """Calls in which the host has waited for the number of received tokens."""
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
@@ -81,6 +83,7 @@ class Buffer:
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
+        num_worst_tokens: int = 0,
         **_: Any,
     ) -> tuple[Any, ...]:
         assert x.is_contiguous() and x.dim() == 2
@@ -103,7 +106,13 @@ class Buffer:
         own = (experts >= rank * local) & (experts < (rank + 1) * local)
         experts = (experts - rank * local).masked_fill(~own, -1)
         weights = weights.masked_fill(~own, 0.0)
-        per_expert = [int((experts == expert).sum()) for expert in range(local)]
+        if num_worst_tokens:
+            # More rows would do, of which the rest is not written; fewer would be written beyond.
+            assert num_worst_tokens == sum(receive) and num_ranks <= 8
+            per_expert = []
+        else:
+            per_expert = [int((experts == expert).sum()) for expert in range(local)]
+            self.num_waits += 1
         return tokens, experts, weights, per_expert, handle, EventOverlap()
 
     def combine(
@@ -131,7 +140,7 @@ class _OnTheHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+        return func(*args, **kwargs | ({"device": "cpu"} if str(kwargs.get("device")) == "cuda" else {}))
 
 
 def install() -> None:
@@ -147,14 +156,18 @@ def install() -> None:
     dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
     for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
-    manager = token_dispatcher._HybridEPManager
-    make = manager.__init__
+    make_on_the_host(token_dispatcher._HybridEPManager)
 
-    def make_on_the_host(*args: Any, **kwargs: Any) -> None:
+
+def make_on_the_host(made: type) -> None:
+    """Let the class make its tensors on the CPU where it asks for a GPU."""
+    make = made.__init__
+
+    def make_it(*args: Any, **kwargs: Any) -> None:
         with _OnTheHost():
             make(*args, **kwargs)
 
-    manager.__init__ = make_on_the_host
+    made.__init__ = make_it
 
 
 def forget_groups() -> None:

@@ -621,6 +621,11 @@ INTERNALS = [
                 method="combine_preprocess",
             ),
             sets("tp_group"),
+            says(
+                "self.reversed_local_input_permutation_mapping, restore_shape=self.hidden_shape_before_permute",
+                "output.view(self.hidden_shape)",
+                method="combine_postprocess",
+            ),
         ),
     ),
     Internal(
@@ -644,17 +649,23 @@ INTERNALS = [
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
             has(*STEPS),
-            says("self._comm_manager.setup_metadata", method="dispatch_preprocess"),
+            says(
+                "self._initialize_metadata(routing_map, probs)",
+                "self._comm_manager.setup_metadata(routing_map, probs)",
+                "return hidden_states, self._comm_manager.token_probs",
+                method="dispatch_preprocess",
+            ),
             says("get_permuted_hidden_states_by_experts", method="dispatch_postprocess"),
         ),
     ),
     Internal(
         "core.transformer.moe.token_dispatcher._DeepepManager",
         "layers/deep_ep.py",
-        "its permutations; a chunk sets what its dispatch would",
+        "its permutations, with another `_indices_to_multihot`; a chunk sets what its dispatch would",
         "mixed-up tokens",
         (
             sets("token_indices", "token_probs", "handle", "group", "num_experts"),
+            takes("indices", "probs", method="_indices_to_multihot"),
             says(
                 "self.dispatched_indices",
                 "self.dispatched_probs",
@@ -823,8 +834,8 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.permute",
-        "layers/dispatcher.py layers/rank_dispatcher.py",
-        "sorts gathered tokens by expert, and tokens by rank, with their number known to the host",
+        "layers/dispatcher.py",
+        "sorts gathered tokens by expert, and tokens by rank, with a number known to the host",
         "tokens in another order, or a wait of the host in every chunk",
         (
             takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
@@ -833,9 +844,9 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.unpermute",
-        "layers/rank_dispatcher.py",
-        "adds the outputs of the experts of a rank for each row that it was sent",
-        "wrong outputs with `--ampipe-exchange ranks`",
+        "layers/dispatcher.py",
+        "adds the outputs of the experts for each row that was sent",
+        "wrong outputs",
         (
             begins_with("permuted_tokens", "sorted_indices", "restore_shape"),
             takes("probs", "routing_map", "fused"),

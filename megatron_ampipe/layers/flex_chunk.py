@@ -17,7 +17,7 @@ from megatron_ampipe.runtime.collectives import Transport
 
 
 class FlexChunk(MoEFlexTokenDispatcher):
-    """The flex dispatcher, whose backend counts the tokens in the call that sends them."""
+    """The flex dispatcher, whose backend may count the tokens in the call that sends them."""
 
     FROM_COUNTS: ClassVar = ()
     num_out_tokens: ClassVar = None
@@ -33,12 +33,14 @@ class FlexChunk(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As in the stock dispatcher, with the probabilities in fp32, as the backends need them.
+        """As in the stock dispatcher, which is compiled there: every chunk would compile it anew.
 
-        ``[T, K]`` with DeepEP, ``[T, E]`` with HybridEP.
+        The probabilities are in fp32, as the backends need them: ``[T, K]`` with DeepEP, ``[T, E]`` with
+        HybridEP.
         """
-        tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
-        return tokens, token_probs.float()
+        self.hidden_shape = hidden_states.shape
+        self._comm_manager.setup_metadata(*self._initialize_metadata(routing_map, probs))
+        return hidden_states.view(-1, hidden_states.shape[-1]), self._comm_manager.token_probs.float()
 
     def transport(self) -> Transport:
         """The token exchange of the chunk; the same object, with its handle, for all of its calls."""
