@@ -325,8 +325,8 @@ def _backend_of_transformer_engine() -> dict[str, Any] | None:
             module = importlib.import_module(f"transformer_engine.pytorch.{name}")
         except ImportError:
             continue
-        latest = getattr(module, "_attention_backends", None)
-        if isinstance(latest, dict) and {"attention_params", "backend_selection_requires_update"} <= {*latest}:
+        latest = getattr(module, "_attention_backends", {})
+        if {"attention_params", "backend_selection_requires_update"} <= latest.keys():
             return latest
     return None
 

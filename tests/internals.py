@@ -622,7 +622,8 @@ INTERNALS = [
             ),
             sets("tp_group"),
             says(
-                "self.reversed_local_input_permutation_mapping, restore_shape=self.hidden_shape_before_permute",
+                "self.reversed_local_input_permutation_mapping",
+                "restore_shape=self.hidden_shape_before_permute",
                 "output.view(self.hidden_shape)",
                 method="combine_postprocess",
             ),
@@ -695,7 +696,7 @@ INTERNALS = [
         "layers/deep_ep.py layers/hybrid_ep.py",
         "the buffers of DeepEP and HybridEP",
         "a training step with the flex dispatcher fails",
-        (has("get_buffer", "get_hidden_bytes", "_hybrid_ep_buffer"),),
+        (has("get_buffer", "get_hidden_bytes", "_buffer", "_hybrid_ep_buffer"),),
     ),
     Internal(
         "core.transformer.moe.fused_a2a.HybridEPDispatch",

@@ -37,7 +37,7 @@ def moe_permute_with_probs(
     inp: Tensor, probs: Tensor | None, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not inp.numel():
-        return inp.clone(), torch.tensor([]), torch.tensor([])
+        return inp.clone(), None if probs is None else probs.flatten()[:0], torch.tensor([])
     assert routing_map.dtype == torch.bool and len(inp) == len(routing_map)
     assert num_out_tokens > 0, f"moe_permute (mask map) requires num_out_tokens > 0, got {num_out_tokens}."
     num_tokens, num_experts = routing_map.shape

@@ -289,9 +289,7 @@ class ChunkAttention:
             keys, values = key[: span.global_end], value[: span.global_end]
             with compat.backend_of_shape((id(self._core), rows.shape, keys.shape)):
                 outputs.append(
-                    self._core(
-                        rows, keys, values, None, attn_mask_type=AttnMaskType.causal_bottom_right
-                    )
+                    self._core(rows, keys, values, None, attn_mask_type=AttnMaskType.causal_bottom_right)
                 )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -44,7 +44,7 @@ class DeepEPChunk(FlexChunk):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As in :class:`~.flex_chunk.FlexChunk`; also counts, and notes the size of a token for the buffer."""
+        """As in :class:`~.flex_chunk.FlexChunk`; also counts, and notes a token's size for the buffer."""
         tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         self._hidden_bytes = fused_a2a.get_hidden_bytes(tokens)
         if self._num_received is None and not counts_inside(self.config):
@@ -68,17 +68,19 @@ class DeepEPChunk(FlexChunk):
         """The token exchange of the chunk; the same object, with DeepEP's handle, for all of its calls."""
         if self._transport is None:
             manager = self._comm_manager
-            if self._num_received is None and not counts_inside(self.config):
+            counts_itself = counts_inside(self.config)
+            if self._num_received is None and not counts_itself:
                 arriving = self._gathered.wait().view(manager.group.size(), -1).sum(dim=0)
                 to_experts, to_ranks = arriving.split([manager.num_experts, manager.group.size()])
                 rank = manager.group.rank()
                 self._num_received = int(to_ranks[rank])
                 self._tokens_per_expert = tuple(to_experts.view(-1, self.num_local_experts)[rank].tolist())
+            find_buffer = fused_a2a.get_buffer if counts_itself else told_buffer
             self._transport = DeepEPTransport(
-                fused_a2a.get_buffer(manager.group, self._hidden_bytes),
+                find_buffer(manager.group, self._hidden_bytes),
                 manager.token_indices,
                 num_experts=manager.num_experts,
-                num_received=self._num_received or 0,
+                num_received=self._num_received,
                 tokens_per_expert=self._tokens_per_expert,
             )
         return self._transport
@@ -88,6 +90,28 @@ class DeepEPChunk(FlexChunk):
         transport = self.transport()
         self._comm_manager.dispatched_indices = transport.received_experts
         return self._receive(hidden_states, probs, torch.tensor(transport.tokens_per_expert))
+
+
+_told_buffer: Any = None
+
+
+def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+    """``deep_ep.Buffer`` of the dispatches that are told how many rows arrive, made as Megatron makes its own.
+
+    A buffer counts into one place on the host. A dispatch that waits for its count there could read that of
+    an earlier one that did not wait, so the stock layers, which wait, have another buffer.
+
+    Args:
+        group: The ranks that exchange tokens.
+        hidden_bytes: Size of a token.
+    """
+    global _told_buffer
+    of_stock, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
+    try:
+        _told_buffer = fused_a2a.get_buffer(group, hidden_bytes)
+    finally:
+        fused_a2a._buffer = of_stock
+    return _told_buffer
 
 
 def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,6 @@ class MoEStages:
             counted=self._modules.moe_layer.training and not self._is_again,
         )
         self._condensed[chunk], dispatcher.counts = found, found.counts
-        dispatcher.num_out_tokens = len(found.sent)
         # The probability of a token that takes another one's result is its own.
         own = probs[: len(found.place)].clone()
         return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), own
@@ -167,9 +166,11 @@ class MoEStages:
     ) -> Transfer:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
 
-        Only the first rows are sent, where more were prepared before their number was known; the gradient of
-        the others is 0.
+        Only the first rows are sent, where :meth:`route` prepared more before their number was known; the
+        gradient of the others is 0.
         """
+        if self._condenser is not None:
+            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
         prepared = [dispatcher.num_out_tokens for dispatcher in dispatchers]
         sent = [

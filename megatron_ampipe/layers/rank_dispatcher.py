@@ -53,8 +53,9 @@ class RankChunk(AllToAllChunk):
 
         Returns:
             ``[M, D]``, the rows for the first rank, then those for the second, and so on, each in the order
-            of the tokens, and then rows that are not sent; and ``[M, L]``, their probabilities for the experts of the rank, in the dtype of
-            ``probs``; minus infinity for an expert that does not get the token.
+            of the tokens, and then rows that are not sent; and ``[M, L]``, their probabilities for the
+            experts of the rank, in the dtype of ``probs``; minus infinity for an expert that does not get
+            the token.
         """
         self.hidden_shape, self.probs = hidden_states.shape, probs
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
@@ -72,9 +73,7 @@ class RankChunk(AllToAllChunk):
         # A stable sort puts what is chosen first, place by place, without a wait for how much that is.
         chosen = to_places.T.reshape(-1).argsort(stable=True, descending=True)[: self.num_out_tokens]
         # In ``by_place``, a token has one row for each place.
-        return rows, by_place.index_select(
-            0, chosen % num_tokens * self.num_places + chosen // num_tokens
-        )
+        return rows, by_place.index_select(0, chosen % num_tokens * self.num_places + chosen // num_tokens)
 
     @staticmethod
     def _places_of(routing_map: Tensor, num_places: int) -> Tensor:

@@ -29,7 +29,7 @@ class DeepEPTransport:
             tensors, so chunks in flight share nothing.
         experts: ``[T, K]`` int64, the experts of each token; -1 for none.
         num_experts: Of all ranks.
-        num_received: ``R``; 0 if it is not known. DeepEP takes it within a node alone.
+        num_received: ``R``; None if it is not known. DeepEP takes it within a node alone.
         tokens_per_expert: As in the attributes, if ``R`` is known.
 
     Attributes:
@@ -45,11 +45,11 @@ class DeepEPTransport:
         experts: Tensor,
         *,
         num_experts: int,
-        num_received: int = 0,
+        num_received: int | None = None,
         tokens_per_expert: Sequence[int] = (),
     ) -> None:
         self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
-        self._told = {"num_worst_tokens": num_received} if num_received else {}
+        self._num_received = num_received
         self._handle: Any = None
         self.received_experts: Tensor
         self.tokens_per_expert = tokens_per_expert
@@ -61,12 +61,15 @@ class DeepEPTransport:
         """
         if len(tensors) == 1:
             received, *_ = self._buffer.dispatch(tensors[0].contiguous(), handle=self._handle)
-            return Transfer((received,), uses=tensors_among(self._handle))
+            return Transfer((received[: self._num_received],), uses=tensors_among(self._handle))
         tokens, probs = tensors
         per_rank, per_node, per_expert, goes_to, _ = self._buffer.get_dispatch_layout(
             self._experts, self._num_experts
         )
-        received, self.received_experts, weights, counted, self._handle, _ = self._buffer.dispatch(
+        is_told = self._num_received is not None
+        # To DeepEP, 0 says that the number is not known: one row is received that no rank has sent.
+        told = {"num_worst_tokens": max(1, self._num_received or 0)} if is_told else {}
+        received, experts, weights, counted, self._handle, _ = self._buffer.dispatch(
             tokens.contiguous(),
             topk_idx=self._experts,
             topk_weights=probs.contiguous(),
@@ -74,19 +77,22 @@ class DeepEPTransport:
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=goes_to,
             num_tokens_per_expert=per_expert,
-            **self._told,
+            **told,
         )
-        if not self._told:
+        self.received_experts = experts[: self._num_received]
+        if not is_told:
             self.tokens_per_expert = counted
         counted = (per_rank, per_node, per_expert, goes_to)
         uses = (self._experts, self.received_experts, *tensors_among(counted), *tensors_among(self._handle))
-        return Transfer((received, weights), uses=uses)
+        return Transfer((received[: self._num_received], weights[: self._num_received]), uses=uses)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """Expert outputs ``[R, D]``, summed over the ranks of a token, to ``[T, D]``.
 
         In the backward pass of the dispatch also gradients of the probabilities, ``[R, K]`` to ``[T, K]``.
         """
+        if self._num_received == 0:
+            tensors = [tensor.new_zeros((1, *tensor.shape[1:])) for tensor in tensors]
         tokens, *weights = tensors
         given = {"topk_weights": weights[0].float().contiguous()} if weights else {}
         combined, of_weights, _ = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)

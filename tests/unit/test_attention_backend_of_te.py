@@ -1,4 +1,4 @@
-"""Transformer Engine chooses a backend of attention once per shape, over a stand-in that counts its choices."""
+"""Transformer Engine chooses a backend of attention once per shape; a stand-in counts its choices."""
 
 from __future__ import annotations
 

@@ -74,10 +74,18 @@ def test_it_is_told_how_many_rows_arrive() -> None:
     )
     told.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
     assert buffer.told == 3 and told.tokens_per_expert == (1, 2)
-    # No row is not told: DeepEP takes a 0 for an unknown number.
-    none = DeepEPTransport(buffer, torch.tensor([[0]]), num_experts=2, tokens_per_expert=(0, 0))
-    none.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
-    assert buffer.told == 0 and none.tokens_per_expert == [2, 1]
+    # DeepEP takes a 0 for an unknown number.
+    none = DeepEPTransport(
+        buffer, torch.tensor([[0]]), num_experts=2, num_received=0, tokens_per_expert=(0, 0)
+    )
+    sent = none.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
+    assert buffer.told == 1 and none.tokens_per_expert == (0, 0)
+    assert [len(part) for part in (*sent.outputs, none.received_experts)] == [0, 0, 0]
+    assert len(none.dispatch([torch.randn(1, 4)]).outputs[0]) == 0
+    assert none.combine(sent.outputs).outputs[0].shape == (1, 4)
+    unknown = DeepEPTransport(buffer, torch.tensor([[0]]), num_experts=2)
+    unknown.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
+    assert buffer.told == 0 and unknown.tokens_per_expert == [2, 1]
 
 
 @pytest.mark.parametrize(
