@@ -96,7 +96,7 @@ _told_buffer: Any = None
 
 
 def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
-    """``deep_ep.Buffer`` of the dispatches that are told how many rows arrive, made as Megatron makes its own.
+    """The buffer of dispatches that are told how many rows arrive, made as Megatron makes its own.
 
     A buffer counts into one place on the host. A dispatch that waits for its count there could read that of
     an earlier one that did not wait, so the stock layers, which wait, have another buffer.
