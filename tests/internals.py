@@ -650,12 +650,7 @@ INTERNALS = [
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
             has(*STEPS),
-            says(
-                "self._initialize_metadata(routing_map, probs)",
-                "self._comm_manager.setup_metadata(routing_map, probs)",
-                "return hidden_states, self._comm_manager.token_probs",
-                method="dispatch_preprocess",
-            ),
+            says("self._comm_manager.setup_metadata", method="dispatch_preprocess"),
             says("get_permuted_hidden_states_by_experts", method="dispatch_postprocess"),
         ),
     ),

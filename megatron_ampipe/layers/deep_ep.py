@@ -125,7 +125,7 @@ def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Te
     Returns:
         ``[T, E]`` bool, the experts of each token; and ``[T, E]``, their probabilities, 0 elsewhere.
     """
-    # What has no expert goes into a column of its own, which is left out.
+    # What has no expert goes into a separate column, which is left out.
     places = experts.masked_fill(experts < 0, num_experts)
     zeros = probs.new_zeros((experts.shape[0], num_experts + 1))
     chosen = zeros.bool().scatter(1, places, True)

@@ -33,14 +33,12 @@ class FlexChunk(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As in the stock dispatcher, which is compiled there: every chunk would compile it anew.
+        """As in the stock dispatcher, with the probabilities in fp32, as the backends need them.
 
-        The probabilities are in fp32, as the backends need them: ``[T, K]`` with DeepEP, ``[T, E]`` with
-        HybridEP.
+        ``[T, K]`` with DeepEP, ``[T, E]`` with HybridEP.
         """
-        self.hidden_shape = hidden_states.shape
-        self._comm_manager.setup_metadata(*self._initialize_metadata(routing_map, probs))
-        return hidden_states.view(-1, hidden_states.shape[-1]), self._comm_manager.token_probs.float()
+        tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        return tokens, token_probs.float()
 
     def transport(self) -> Transport:
         """The token exchange of the chunk; the same object, with its handle, for all of its calls."""
