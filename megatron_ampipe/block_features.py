@@ -63,7 +63,7 @@ def features_of_settings(
         tensor_ranks=settings.tensor_model_parallel_size,
         context_ranks=settings.context_parallel_size,
         shares_schedule=shares_schedule,
-        flex=settings.moe_token_dispatcher_type == "flex",
+        flex=counts_inside(settings),
         latent=has_latent_experts(settings),
         ring=uses_ring_attention(settings),
         gathers=gather_lane_of(settings, ranks_per_node),
@@ -76,6 +76,21 @@ def features_of_settings(
         ),
         latent_attention=settings.multi_latent_attention,
     )
+
+
+DEEPEP_RANKS_OF_NODE = 8
+"""Among more ranks, DeepEP does not take the number of rows that will arrive (``num_worst_tokens``)."""
+
+
+def counts_inside(settings: Any) -> bool:
+    """Whether the dispatcher of these settings counts the tokens in the call that sends them."""
+    if settings.moe_token_dispatcher_type != "flex":
+        return False
+    ranks = settings.expert_model_parallel_size * (
+        settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    )
+    backend = getattr(settings, "moe_flex_dispatcher_backend", "deepep")
+    return backend != "deepep" or ranks > DEEPEP_RANKS_OF_NODE
 
 
 def gather_lane_of(settings: Any, ranks_per_node: int | None) -> str:
@@ -201,7 +216,7 @@ def block_features(
         tensor_ranks: Over how many ranks tensor parallelism spreads a sequence.
         context_ranks: Over how many ranks context parallelism does.
         shares_schedule: Several layers share a schedule.
-        flex: The flex dispatcher.
+        flex: As :func:`counts_inside`.
         latent: Tokens are projected to fewer columns for the experts, and back.
         ring: Context-parallel ranks pass keys and values on, rather than gather them.
         gathers: As :func:`gather_lane`.

@@ -7,13 +7,15 @@ function here. Imports Megatron inside functions only, so that versions can be c
 from __future__ import annotations
 
 import ast
+import contextlib
+import copy
 import dataclasses
 import importlib
 import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -310,6 +312,52 @@ def has_flash_attn() -> bool:
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+@cache
+def _backend_of_transformer_engine() -> dict[str, Any] | None:
+    """Where Transformer Engine keeps the backend of its latest attention; None if this version has no such.
+
+    It is chosen again if the parameters of a call differ from those that it was chosen for.
+    """
+    for name in ("attention.dot_product_attention", "attention"):
+        try:
+            module = importlib.import_module(f"transformer_engine.pytorch.{name}")
+        except ImportError:
+            continue
+        latest = getattr(module, "_attention_backends", {})
+        if {"attention_params", "backend_selection_requires_update"} <= latest.keys():
+            return latest
+    return None
+
+
+_BACKENDS_BY_SHAPE: dict[Hashable, dict[str, Any]] = {}
+
+
+@contextlib.contextmanager
+def backend_of_shape(key: Hashable) -> Iterator[None]:
+    """Calls Transformer Engine's attention with the backend that it chose for this key the last time.
+
+    It remembers one choice, and chunks alternate between shapes, so it would choose for each. It still
+    compares all parameters with those of its choice, and chooses anew if they differ.
+
+    Args:
+        key: Of the layer and the shapes.
+    """
+    latest = _backend_of_transformer_engine()
+    if latest is None:
+        yield
+        return
+    if latest["backend_selection_requires_update"]:
+        _BACKENDS_BY_SHAPE.clear()
+    latest.update(_BACKENDS_BY_SHAPE.get(key, {}))
+    yield
+    remembered = dict(latest)
+    parameters = remembered["attention_params"] = copy.copy(latest["attention_params"])
+    if getattr(parameters, "fp8_meta", None) is not None:
+        # The layer's own, in which it replaces the recipe.
+        parameters.fp8_meta = dict(parameters.fp8_meta)
+    _BACKENDS_BY_SHAPE[key] = remembered
 
 
 @cache

@@ -50,6 +50,7 @@ class Buffer:
 
     def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+        self._is_told: bool | None = None
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
@@ -81,14 +82,17 @@ class Buffer:
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
+        num_worst_tokens: int = 0,
         **_: Any,
     ) -> tuple[Any, ...]:
         assert x.is_contiguous() and x.dim() == 2
         if handle is not None:
             assert topk_idx is None and topk_weights is None, "a handle knows where tokens go"
-            buffer, rows, send, receive, _ = handle
+            buffer, rows, send, receive, _, count = handle
             assert buffer is self
-            return self._exchange(x[rows], send, receive), None, None, None, None, EventOverlap()
+            received = self._exchange(x[rows], send, receive)
+            received = torch.cat([received, x.new_full((count - len(received), x.shape[1]), float("nan"))])
+            return received, None, None, None, None, EventOverlap()
         assert topk_weights.dtype == torch.float32 and topk_weights.is_contiguous()
         num_ranks, rank = self.group.size(), self.group.rank()
         local = len(num_tokens_per_expert) // num_ranks
@@ -96,27 +100,39 @@ class Buffer:
         counts = [torch.empty_like(num_tokens_per_rank) for _ in range(num_ranks)]
         dist.all_gather(counts, num_tokens_per_rank, group=self.group)
         send, receive = num_tokens_per_rank.tolist(), [int(one[rank]) for one in counts]
-        handle = (self, rows, send, receive, is_token_in_rank)
         tokens, experts, weights = (
             self._exchange(y[rows], send, receive) for y in (x, topk_idx, topk_weights)
         )
         own = (experts >= rank * local) & (experts < (rank + 1) * local)
         experts = (experts - rank * local).masked_fill(~own, -1)
         weights = weights.masked_fill(~own, 0.0)
-        per_expert = [int((experts == expert).sum()) for expert in range(local)]
+        # Where one dispatch does not wait, another one could read its count.
+        assert self._is_told in (None, num_worst_tokens > 0)
+        self._is_told = num_worst_tokens > 0
+        if self._is_told:
+            # More rows are not written; fewer would be written beyond.
+            assert num_worst_tokens == max(1, sum(receive)) and num_ranks <= 8
+            per_expert, rest = [], num_worst_tokens - len(tokens)
+            tokens, weights = (
+                torch.cat([x, x.new_full((rest, x.shape[1]), float("nan"))]) for x in (tokens, weights)
+            )
+            experts = torch.cat([experts, experts.new_full((rest, experts.shape[1]), -1)])
+        else:
+            per_expert = [int((experts == expert).sum()) for expert in range(local)]
+        handle = (self, rows, send, receive, is_token_in_rank, len(tokens))
         return tokens, experts, weights, per_expert, handle, EventOverlap()
 
     def combine(
         self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        buffer, rows, send, receive, in_rank = handle
-        assert buffer is self and x.is_contiguous() and len(x) == sum(receive)
+        buffer, rows, send, receive, in_rank, count = handle
+        assert buffer is self and x.is_contiguous() and len(x) == count
         found = []
         for given in (x, topk_weights):
             if given is None:
                 found.append(None)
                 continue
-            parts = self._exchange(given, receive, send)
+            parts = self._exchange(given[: sum(receive)], receive, send)
             found.append(parts.new_zeros((len(in_rank), *parts.shape[1:])).index_add_(0, rows, parts))
         return found[0], found[1], EventOverlap()
 
@@ -131,7 +147,7 @@ class _OnTheHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+        return func(*args, **kwargs | ({"device": "cpu"} if str(kwargs.get("device")) == "cuda" else {}))
 
 
 def install() -> None:
@@ -147,14 +163,18 @@ def install() -> None:
     dispatch = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
     for name in (*dispatch, "hybrid_ep_dispatch", "hybrid_ep_combine"):
         setattr(token_dispatcher, name, getattr(fused_a2a, name))
-    manager = token_dispatcher._HybridEPManager
-    make = manager.__init__
+    make_on_the_host(token_dispatcher._HybridEPManager)
 
-    def make_on_the_host(*args: Any, **kwargs: Any) -> None:
+
+def make_on_the_host(made: type) -> None:
+    """Let the class make its tensors on the CPU where it asks for a GPU."""
+    make = made.__init__
+
+    def make_it(*args: Any, **kwargs: Any) -> None:
         with _OnTheHost():
             make(*args, **kwargs)
 
-    manager.__init__ = make_on_the_host
+    made.__init__ = make_it
 
 
 def forget_groups() -> None:

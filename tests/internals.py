@@ -624,6 +624,12 @@ INTERNALS = [
                 method="combine_preprocess",
             ),
             sets("tp_group"),
+            says(
+                "self.reversed_local_input_permutation_mapping",
+                "restore_shape=self.hidden_shape_before_permute",
+                "output.view(self.hidden_shape)",
+                method="combine_postprocess",
+            ),
         ),
     ),
     Internal(
@@ -654,10 +660,11 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.token_dispatcher._DeepepManager",
         "layers/deep_ep.py",
-        "its permutations; a chunk sets what its dispatch would",
+        "its permutations, with another `_indices_to_multihot`; a chunk sets what its dispatch would",
         "mixed-up tokens",
         (
             sets("token_indices", "token_probs", "handle", "group", "num_experts"),
+            takes("indices", "probs", method="_indices_to_multihot"),
             says(
                 "self.dispatched_indices",
                 "self.dispatched_probs",
@@ -687,7 +694,7 @@ INTERNALS = [
         "layers/deep_ep.py layers/hybrid_ep.py",
         "the buffers of DeepEP and HybridEP",
         "a training step with the flex dispatcher fails",
-        (has("get_buffer", "get_hidden_bytes", "_hybrid_ep_buffer"),),
+        (has("get_buffer", "get_hidden_bytes", "_buffer", "_hybrid_ep_buffer"),),
     ),
     Internal(
         "core.transformer.moe.fused_a2a.HybridEPDispatch",
@@ -826,8 +833,8 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.permute",
-        "layers/dispatcher.py layers/rank_dispatcher.py",
-        "sorts gathered tokens by expert, and tokens by rank, with their number known to the host",
+        "layers/dispatcher.py",
+        "sorts gathered tokens by expert, and tokens by rank, with a number known to the host",
         "tokens in another order, or a wait of the host in every chunk",
         (
             takes("tokens", "routing_map", "probs", "num_out_tokens", "fused"),
@@ -836,9 +843,9 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.unpermute",
-        "layers/rank_dispatcher.py",
-        "adds the outputs of the experts of a rank for each row that it was sent",
-        "wrong outputs with `--ampipe-exchange ranks`",
+        "layers/dispatcher.py",
+        "adds the outputs of the experts for each row that was sent",
+        "wrong outputs",
         (
             begins_with("permuted_tokens", "sorted_indices", "restore_shape"),
             takes("probs", "routing_map", "fused"),

@@ -284,16 +284,13 @@ class ChunkAttention:
 
     def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Megatron's TE attention module, called once per span with a bottom-right causal mask."""
-        outputs = [
-            self._core(
-                rows,
-                key[: span.global_end],
-                value[: span.global_end],
-                None,
-                attn_mask_type=AttnMaskType.causal_bottom_right,
-            )
-            for rows, span in zip(query.split([span.length for span in spans]), spans, strict=True)
-        ]
+        outputs = []
+        for rows, span in zip(query.split([span.length for span in spans]), spans, strict=True):
+            keys, values = key[: span.global_end], value[: span.global_end]
+            with compat.backend_of_shape((id(self._core), rows.shape, keys.shape)):
+                outputs.append(
+                    self._core(rows, keys, values, None, attn_mask_type=AttnMaskType.causal_bottom_right)
+                )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -55,13 +55,14 @@ class Condenser:
         On a GPU the host waits for the number of rows of each expert, and for the choice.
 
         Args:
-            rows: ``[P, D]``, sorted by expert and then by token, as Megatron permutes them.
+            rows: ``[P, D]``, sorted by expert and then by token, as Megatron permutes them; perhaps followed
+                by rows that are not sent.
             routing_map: ``[T, E]`` bool; token ``t`` is of sequence ``t % B``.
             batch: Number of sequences, ``B``.
             counted: Whether the rows count for :meth:`take_share`.
         """
         tokens = routing_map.T.nonzero()[:, 1]
-        directions = normalize(rows.detach().float(), dim=1)
+        directions = normalize(rows[: len(tokens)].detach().float(), dim=1)
         per_expert = routing_map.sum(dim=0).tolist()
         first, taken = 0, []
         for of_expert, of_token in zip(directions.split(per_expert), tokens.split(per_expert), strict=True):

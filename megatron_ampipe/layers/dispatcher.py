@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import permute
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -23,6 +23,37 @@ from megatron_ampipe.runtime.collectives import AllGather, AllToAll, HostCopy, T
 from megatron_ampipe.runtime.row_gather import RowGather
 
 # T tokens of a chunk, D hidden size, E experts, L experts of a rank.
+
+
+def permute_rows(
+    tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, num_out_tokens: int, fused: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's ``permute``; the fused kernel, which refuses to choose no row, chooses some.
+
+    Returns:
+        The rows, their probabilities, if any are given, and what :func:`unpermute_rows` needs.
+    """
+    rows, row_probs, mapping, *_ = permute(
+        tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, fused=fused and num_out_tokens > 0
+    )
+    return rows, row_probs, mapping
+
+
+def unpermute_rows(
+    rows: Tensor, mapping: Tensor, *, restore_shape: torch.Size, routing_map: Tensor, fused: bool
+) -> Tensor:
+    """Megatron's ``unpermute``, for the first of the rows that :func:`permute_rows` chose, or for none.
+
+    Without a row, the fused kernel returns no row either; the sum of none is 0.
+    """
+    fused = fused and rows.shape[0] > 0
+    if not fused:
+        # Of the fused kernel it has several columns, and no row is left.
+        mapping = mapping[: rows.shape[0]].flatten().long()
+    tokens: Tensor = unpermute(
+        rows, mapping, restore_shape=restore_shape, routing_map=routing_map, fused=fused
+    )
+    return tokens
 
 
 class AllToAllChunk(MoEAlltoAllTokenDispatcher):
@@ -61,11 +92,22 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         if self.input_splits is not None:
             return self.tokens_per_expert
         self.counts = routing_map.sum(dim=0).long()
-        if self.has_fixed_choices and self.config.moe_expert_capacity_factor is None:
-            self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
-        else:
-            self.num_out_tokens = int(self.counts.sum())
+        self.num_out_tokens = self._num_rows(routing_map, self.counts)
         return self.counts
+
+    def _num_rows(self, chosen: Tensor, counts: Tensor) -> int:
+        """How many rows are prepared for the exchange: those that are sent come first.
+
+        A router that gives every token ``topk`` experts sets a bound; another one makes the host wait.
+
+        Args:
+            chosen: ``[T, places]`` bool, where each token goes.
+            counts: ``[places]``, how many go to each place.
+        """
+        if self.has_fixed_choices:
+            return chosen.size(0) * min(self.config.moe_router_topk, chosen.size(1))
+        # The fused permutation refuses to choose no row.
+        return max(1, int(counts.sum()))
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks ``[ranks * E]``; :meth:`transport` waits for them on the host."""
@@ -112,6 +154,16 @@ class AllToAllChunk(MoEAlltoAllTokenDispatcher):
         self.tokens_per_expert = tokens_per_expert
         return outputs
 
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        """As in the stock dispatcher, with as many rows as were sent, perhaps none."""
+        return unpermute_rows(
+            permutated_local_input_tokens,
+            self.reversed_local_input_permutation_mapping,
+            restore_shape=self.hidden_shape_before_permute,
+            routing_map=self.routing_map,
+            fused=self.config.moe_permute_fusion,
+        ).view(self.hidden_shape)
+
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
         """``[R, B, D]`` to the tokens ``[T, D]`` that :meth:`dispatch_preprocess` returned for them."""
         tokens, _ = self.dispatch_preprocess(hidden_states, self.routing_map, self.probs)
@@ -131,6 +183,8 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
     FROM_COUNTS: ClassVar = ("routing_map", "_tokens_per_expert")
     has_fixed_choices = True
     """As in :class:`AllToAllChunk`; this dispatcher counts in any case."""
+    num_out_tokens: ClassVar = None
+    """All rows that are prepared are sent."""
     _tokens_per_expert: HostCopy | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +233,7 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
         tokens_per_expert = self._tokens_per_expert.wait()
         self.hidden_shape_before_permute = hidden_states.shape
         self.local_map = self.routing_map[:, self._local_experts].contiguous()
-        tokens, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+        tokens, self.local_probs, self.reversed_local_input_permutation_mapping = permute_rows(
             hidden_states,
             self.local_map,
             probs=probs[:, self._local_experts].contiguous(),
@@ -190,7 +244,13 @@ class AllGatherChunk(MoEAllGatherTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in the stock dispatcher, in the dtype in which ``token_combine`` sums over ranks."""
-        output: Tensor = super().combine_preprocess(hidden_states)
+        output = unpermute_rows(
+            hidden_states,
+            self.reversed_local_input_permutation_mapping,
+            restore_shape=self.hidden_shape_before_permute,
+            routing_map=self.local_map,
+            fused=self.config.moe_permute_fusion,
+        )
         self._dtype = output.dtype
         return output.to(self.local_probs.dtype)
 

@@ -17,9 +17,11 @@ from megatron_ampipe.runtime.collectives import Transport
 
 
 class FlexChunk(MoEFlexTokenDispatcher):
-    """The flex dispatcher, whose backend counts the tokens in the call that sends them."""
+    """The flex dispatcher, whose backend may count the tokens in the call that sends them."""
 
     FROM_COUNTS: ClassVar = ()
+    num_out_tokens: ClassVar = None
+    """All rows that are prepared are sent."""
 
     def __copy__(self) -> Self:
         """A dispatcher with separate state: Megatron keeps that of a call in its manager."""

@@ -23,7 +23,7 @@ from megatron_ampipe.runtime.block_stages import ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.node_hop import collect, spread
-from megatron_ampipe.runtime.rows import take_rows
+from megatron_ampipe.runtime.rows import take_rows, with_rows
 from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 
@@ -131,7 +131,8 @@ class MoEStages:
         )
         self._condensed[chunk], dispatcher.counts = found, found.counts
         # The probability of a token that takes another one's result is its own.
-        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), probs.clone()
+        own = probs[: len(found.place)].clone()
+        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), own
 
     def _narrowed(self, normed: Tensor) -> Tensor:
         """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
@@ -163,8 +164,29 @@ class MoEStages:
     def dispatch(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
-        """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts."""
-        return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
+
+        Only the first rows are sent, where :meth:`route` prepared more before their number was known; the
+        gradient of the others is 0.
+        """
+        if self._condenser is not None:
+            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        dispatchers = [self._dispatchers[chunk] for chunk in chunks]
+        prepared = [dispatcher.num_out_tokens for dispatcher in dispatchers]
+        sent = [
+            None if rows is None else sum(dispatcher.transport().input_splits)
+            for dispatcher, rows in zip(dispatchers, prepared, strict=True)
+        ]
+        if sent == prepared:
+            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        if direction is Direction.FORWARD:
+            tensors = [
+                [part[:rows] for part in of_chunk] for of_chunk, rows in zip(tensors, sent, strict=True)
+            ]
+            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        received = self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        per_chunk = len(received.outputs) // len(chunks)
+        return with_rows(received, [rows for rows in prepared for _ in range(per_chunk)])
 
     def spread(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction

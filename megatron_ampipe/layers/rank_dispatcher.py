@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from torch import Tensor
 
-from megatron_ampipe.layers.dispatcher import AllToAllChunk
+from megatron_ampipe.layers.dispatcher import AllToAllChunk, permute_rows, unpermute_rows
 from megatron_ampipe.runtime.collectives import HostCopy
 
 # T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank,
-# R rows that are sent or received: one for each pair of a token and a rank.
+# R rows that are sent or received: one for each pair of a token and a rank; M at most.
 
 NOT_ROUTED = float("-inf")
 """Stands in place of a probability where an expert does not get the token; no router gives it."""
@@ -53,9 +52,10 @@ class RankChunk(AllToAllChunk):
             probs: ``[T, E]``.
 
         Returns:
-            ``[R, D]``, the rows for the first rank, then those for the second, and so on, each in the order
-            of the tokens; and ``[R, L]``, their probabilities for the experts of the rank, in the dtype of
-            ``probs``; minus infinity for an expert that does not get the token.
+            ``[M, D]``, the rows for the first rank, then those for the second, and so on, each in the order
+            of the tokens, and then rows that are not sent; and ``[M, L]``, their probabilities for the
+            experts of the rank, in the dtype of ``probs``; minus infinity for an expert that does not get
+            the token.
         """
         self.hidden_shape, self.probs = hidden_states.shape, probs
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
@@ -65,14 +65,15 @@ class RankChunk(AllToAllChunk):
             by_place = to_places.sum(dim=0)
             counts = [routing_map.sum(dim=0), by_place, *self._more_counts(routing_map)]
             self.counts = torch.cat(counts).long()
-            # Depends on the routing, as with a capacity: the host waits for it.
-            self.num_out_tokens = int(by_place.sum())
+            self.num_out_tokens = self._num_rows(to_places, by_place)
         self.routing_map = to_places
         rows = self.tokens_again(tokens)
-        by_place = probs.masked_fill(~routing_map, NOT_ROUTED).view(len(to_places) * self.num_places, -1)
+        num_tokens = len(to_places)
+        by_place = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * self.num_places, -1)
+        # A stable sort puts what is chosen first, place by place, without a wait for how much that is.
+        chosen = to_places.T.reshape(-1).argsort(stable=True, descending=True)[: self.num_out_tokens]
         # In ``by_place``, a token has one row for each place.
-        place, token = to_places.T.nonzero(as_tuple=True)
-        return rows, by_place.index_select(0, token * self.num_places + place)
+        return rows, by_place.index_select(0, chosen % num_tokens * self.num_places + chosen // num_tokens)
 
     @staticmethod
     def _places_of(routing_map: Tensor, num_places: int) -> Tensor:
@@ -84,15 +85,14 @@ class RankChunk(AllToAllChunk):
         return []
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
-        """``[rows, B, D]`` to the rows ``[R, D]`` that :meth:`dispatch_preprocess` returned for them."""
-        rows, _, self.reversed_local_input_permutation_mapping, *_ = permute(
+        """``[rows, B, D]`` to the rows ``[M, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        rows, _, self.reversed_local_input_permutation_mapping = permute_rows(
             hidden_states.view(self.hidden_shape_before_permute),
             self.routing_map,
             num_out_tokens=self.num_out_tokens,
             fused=self.config.moe_permute_fusion,
         )
-        found: Tensor = rows
-        return found
+        return rows
 
     def _derive(self, gathered: HostCopy) -> None:
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1] + 1
@@ -118,7 +118,7 @@ class RankChunk(AllToAllChunk):
             ``[copies]``, their probabilities. The same values in the same order as from the stock dispatcher.
         """
         self._received_shape, self._to_experts = rows.shape, ~probs.isneginf()
-        copies, copied_probs, self._of_copies, *_ = permute(
+        copies, copied_probs, self._of_copies = permute_rows(
             rows,
             self._to_experts,
             probs=probs,
@@ -129,11 +129,10 @@ class RankChunk(AllToAllChunk):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """``[copies, D]``, weighted, to their sums ``[R, D]``, one for each row that was received."""
-        rows: Tensor = unpermute(
+        return unpermute_rows(
             hidden_states,
             self._of_copies,
             restore_shape=self._received_shape,
             routing_map=self._to_experts,
             fused=self.config.moe_permute_fusion,
         )
-        return rows

@@ -889,6 +889,30 @@ HYBRIDS = [
     ),
 ]  # fmt: skip
 
+# The fused kernels refuse to choose no row. Compared with a stock layer without them.
+FUSED = {"moe_permute_fusion": True, "num_moe_experts": 8}
+NOT_FUSED = {"moe_permute_fusion": False}
+# Of an early chunk, the experts have no capacity left for the last; of a short one, some rank gets no row.
+USED_UP = {"moe_expert_capacity_factor": 0.3, "moe_token_drop_policy": "position"}
+PERMUTED = [
+    Case(f"fused-{name}", **{"degree": 8, "stock": NOT_FUSED} | settings)
+    for name, settings in {
+        "permutation": {"sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
+        "capacity": {"world_size": 1, "model": FUSED | USED_UP},
+        "capacity-recompute": {
+            "layers": "mm", "stack": 0, "recompute": UNIFORM, "model": FUSED | USED_UP | AUX,
+        },
+        "ranks": {"exchange": Exchange.RANKS, "sequence_length": 8, "model": FUSED | {"moe_router_topk": 2}},
+        "ranks-capacity": {"exchange": Exchange.RANKS, "model": FUSED | USED_UP | {"moe_router_topk": 4}},
+        "allgather": {
+            "sequence_length": 8, "model": FUSED | {"moe_token_dispatcher_type": "allgather"},
+        },
+        "flex": {
+            "sequence_length": 8, "model": FUSED | FLEX, "stock": NOT_FUSED | ALL_TO_ALL,
+        },
+    }.items()
+]  # fmt: skip
+
 # Against a stock layer that is made to compute the same, in a simple way (changed_functions.py).
 CHANGED = [
     Case("wire-halves-two-degrees", wire="tests.wires:HalvesWire", degree=2, backward_degree=4, layers="mm",
@@ -972,5 +996,6 @@ LAUNCHES = [
 
 PARITY += CHANGED + PARALLEL + OTHER_CUTS + RECOMPUTE + MEMORY + DOCUMENTS + GATES + LANCET + FLEXES + HYBRIDS
 PARITY += ONCE_PER_RANK + ONCE_PER_NODE + COPIES_OVER_NODES + GATHERED + SCATTERED + LAUNCHES
+PARITY += PERMUTED
 BY_NAME = {case.name: case for case in PARITY}
 assert len(BY_NAME) == len(PARITY), "two cases have the same name"

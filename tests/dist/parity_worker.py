@@ -7,7 +7,7 @@ import sys
 import traceback
 from unittest import mock
 
-from tests import deep_ep_standin
+from tests import deep_ep_standin, te_permutation_standin
 from tests.dist.cases import BY_NAME, SCATTERED
 from tests.dist.worker import report, start, use_groups
 
@@ -15,6 +15,7 @@ from tests.dist.worker import report, start, use_groups
 def main() -> None:
     rank, _ = start()
     deep_ep_standin.install()
+    te_permutation_standin.install()
     import torch
 
     from megatron_ampipe.layers.block_modules import BlockModules

@@ -103,8 +103,8 @@ def runs() -> Iterator[Run]:
     for case in PARITY:
         # The split of the sequence and the attention kernel make no difference here.
         told = case.name.startswith(("degree", "length", "kernel", "only"))
-        # DeepEP has its own streams, of which the device knows nothing; HybridEP's stand-in is of real ranks.
-        told = told or case.name.startswith("flex") or case.pipeline.is_stock
+        # Stand-ins of DeepEP and HybridEP are of real ranks, and those of fused kernels no kernels.
+        told = told or case.name.startswith(("flex", "fused")) or case.pipeline.is_stock
         if case.executor == "thread" and case.world_size == RANKS and not case.parallel and not told:
             yield Run(f"parity-{case.name}", dataclasses.replace(case, executor="cuda", kernel="exact"))
     yield from random_runs()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+from megatron_ampipe.schedule import Exchange
 from tests.dist.cases import AUX, TIGHT
 from tests.streams.cases import RANKS, RECOMPUTE, SHARED, VARIANTS, block
 
@@ -20,9 +21,12 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "4 experts per rank": {"local_experts": 4},
     "router losses, shared experts": {"model": AUX | SHARED},
     "capacity": {"model": TIGHT},
+    "each token once per rank": {
+        "local_experts": 2, "exchange": Exchange.RANKS, "model": {"moe_router_topk": 2}
+    },
     "recompute of experts": {"model": RECOMPUTE},
     "all-gather dispatcher": {"local_experts": 2, "model": VARIANTS["allgather"]},
-}
+}  # fmt: skip
 
 
 def census() -> dict[str, dict[str, Any]]:

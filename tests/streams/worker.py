@@ -76,6 +76,7 @@ def main() -> None:
                 "races": result.races,
                 "operations": result.num_operations,
                 "waits": sorted({place for place, _ in result.waits}),
+                "wait calls": sorted({f"{place.partition('.')[0]}: {call}" for place, call in result.waits}),
             }
         except Exception:
             found[run.name] = {"error": traceback.format_exc()}

@@ -1,12 +1,15 @@
-"""DeepEP as a transport: which calls it gets, and that a block with it exchanges no counts."""
+"""DeepEP as a transport: which calls it gets, and who counts the tokens."""
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ampipe.block_features import counts_inside
 from megatron_ampipe.runtime.collectives import exchange_chunks
 from megatron_ampipe.runtime.deep_ep_transport import DeepEPTransport
 from megatron_ampipe.schedule import SCHEDULE_NAMES, BlockFeatures, build, check
@@ -28,7 +31,9 @@ class FakeBuffer:
             assert not given
             return tokens.clone(), None, None, None, None, None
         made = (f"handle {len(self.calls)}", torch.ones(1))
-        return tokens.clone(), given["topk_idx"].clone(), given["topk_weights"].clone(), [2, 1], made, None
+        self.told = given.get("num_worst_tokens", 0)
+        counted = [] if self.told else [2, 1]
+        return tokens.clone(), given["topk_idx"].clone(), given["topk_weights"].clone(), counted, made, None
 
     def combine(self, tokens: torch.Tensor, handle: Any, **given: Any) -> tuple[Any, ...]:
         self.calls.append(("combine", handle, *given))
@@ -59,6 +64,93 @@ def test_what_the_lane_uses_is_told() -> None:
     sent = transport.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
     used = {id(tensor) for tensor in sent.uses}
     assert {id(transport.received_experts), id(transport._handle[1]), id(transport._experts)} <= used
+
+
+def test_it_is_told_how_many_rows_arrive() -> None:
+    """Otherwise its host waits for its count, and that for the transfers before it."""
+    buffer = FakeBuffer()
+    told = DeepEPTransport(
+        buffer, torch.tensor([[0]]), num_experts=2, num_received=3, tokens_per_expert=(1, 2)
+    )
+    told.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
+    assert buffer.told == 3 and told.tokens_per_expert == (1, 2)
+    # DeepEP takes a 0 for an unknown number.
+    none = DeepEPTransport(
+        buffer, torch.tensor([[0]]), num_experts=2, num_received=0, tokens_per_expert=(0, 0)
+    )
+    sent = none.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
+    assert buffer.told == 1 and none.tokens_per_expert == (0, 0)
+    assert [len(part) for part in (*sent.outputs, none.received_experts)] == [0, 0, 0]
+    assert len(none.dispatch([torch.randn(1, 4)]).outputs[0]) == 0
+    assert none.combine(sent.outputs).outputs[0].shape == (1, 4)
+    unknown = DeepEPTransport(buffer, torch.tensor([[0]]), num_experts=2)
+    unknown.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
+    assert buffer.told == 0 and unknown.tokens_per_expert == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "backend", "ranks", "tensor", "inside"),
+    [
+        ("alltoall", "deepep", 64, 1, False),
+        ("flex", "deepep", 8, 1, False),
+        ("flex", "deepep", 8, 2, True),
+        ("flex", "deepep", 16, 1, True),
+        ("flex", "hybridep", 2, 1, True),
+    ],
+)
+def test_who_counts(dispatcher: str, backend: str, ranks: int, tensor: int, inside: bool) -> None:
+    settings = SimpleNamespace(
+        moe_token_dispatcher_type=dispatcher,
+        moe_flex_dispatcher_backend=backend,
+        expert_model_parallel_size=ranks,
+        expert_tensor_parallel_size=tensor,
+    )
+    assert counts_inside(settings) is inside
+
+
+def chunks_of(num_layers: int, degree: int, *, config: Any) -> list[Any]:
+    """Dispatchers of the chunks of several layers, as one pass makes them."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron_ampipe.layers.deep_ep import DeepEPChunk
+
+    chunks = []
+    for _ in range(num_layers):
+        layer = DeepEPChunk.__new__(DeepEPChunk)
+        layer.config, layer.tp_size, layer.ep_size, layer.num_local_experts = config, 1, 2, 2
+        manager = layer._comm_manager = token_dispatcher._DeepepManager.__new__(
+            token_dispatcher._DeepepManager
+        )
+        manager.num_experts, manager.router_topk, manager.capacity_factor = 4, 2, None
+        chunks += [copy.copy(layer) for _ in range(degree)]
+    return chunks
+
+
+def test_no_layer_compiles_what_another_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron compiles ``dispatch_preprocess``, whose dispatcher is another object in every chunk."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    counter = CompileCounter()
+    stock = MoEFlexTokenDispatcher.dispatch_preprocess
+    compiled = torch.compile(getattr(stock, "_torchdynamo_orig_callable", stock), backend=counter)
+    monkeypatch.setattr(MoEFlexTokenDispatcher, "dispatch_preprocess", compiled)
+    config = SimpleNamespace(
+        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep",
+        expert_model_parallel_size=2, expert_tensor_parallel_size=1,
+    )  # fmt: skip
+    degree, found = 4, []
+    for number, chunk in enumerate(chunks_of(3, degree, config=config)):
+        rows = (8, 8, 7, 9)[number % degree]
+        probs = torch.rand(rows, 4, requires_grad=True)
+        hidden = torch.randn(rows, 1, 16, requires_grad=True).clone()
+        tokens, chosen = chunk.dispatch_preprocess(hidden, probs > 0.5, probs.softmax(1))
+        assert tokens.shape == (rows, 16) and chosen.shape == (rows, 2)
+        found.append(counter.frame_count)
+    # Once for the first number of rows, and once for any.
+    assert found == [1, 1] + [2] * (len(found) - 2)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
