@@ -114,6 +114,8 @@ class TrainingSession:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
             EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
         """
+        from megatron.training import training
+
         from megatron_ampipe.launch.attach import make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
         from megatron_ampipe.launch.gate import find_gate
@@ -132,6 +134,7 @@ class TrainingSession:
             keep_from_children(args)
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
+            self._until_end.callback(setattr, training, "train_step", training.train_step)
             self.context = make_context(
                 args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
             )
