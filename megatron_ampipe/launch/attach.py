@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.training import training
 
 from megatron_ampipe import compat
+from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import host, startup_rows
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
@@ -84,7 +85,9 @@ def make_context(
     refuse_unsupported(config, args)
     memory = None
     if config.memory_budget is not None:
-        memory = choose_memory(args, config.pipeline, config.memory_budget, config.cluster)
+        memory = choose_memory(
+            args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
+        )
         config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
