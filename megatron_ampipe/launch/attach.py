@@ -107,7 +107,7 @@ def make_context(
     layout = layout_of_args(args)
     if config.grad_reduce == "placed":
         ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
-        ranks_of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
         context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
         training.train_step = placing(context.reductions, training.train_step)
     rows = [
