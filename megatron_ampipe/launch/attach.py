@@ -124,6 +124,7 @@ def make_context(
         *startup_rows.context_row(args),
         *startup_rows.documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
+        *startup_rows.connections_row(on_gpu=on_gpu),
         ("trace", config.trace_dir or "off"),
         *routing_rows(config),
         *startup_rows.nothing_to_hide(args),

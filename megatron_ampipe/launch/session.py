@@ -21,6 +21,7 @@ from megatron_ampipe.launch.early import check_own_flags
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION
 
 ForwardStep = Callable[..., Any]
 
@@ -123,6 +124,9 @@ class TrainingSession:
 
         with refuse_as_bad_input():
             config = config_from_args(args, read_plan=self._read_plan)
+            if config.pipelined:
+                # Validated: see there.
+                setattr(args, LIFTS_ONE_CONNECTION, False)
             is_active = (
                 config.pipelined
                 or config.router is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -168,7 +169,7 @@ def _remember(rank: int) -> dict[str, object]:
 
 
 def _settle() -> dict[str, list[int]]:
-    """The iterations in which numbers are reduced, of a run that tries and of one with a plan; shapes change."""
+    """The iterations in which numbers are reduced, of a run that tries and of one that has a plan."""
     from megatron_ampipe.launch import auto as module
     from megatron_ampipe.launch.auto import SHAPE_INTERVAL, AutoDegree
     from megatron_ampipe.launch.trials import Choice
@@ -186,10 +187,10 @@ def _settle() -> dict[str, list[int]]:
         layer, context = _layer()
         auto = AutoDegree(context, planner=planner, say=lambda line: None)
         auto.start((SHORT, 1))
-        step = auto.around(lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
+        step = auto.around(functools.partial(layer, attention_mask=None))
         reduced = []
         for iteration in range(2 * SHAPE_INTERVAL + 20):
-            step(SHORT if iteration < SHAPE_INTERVAL + 5 else 2 * SHORT)
+            step(hidden_states=torch.randn(SHORT if iteration < SHAPE_INTERVAL + 5 else 2 * SHORT, 1, 32))
         found[name] = reduced
     module._largest_over_ranks = reduce
     return found

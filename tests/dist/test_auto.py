@@ -89,7 +89,7 @@ def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(reports
     for report in reports:
         planned, tried = report["reduced"]["planned"], report["reduced"]["tried"]
         assert planned == [0, SHAPE_INTERVAL, 2 * SHAPE_INTERVAL]
-        # Degrees 1 and 2 of 16 rows are tried at first; of 32 rows, once the ranks have compared their shapes.
+        # Degrees 1 and 2 of 16 rows are tried at first; those of 32 rows once shapes have been compared.
         chosen = tried.index(tried[-1]) + 1
         assert tried == sorted({*tried}) and chosen < 60
         gaps = [after - before for before, after in itertools.pairwise(tried)]
