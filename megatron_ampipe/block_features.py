@@ -71,7 +71,7 @@ def features_of_settings(
             tensor=settings.tensor_model_parallel_size if settings.sequence_parallel else 1,
             local=local,
             expert=settings.expert_model_parallel_size,
-            expert_tensor=settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size,
+            expert_tensor=expert_tensor_ranks(settings),
             ranks_per_node=ranks_per_node,
         ),
         latent_attention=settings.multi_latent_attention,
@@ -98,9 +98,15 @@ def gather_lane_of(settings: Any, ranks_per_node: int | None) -> str:
     return gather_lane(
         dispatcher=settings.moe_token_dispatcher_type,
         expert=settings.expert_model_parallel_size,
-        expert_tensor=settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size,
+        expert_tensor=expert_tensor_ranks(settings),
         ranks_per_node=ranks_per_node,
     )
+
+
+def expert_tensor_ranks(settings: Any) -> int:
+    """How many ranks share an expert, with Megatron's default: those that share attention."""
+    found: int = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    return found
 
 
 def gather_lane(*, dispatcher: str, expert: int, expert_tensor: int, ranks_per_node: int | None) -> str:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.config import AUTO
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
@@ -231,7 +232,7 @@ def _node_layout(arguments: Any) -> NodeLayout | None:
 def _expert_ranks(arguments: Any) -> dict[str, Any]:
     return {
         "expert": arguments.expert_model_parallel_size,
-        "expert_tensor": getattr(arguments, "expert_tensor_parallel_size", None) or 1,
+        "expert_tensor": expert_tensor_ranks(arguments),
         "ranks_per_node": ranks_per_node(arguments),
     }
 

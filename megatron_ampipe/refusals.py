@@ -359,6 +359,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "nothing: Megatron would route, and count losses, by its own chunks",
     ),
     Refusal(
+        "--tp-comm-overlap",
+        when.is_set("tp_comm_overlap"),
+        "Transformer Engine's buffers for it have the size of the whole sequence, and it aborts at a chunk",
+        "Leave it out; chunks overlap with the communication of tensor parallelism without it.",
+        "buffers of the size of a chunk, tested on a GPU",
+    ),
+    Refusal(
         "--use-megatron-fsdp",
         when.is_set("use_megatron_fsdp"),
         "fully sharded parameters are not supported",

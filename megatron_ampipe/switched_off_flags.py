@@ -1,6 +1,7 @@
 """Megatron's other overlaps, and a fusion, which AMPipe switches off. Imports neither torch nor Megatron.
 
-Called by ``launch`` after parsing, before Megatron validates its arguments.
+Called by ``launch`` after parsing, before Megatron validates its arguments, except for
+:data:`LIFTS_ONE_CONNECTION`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ SWITCHED_OFF: tuple[SwitchedOffFlag, ...] = (
     ),
 )
 """The flags that are switched off if layers are pipelined; the start-up table has a line for each."""
+
+
+LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
+"""While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
+without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
+on Hopper and older GPUs, where it would otherwise demand it: what it says of its own overlap of the same
+all-to-alls is true of AMPipe's. ``launch.session`` switches it off afterwards."""
 
 
 def switch_off_overlaps(arguments: Any) -> tuple[SwitchedOffFlag, ...]:

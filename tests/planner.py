@@ -32,8 +32,6 @@ from tests.strategies import FsmoeLayer, ampipe_time, stock_time
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 END = "<!-- end -->"
-NOTABLE = 0.05
-"""A model with grouped experts gets another row if a speedup differs by more."""
 PLAIN = BlockFeatures(chunked_qkv=True)
 
 IDEAL = ((8.0, 4.0, 6.0), (4.0, 8.0, 2.0), (3.0, 6.0, 9.0), (9.0, 1.0, 1.0))
@@ -112,29 +110,19 @@ def stacks() -> Iterator[str]:
     yield f"| model | {' | '.join(clusters)} |"
     yield "|---" * (1 + len(clusters)) + "|"
     for name, path in config_names("models").items():
-        plain, grouped = (
-            [_planned(path, cluster, settings) for cluster in clusters.values()]
-            for settings in ({}, {"moe-grouped-gemm": True})
-        )
-        yield f"| {name} | {' | '.join(map(_cell, plain))} |"
-        if any(abs(_best(one) - _best(other)) > NOTABLE for one, other in zip(plain, grouped, strict=True)):
-            yield f"| the same, `moe-grouped-gemm` | {' | '.join(map(_cell, grouped))} |"
+        cells = (_cell(_planned(path, cluster)) for cluster in clusters.values())
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _planned(path: Path, cluster: Cluster, settings: dict[str, object]) -> tuple[float, Plans]:
+def _planned(path: Path, cluster: Cluster) -> tuple[float, Plans]:
     """The speedup block by block over all layers, and the plans."""
-    model = read_model(path, overrides=settings)
+    model = read_model(path)
     workload, _ = workload_of(model, cluster)
     layers = layers_of(model)
     predictor = Predictor(workload, cluster, num_layers=layers.num_layers, dense=layers.dense)
     plans = make_plans(predictor, full=False)
     stock = predictor.stock()
     return (stock.forward + stock.backward) / 1e3 / plans.blocks_ms, plans
-
-
-def _best(planned: tuple[float, Plans]) -> float:
-    blocks, plans = planned
-    return max(blocks, plans.shared.predicted_speedup) if plans.shared is not None else blocks
 
 
 def _cell(planned: tuple[float, Plans]) -> str:

@@ -15,6 +15,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.training import training
 
 from megatron_ampipe import compat
+from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
 from megatron_ampipe.launch import host, startup_rows
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
@@ -88,7 +89,9 @@ def make_context(
     refuse_unsupported(config, args)
     memory = None
     if config.memory_budget is not None:
-        memory = choose_memory(args, config.pipeline, config.memory_budget, config.cluster)
+        memory = choose_memory(
+            args, config.pipeline, config.memory_budget, config.cluster, automatic=config.automatic
+        )
         config = replace(config, pipeline=replace(config.pipeline, memory=memory.memory))
     if config.trace_dir is not None:
         prepare_trace_dir(Path(config.trace_dir))
@@ -108,7 +111,7 @@ def make_context(
     layout = layout_of_args(args)
     if config.grad_reduce == "placed":
         ranks_of_stage = args.world_size // args.pipeline_model_parallel_size
-        ranks_of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        ranks_of_experts = args.expert_model_parallel_size * expert_tensor_ranks(args)
         context.reductions = Reductions(on_cuda=on_gpu, of_experts=ranks_of_stage > ranks_of_experts)
         training.train_step = placing(context.reductions, training.train_step)
     rows = [
@@ -125,6 +128,7 @@ def make_context(
         *startup_rows.context_row(args),
         *startup_rows.documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
+        *startup_rows.connections_row(on_gpu=on_gpu),
         ("trace", config.trace_dir or "off"),
         *routing_rows(config),
         *startup_rows.nothing_to_hide(args),

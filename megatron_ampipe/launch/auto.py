@@ -3,7 +3,8 @@
 With a cluster file, the planner chooses; without one, :mod:`.trials` chooses during the first iterations of
 each size of input that :mod:`.size_ranges` does not know. Measured
 times are reduced over all ranks before they are used, and plans are compared between the ranks, because every
-rank must issue the same collectives. Called by :mod:`.attach`.
+rank must issue the same collectives. Once chosen, only the shape of the input is reduced, now and then.
+Called by :mod:`.attach`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ Planner = Callable[[Shape], Choice]
 
 TrainStep = Callable[..., Any]
 
+SHAPE_INTERVAL = 50
+"""Iterations between two comparisons of the ranks' input shapes, while no pipeline is tried."""
+
 
 class AutoDegree:
     """Chooses a pipeline once for each shape of input that occurs in training.
@@ -42,6 +46,7 @@ class AutoDegree:
         in_one_chunk: Name of a second schedule that is tried at degree 1; none if None.
         iterations_left: Returns how many iterations the run has left, including the current one, or None if
             that is unknown. A warning is logged if the run ends before the trials.
+        shape_interval: See :data:`SHAPE_INTERVAL`.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class AutoDegree:
         earlier: Callable[[], Sequence[ChosenSize]] = tuple,
         in_one_chunk: str | None = None,
         iterations_left: Callable[[], int | None] = lambda: None,
+        shape_interval: int = SHAPE_INTERVAL,
     ) -> None:
         self._context, self._planner, self._say = context, planner, say
         self._exchanges, self._in_one_chunk = exchanges, in_one_chunk
@@ -65,6 +71,7 @@ class AutoDegree:
         self._shape: Shape | None = None
         self._trials: Trials | None = None
         self._agreed = False
+        self._shape_interval, self._until_compared = shape_interval, 0
         self._next = Choice(context.pipeline, "from the flags")
 
     def start(self, shape: Shape) -> Choice | None:
@@ -96,7 +103,11 @@ class AutoDegree:
                 result = train_step(*args, **kwargs)
             finally:
                 passes.measuring = False
-            self._decide()
+            if self._until_compared:
+                # The same on all ranks. A comparison is a collective that all ranks and devices wait for.
+                self._until_compared -= 1
+            else:
+                self._decide()
             return result
 
         return step
@@ -136,6 +147,8 @@ class AutoDegree:
                 self._settle(self._trials.choice)
             elif self._iterations_left() == 1:
                 self._say("the run ends before a degree was chosen; a restart repeats the trials")
+        if self._trials is None:
+            self._until_compared = self._shape_interval - 1
 
     def _begin_shape(self, shape: Shape) -> None:
         """Handle a new input shape. The times of this iteration are not used."""

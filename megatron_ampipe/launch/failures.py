@@ -24,6 +24,8 @@ _WRITER = ("PytorchStreamWriter", "unexpected pos")
 """Torch's messages where a write fails; they give no reason."""
 _READER = "PytorchStreamReader"
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
+_GLOO = "gloo/transport"
+"""Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
 ANSWER_S = 5.0
 """How long a rank that has lost a peer waits for the others to say that they are alive."""
 _ALIVE = "megatron_ampipe/alive"
@@ -58,7 +60,8 @@ def known_cause(error: BaseException) -> AMPipeError | None:
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an exception says that another rank is gone or does not answer."""
     said = str(error).lower()
-    return not isinstance(error, AMPipeError) and any(words in said for words in _LOST_PEER)
+    is_of_a_group = _GLOO in said or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return is_of_a_group and any(words in said for words in _LOST_PEER)
 
 
 def describe_silent_ranks() -> str | None:

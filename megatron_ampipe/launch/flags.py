@@ -11,11 +11,12 @@ from typing import Any
 
 from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, ROUTING_INTERVAL, TRACED_ITERATIONS
 from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
+from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange
-from megatron_ampipe.switched_off_flags import SWITCHED_OFF, switch_off_overlaps
+from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
 from megatron_ampipe.wire_names import SHIPPED_WIRES
 
 
@@ -213,24 +214,34 @@ def add_arguments(
         help="record every Nth iteration in --ampipe-routing-dir: its first micro-batch, on the ranks of "
         f"one expert-parallel group (default: {ROUTING_INTERVAL})",
     )
-    _disable_overlaps_when_parsed(parser, read_plan)
+    _prepare_when_parsed(parser, read_plan)
     return parser
 
 
-def _disable_overlaps_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
-    """Switch off other overlaps as soon as flags are parsed; the start-up table says so (:mod:`.attach`)."""
+def _prepare_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader) -> None:
+    """For a pipelined run, switch off other overlaps as soon as flags are parsed, and choose the queues.
+
+    The start-up table says so (:mod:`.attach`). Until then CUDA has not been initialised, and Megatron has
+    not validated its arguments.
+    """
     parse = parser.parse_known_args
 
     @functools.wraps(parse)
     def parsing(*args: Any, **kwargs: Any) -> Any:
         found, rest = parse(*args, **kwargs)
-        asked = any(getattr(found, one.name, False) for one in SWITCHED_OFF)
         found.ampipe_put_aside = ()
-        if not asked or getattr(found, "yaml_cfg", None) is not None:
+        if getattr(found, "yaml_cfg", None) is not None:
             return found, rest
-        if config_from_args(found, read_plan=read_plan).pipelined:
+        if found.ampipe_config is not None:
+            # Known once the files are read, after torch is imported, which may initialise CUDA.
+            connections.set_default()
+        elif config_from_args(found, read_plan=read_plan).pipelined:
+            connections.set_default()
             # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
             found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))
+            setattr(found, LIFTS_ONE_CONNECTION, True)
+        else:
+            connections.unset_default()
         return found, rest
 
     parser.parse_known_args = parsing  # type: ignore[method-assign]

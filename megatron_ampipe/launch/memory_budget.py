@@ -7,7 +7,7 @@ identically on all ranks. Called by :mod:`.attach`.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
@@ -33,7 +33,12 @@ class MemoryChoice:
 
 
 def choose_memory(
-    args: argparse.Namespace, pipeline: Pipeline, budget: str, cluster_file: str | None = None
+    args: argparse.Namespace,
+    pipeline: Pipeline,
+    budget: str,
+    cluster_file: str | None = None,
+    *,
+    automatic: bool = False,
 ) -> MemoryChoice:
     """The fastest combination of strategies whose predicted peak fits.
 
@@ -42,30 +47,33 @@ def choose_memory(
 
     Args:
         args: Megatron's validated arguments.
-        pipeline: How blocks run; if its degree is chosen later, two chunks are assumed, which keep the same.
+        pipeline: How blocks run.
         budget: The value of ``--ampipe-memory-budget``.
         cluster_file: The value of ``--ampipe-cluster``.
+        automatic: The degree is chosen later: two chunks are assumed, which keep the same.
 
     Raises:
         BadInput: none fits, or the budget is no size, or the cluster file is wrong.
     """
     limit = parse_size(budget)
-    workload, num_layers = workload_of_args(args, None), stage_of_args(args).num_layers
-    waiting = num_layers * in_flight(args)
-    later = pipeline.num_chunks == 1
-    if later:
-        pipeline = Pipeline.of(2, schedule=pipeline.schedule, stack=pipeline.stack)
+    workload, layers = workload_of_args(args, None), stage_of_args(args)
+    workload = replace(workload, exchange=pipeline.exchange)
+    num_layers, passes = layers.num_layers, in_flight(args)
+    if automatic:
+        pipeline = replace(pipeline, degree=2, backward_degree=2)
 
     def peak(memory: str) -> float:
         return peak_bytes(
             workload,
             forward_degree=pipeline.degree,
             backward_degree=pipeline.backward_degree,
-            num_layers=waiting,
+            num_layers=num_layers * passes,
+            dense_layers={num_layers * index + layer for index in range(passes) for layer in layers.dense},
             memory=memory,
             local=args.transformer_impl == "local",
             whole_attention=pipeline.whole_attention,
             splits_weights=pipeline.splits_weights,
+            joins_weights=pipeline.joins_weights,
         )
 
     if cluster_file is None:
@@ -77,7 +85,7 @@ def choose_memory(
         predictor = Predictor(workload, cluster, num_layers=pipeline.stack_of(num_layers) if shares else 1)
         compared = f"the fastest by {cluster_file}"
         found = simulated(predictor, pipeline, peak)
-    if later:
+    if automatic:
         found = [one for one in found if one.memory in STRATEGIES]
     least = min(found, key=lambda one: one.peak_bytes)
     chosen = fitting(found, limit)

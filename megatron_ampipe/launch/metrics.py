@@ -22,6 +22,7 @@ import torch
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction
 
@@ -83,7 +84,7 @@ def _with_metrics(stock: TrainingLog, context: AMPipeContext, args: argparse.Nam
 
 def has_expert_communication(args: argparse.Namespace) -> bool:
     """Whether the experts of a layer are on more than one rank, so that there is communication to hide."""
-    ranks: int = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1)
+    ranks: int = args.expert_model_parallel_size * expert_tensor_ranks(args)
     return ranks > 1
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import connections
 from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.schedule import ALL_LAYERS, Pipeline
 from megatron_ampipe.switched_off_flags import switch_off_overlaps
@@ -82,6 +83,7 @@ def switch_on(
         )
     refuse_unsupported(config, Arguments(recipe, model, capacity_scope=capacity_scope))
     switch_off_overlaps(model)
+    connections.set_default()
     pipelined = functools.partial(
         gpt_layers if name == _GPT else hybrid_stack, stock=given, settings=settings
     )

@@ -21,6 +21,7 @@ from megatron_ampipe.launch.early import check_own_flags
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION
 
 ForwardStep = Callable[..., Any]
 
@@ -114,6 +115,8 @@ class TrainingSession:
             BadInput: A flag is missing or wrong, files cannot be used, or a combination is not supported.
             EnvironmentMissing: A checkout's dataset helper has to be compiled and cannot be.
         """
+        from megatron.training import training
+
         from megatron_ampipe.launch.attach import accumulating_on_training_stream, make_context
         from megatron_ampipe.launch.exit_signal import keep_from_children
         from megatron_ampipe.launch.gate import find_gate
@@ -121,6 +124,9 @@ class TrainingSession:
 
         with refuse_as_bad_input():
             config = config_from_args(args, read_plan=self._read_plan)
+            if config.pipelined:
+                # Validated: see there.
+                setattr(args, LIFTS_ONE_CONNECTION, False)
             is_active = (
                 config.pipelined
                 or config.router is not None
@@ -132,6 +138,7 @@ class TrainingSession:
             keep_from_children(args)
             self.args = args
             self.gate = find_gate(config, args, of_script=self._script is not None)
+            self._until_end.callback(setattr, training, "train_step", training.train_step)
             self.context = make_context(
                 args, config, gate=self.gate, adjustments=self._adjustments, read_plan=self._read_plan
             )

@@ -33,12 +33,6 @@ def print_startup_table(
         table.add_row("adjusted" if index == 0 else "", " ".join(adjustment.arguments), adjustment.reason)
     for piece, reason in compat.missing_packages():
         table.add_row(piece.name, reason, piece.fallback)
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        table.add_row(
-            "note",
-            "CUDA_DEVICE_MAX_CONNECTIONS=1",
-            "one hardware queue: keeps communication from overlapping",
-        )
     # A log file has any width; only a terminal is limited.
     console = Console(width=None if Console().is_terminal else 140)
     console.print(table)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from megatron_ampipe.block_features import boundary, uses_ring_attention
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.hybrid_pattern import HybridPattern
+from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
 from megatron_ampipe.launch.memory_budget import MemoryChoice
 from megatron_ampipe.launch.metrics import has_expert_communication
@@ -213,3 +215,13 @@ def boundaries(chunks: Sequence[Chunk]) -> str:
     """Where the rows of the first rank are cut, as rows of its residual stream."""
     ends = [chunk.hidden[-1].local_end for chunk in chunks]
     return " ".join(map(str, [0, *ends])) + f" of the {ends[-1]} rows of a rank"
+
+
+def connections_row(*, on_gpu: bool) -> list[tuple[str, str, str]]:
+    """How many hardware queues the streams of this run share."""
+    if not on_gpu:
+        return []
+    value = os.environ.get(connections.VARIABLE)
+    means, remedy = connections.meaning(value)
+    shown = f"{connections.VARIABLE}={value}" if value is not None else f"{connections.VARIABLE} is not set"
+    return [("warning" if remedy else "hardware queues", shown, f"{means}. {remedy}" if remedy else means)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_ampipe.plan.linear_products import SUM_BYTES
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, STRATEGIES, of_chunks
+from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, of_chunks
 from megatron_ampipe.schedule.copy_pace import AHEAD
 
 
@@ -27,6 +27,7 @@ class _Modules:
         norms: Tensors of the hidden size, likewise; with the residual stream itself.
         inner_gated: Tensors of an expert's width of a gated expert.
         inner: Likewise of one without a gate.
+        weighted: How many of these exist because of the probability, and not in the MLP of a dense layer.
         routing_bytes: Bytes for each expert, and for each expert of a token.
         combined: Rows that came back from the experts are kept for the gradient of their probabilities.
         gradient_bytes: Of the gradients inside an expert that exist at the same time, beyond what they have
@@ -38,16 +39,17 @@ class _Modules:
     norms: int
     inner_gated: int
     inner: int
+    weighted: int
     routing_bytes: tuple[int, int]
     combined: bool
     gradient_bytes: tuple[int, int]
 
 
-_FUSED = _Modules(0, 4, 3, 2, (2, 0), combined=True, gradient_bytes=(4, 8))
+_FUSED = _Modules(0, 4, 3, 2, 0, (2, 0), combined=True, gradient_bytes=(4, 8))
 """Transformer Engine, by reading."""
 _LOCAL = {
-    4: _Modules(0, 6, 6, 3, (13, 20), combined=False, gradient_bytes=(8, 8)),
-    2: _Modules(4, 2, 6, 3, (13, 20), combined=False, gradient_bytes=(12, 12)),
+    4: _Modules(0, 6, 6, 3, 1, (13, 20), combined=False, gradient_bytes=(8, 8)),
+    2: _Modules(4, 2, 6, 3, 1, (13, 20), combined=False, gradient_bytes=(12, 12)),
 }
 """Megatron's local modules by bytes of an element, counted tensor by tensor (docs/memory.md)."""
 
@@ -58,6 +60,7 @@ def peak_bytes(
     forward_degree: int,
     backward_degree: int,
     num_layers: int = 1,
+    dense_layers: Collection[int] = (),
     memory: str = KEEP,
     local: bool = False,
     gathers: bool = False,
@@ -68,10 +71,11 @@ def peak_bytes(
     """Peak of the activations of consecutive blocks.
 
     Args:
-        workload: One of the blocks; all have experts.
+        workload: One of the blocks.
         forward_degree: Number of chunks of the forward pass; 1 is Megatron's own layer.
         backward_degree: Number of chunks of the backward pass.
         num_layers: How many blocks a pass goes through before the first is differentiated.
+        dense_layers: Which of them have no experts, from 0.
         memory: What the experts keep, see ``Pipeline.memory``.
         local: Blocks of Megatron's local modules, not of Transformer Engine's.
         gathers: Gradients of parameters stay until the end of the pass, and the gradient of the output is not
@@ -80,7 +84,8 @@ def peak_bytes(
         splits_weights: As ``Pipeline.splits_weights``.
         joins_weights: As ``Pipeline.joins_weights``.
     """
-    stock = max(forward_degree, backward_degree) == 1 and not splits_weights
+    sends_rows = workload.exchange is Exchange.ROWS
+    stock = max(forward_degree, backward_degree) == 1 and not splits_weights and sends_rows
     chunks, element = backward_degree, workload.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(workload, modules)
@@ -149,8 +154,22 @@ def peak_bytes(
             held += attended * done / chunks if joins_weights else SUM_BYTES * of_attention
         return held
 
+    num_dense = len(dense_layers)
+    kept_dense = of_dense = dense_weights = 0.0
+    if num_dense:
+        kept_dense = _kept_dense(workload, modules)
+        width, products = workload.dense_ffn or 0, 3 if workload.gated else 2
+        if not workload.fused_gradients:
+            dense_weights = products * workload.hidden * width / workload.tensor
+        of_width = (gradient_bytes - SUM_BYTES * modules.weighted) * width
+        # Of the first chunk, and of the weights of its last product.
+        of_dense = kept_dense + workload.rows * workload.batch * of_width / chunks
+        of_dense += element * dense_weights / products
     # The gradient of the output is there before the pass that ``ampipe bench`` watches.
-    gathered = element * (summed + of_attention) * (num_layers - 1) if gathers else 0.0
+    gathered = 0.0
+    if gathers:
+        others = summed * (num_layers - 1 - num_dense) + dense_weights * num_dense
+        gathered = element * (others + of_attention * (num_layers - 1))
     given = 0.0 if gathers else rows
     of_one = max(map(differentiating, range(chunks)))
     if workload.shared_ffn is not None and not stock:
@@ -158,7 +177,14 @@ def peak_bytes(
         of_shared = workload.rows * workload.batch * gradient_bytes * workload.shared_ffn
         of_one = max(of_one, dense + sum(of_experts) + of_shared / chunks)
     end = rows + dense + sum_bytes * (summed + of_attention) + sums
-    return max((num_layers - 1) * kept + given + of_one, gathered + given + of_one, gathered + end)
+    found = gathered + max(given + of_one, end)
+    # The layers before the one that is differentiated keep all that theirs needs.
+    before = 0.0
+    for layer in range(num_layers):
+        is_dense = layer in dense_layers
+        found = max(found, before + given + (of_dense if is_dense else of_one))
+        before += kept_dense if is_dense else kept
+    return found
 
 
 def _loaded(restored: Collection[str], arrived: float, inner: float) -> float:
@@ -184,21 +210,33 @@ def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> 
 
 def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
     """Bytes that are saved for the backward pass: outside the experts, of what arrives, and inside them."""
-    tokens = workload.rows * workload.batch
-    gathered = tokens * workload.tensor
     element = workload.element_bytes
-    width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
-    keys = _keys(workload)
-    per_row: float = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
-    per_row += modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
+    per_row: float = modules.routing_bytes[0] * workload.experts + modules.routing_bytes[1] * workload.topk
     if modules.combined:
         per_row += workload.rows_per_token * workload.hidden * element
-    # Of attention also the log-sum-exp of each head.
-    attended = gathered * (width * element + 4 * workload.heads / workload.tensor)
-    dense = tokens * per_row + attended + keys * element + _shared(workload, modules)
+    dense = workload.rows * workload.batch * per_row
+    dense += _kept_by_attention(workload, modules) + _shared(workload, modules)
     received = _received(workload)
     inner = (modules.inner_gated if workload.gated else modules.inner) * workload.ffn / workload.expert_tensor
     return dense, received * (workload.hidden * element + 4), received * inner * element
+
+
+def _kept_by_attention(workload: Workload, modules: _Modules) -> float:
+    """Bytes that attention, both norms and the residual stream keep."""
+    tokens, element = workload.rows * workload.batch, workload.element_bytes
+    per_row = (modules.norms * element + modules.norms_wide * 4) * workload.hidden
+    width = (workload.heads * (workload.head_size + workload.value_size)) / workload.tensor
+    # Also the log-sum-exp of each head.
+    attended = tokens * workload.tensor * (width * element + 4 * workload.heads / workload.tensor)
+    return tokens * per_row + attended + _keys(workload) * element
+
+
+def _kept_dense(workload: Workload, modules: _Modules) -> float:
+    """Bytes that a layer without experts keeps."""
+    assert workload.dense_ffn is not None
+    count = (modules.inner_gated if workload.gated else modules.inner) - modules.weighted
+    inner = workload.rows * workload.batch * count * workload.dense_ffn * workload.element_bytes
+    return _kept_by_attention(workload, modules) + inner
 
 
 def _shared(workload: Workload, modules: _Modules) -> float:

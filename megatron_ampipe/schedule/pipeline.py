@@ -191,7 +191,10 @@ class Pipeline:
         """The order, or that of some block."""
         if self.order is not None:
             return self.order
-        return build(self.schedule, degree=self.degree, features=BlockFeatures(chunked_qkv=True))
+        features = BlockFeatures(chunked_qkv=True)
+        return build(
+            self.schedule, degree=self.degree, backward_degree=self.backward_degree, features=features
+        )
 
     def stack_of(self, num_layers: int) -> int:
         """How many of this number of consecutive layers share a schedule at most."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -33,6 +34,7 @@ def main() -> None:
             "short": _run_for(5),
             "long": _run_for(25),
             "ranges": _remember(rank),
+            "reduced": _settle(),
         }
     )
 
@@ -55,7 +57,7 @@ def _train(rank: int, noise: random.Random) -> dict[str, object]:
 
     layer, context = _layer()
     said: list[str] = []
-    auto = AutoDegree(context, planner=None, say=said.append)
+    auto = AutoDegree(context, planner=None, say=said.append, shape_interval=1)
     passes = context.recorder.passes
     outputs: dict[int, torch.Tensor] = {}
     difference = 0.0
@@ -105,7 +107,7 @@ def _follow_plans() -> list[tuple[int, tuple[float, float] | None]]:
     def planner(shape: tuple[int, int]) -> Choice:
         return Choice(Pipeline.of(4 if shape[0] == LONG else 2), "a plan", (shape[0], 1.0))
 
-    auto = AutoDegree(context, planner=planner, say=lambda line: None)
+    auto = AutoDegree(context, planner=planner, say=lambda line: None, shape_interval=1)
     auto.start((LONG, 1))
     step = auto.around(lambda rows: layer(hidden_states=torch.randn(rows, 1, 32), attention_mask=None))
     logged = []
@@ -146,7 +148,13 @@ def _remember(rank: int) -> dict[str, object]:
     layer, context = _layer()
     said: list[str] = []
     tried = [ChosenSize.of((rows, 1), Pipeline.of(degree)) for rows, degree in ((24, 2), (48, 2), (96, 4))]
-    auto = AutoDegree(context, planner=None, say=said.append, earlier=lambda: tried if rank == 0 else [None])
+    auto = AutoDegree(
+        context,
+        planner=None,
+        say=said.append,
+        earlier=lambda: tried if rank == 0 else [None],
+        shape_interval=1,
+    )
     ran = []
 
     def train_step(rows: int) -> None:
@@ -158,6 +166,34 @@ def _remember(rank: int) -> dict[str, object]:
     for rows in (48, 48, 32, 32, 64, 64, 64, 48, 48):
         step(rows)
     return {"ran": ran, "said": said}
+
+
+def _settle() -> dict[str, list[int]]:
+    """The iterations in which numbers are reduced, of a run that tries and of one that has a plan."""
+    from megatron_ampipe.launch import auto as module
+    from megatron_ampipe.launch.auto import SHAPE_INTERVAL, AutoDegree
+    from megatron_ampipe.launch.trials import Choice
+    from megatron_ampipe.schedule import Pipeline
+
+    reduce, reduced = module._largest_over_ranks, []
+
+    def counted(numbers: list[float]) -> list[float]:
+        reduced.append(iteration)
+        return reduce(numbers)
+
+    module._largest_over_ranks = counted
+    found = {}
+    for name, planner in (("tried", None), ("planned", lambda shape: Choice(Pipeline.of(2), "a plan"))):
+        layer, context = _layer()
+        auto = AutoDegree(context, planner=planner, say=lambda line: None)
+        auto.start((SHORT, 1))
+        step = auto.around(functools.partial(layer, attention_mask=None))
+        reduced = []
+        for iteration in range(2 * SHAPE_INTERVAL + 20):
+            step(hidden_states=torch.randn(SHORT if iteration < SHAPE_INTERVAL + 5 else 2 * SHORT, 1, 32))
+        found[name] = reduced
+    module._largest_over_ranks = reduce
+    return found
 
 
 def _layer() -> tuple[torch.nn.Module, object]:

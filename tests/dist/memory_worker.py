@@ -41,14 +41,19 @@ def main() -> None:
     def dtype_of(case: Case) -> torch.dtype:
         return torch.bfloat16 if case.model.get("bf16") else torch.float32
 
+    def layer_spec(case: Case, experts: int | None) -> ModuleSpec:
+        """A layer with so many experts; None for one with an MLP."""
+        spec = get_gpt_layer_local_spec(experts, False, normalization="RMSNorm")
+        spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
+            module=KernelAttention, params={"kernel": case.kernel}
+        )
+        return spec
+
     def build(case: Case) -> torch.nn.Module:
         """A stock layer with the attention kernel of the chunks, as in ``ampipe bench``."""
         config = transformer_config(case)
         config.params_dtype = dtype_of(case)
-        spec = get_gpt_layer_local_spec(config.num_moe_experts, False, normalization=config.normalization)
-        spec.submodules.self_attention.submodules.core_attention = ModuleSpec(
-            module=KernelAttention, params={"kernel": case.kernel}
-        )
+        specs = [layer_spec(case, None if kind == "d" else config.num_moe_experts) for kind in case.layers]
         context = AMPipeContext(
             AMPipeConfig(pipeline=case.pipeline),
             executor=WatchedExecutor(executors[case.executor](), meter),
@@ -56,11 +61,13 @@ def main() -> None:
             recompute=None if case.recompute is None else FullRecompute(*case.recompute),
         )
         torch.manual_seed(3 + rank)
-        if len(case.layers) == 1:
-            layer = build_module(pipelined(spec, context), config=dataclasses.replace(config), layer_number=1)
+        if len(specs) == 1:
+            layer = build_module(
+                pipelined(specs[0], context), config=dataclasses.replace(config), layer_number=1
+            )
         else:
-            specs = TransformerBlockSubmodules(layer_specs=[spec] * len(case.layers))
-            layer = Layers(pipelined(specs, context), dataclasses.replace(config))
+            stack = TransformerBlockSubmodules(layer_specs=specs)
+            layer = Layers(pipelined(stack, context), dataclasses.replace(config))
         layer.train()
         return layer
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from megatron_ampipe.launch.auto import SHAPE_INTERVAL
 from tests.dist.launch import run_workers
 
 pytestmark = pytest.mark.alone
@@ -81,6 +83,17 @@ def test_a_prediction_is_for_the_pipeline_and_the_shape_that_ran(reports: list[A
             [2, None],
             [4, [64, 1.0]],
         ]
+
+
+def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(reports: list[Any]) -> None:
+    for report in reports:
+        planned, tried = report["reduced"]["planned"], report["reduced"]["tried"]
+        assert planned == [0, SHAPE_INTERVAL, 2 * SHAPE_INTERVAL]
+        # Degrees 1 and 2 of 16 rows are tried at first; those of 32 rows once shapes have been compared.
+        chosen = tried.index(tried[-1]) + 1
+        assert tried == sorted({*tried}) and chosen < 60
+        gaps = [after - before for before, after in itertools.pairwise(tried)]
+        assert sorted({*gaps}) == [1, SHAPE_INTERVAL]
 
 
 def test_ranks_that_read_different_plans_all_stop(reports: list[Any]) -> None:

@@ -117,6 +117,23 @@ RESTORING = [
         ("thread", "offload"),
     )
 ]
+# Layers without experts keep everything, and more than one whose experts restore their tensors.
+DENSE = [
+    dataclasses.replace(
+        case(model, degree=4, executor="thread"),
+        name=f"{model} {layers} memory {memory}",
+        layers=layers,
+        stack=0,
+        memory=memory,
+        model=SHAPE | MODELS[model] | {"moe_ffn_hidden_size": 512, "ffn_hidden_size": 1024},
+    )
+    for model, layers, memory in (
+        ("top1", "dm", KEEP),
+        ("top1", "dm", "redispatch"),
+        ("top1", "md", "redispatch"),
+        ("top2-swiglu-losses", "ddm", KEEP),
+    )
+]
 STACKS = [
     stacks("top1", degree=2, executor="thread"),
     stacks("top1", degree=4, executor="sequential"),
@@ -138,6 +155,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
         FOUR,
         *RECOMPUTED,
         *RESTORING,
+        *DENSE,
     ]
     found = run_workers(
         "tests.dist.memory_worker",
@@ -252,16 +270,18 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
         heads=model["num_attention_heads"],
         experts=model["num_moe_experts"],
         topk=model.get("moe_router_topk", 1),
-        ffn=model["ffn_hidden_size"],
+        ffn=model.get("moe_ffn_hidden_size", model["ffn_hidden_size"]),
         shared_ffn=model.get("moe_shared_expert_intermediate_size"),
         activation="swiglu" if model.get("gated_linear_unit") else "gelu",
         dtype="bf16" if model.get("bf16") else "fp32",
     )
+    workload = workload_of_case(block, num_ranks=num_ranks, fused_gradients=False)
     return peak_bytes(
-        workload_of_case(block, num_ranks=num_ranks, fused_gradients=False),
+        dataclasses.replace(workload, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
         forward_degree=case.degree,
         backward_degree=case.degree,
         num_layers=len(case.layers),
+        dense_layers=[layer for layer, kind in enumerate(case.layers) if kind == "d"],
         memory=case.memory,
         local=True,
         gathers=True,
@@ -281,6 +301,7 @@ PREDICTED = [
     TWO,
     FOUR,
     *RESTORING,
+    *DENSE,
 ]
 
 

@@ -15,11 +15,15 @@ from tests.megatron.launcher import BEGINS
 
 def main() -> int:
     """Train until a run fails; returns the exit code of the last run."""
+    from megatron.training import training
+
+    stock = (training.train_step, training.training_log)
     for name, words in json.loads(sys.argv[1]):
         print(f"\n{BEGINS}{name}", flush=True)
         code = pretrain.main(words)
         if code != 0:
             return code
+        assert (training.train_step, training.training_log) == stock, "given back to Megatron"
         from megatron.core.transformer.moe import router_trace
         from megatron.training.training import destroy_global_state
 

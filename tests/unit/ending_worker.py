@@ -46,6 +46,14 @@ def fail_to_load() -> int:
     raise CheckpointException("read", {0: (RuntimeError("PytorchStreamReader failed\nmore"), None)})
 
 
+def wait_for_a_worker() -> int:
+    raise RuntimeError("DataLoader timed out after 30 seconds")
+
+
+def wait_for_a_server() -> int:
+    raise TimeoutError("timeout: connection reset by peer, storage.example")
+
+
 def leave_as_megatron() -> int:
     stop = compile("import sys\nsys.exit()", "/site-packages/megatron/training/checkpointing.py", "exec")
     exec(stop, {"__name__": "megatron.training.checkpointing"})
@@ -87,6 +95,8 @@ WAYS: dict[str, Callable[[], int]] = {
     "fill_disk": fill_disk,
     "fail_to_save": fail_to_save,
     "fail_to_load": fail_to_load,
+    "wait_for_a_worker": wait_for_a_worker,
+    "wait_for_a_server": wait_for_a_server,
     "leave_as_megatron": leave_as_megatron,
     "leave_as_script": leave_as_script,
     "be_interrupted": be_interrupted,

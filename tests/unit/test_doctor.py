@@ -220,12 +220,13 @@ def test_what_may_differ_between_nodes_is_not_compared() -> None:
 def test_variables_that_keep_from_overlapping_are_named() -> None:
     assert environment.notes({}, has_gpu=False) == []
     (unset,) = environment.notes({}, has_gpu=True)
-    assert unset.value is None and "can overlap" in unset.means
+    assert unset.value is None and "8 hardware queues" in unset.means
     one, blocking = environment.notes(
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"},
         has_gpu=True,
     )
-    assert "keeps communication from overlapping" in one.means
+    assert "a transfer overlaps with about one stage less" in one.means
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in one.remedy
     assert blocking.name == "CUDA_LAUNCH_BLOCKING"
 
 

@@ -127,6 +127,12 @@ def test_a_rank_that_is_stopped_is_named_with_the_flag_of_the_time(ended: dict[s
     assert found.left is not None and found.left.endswith(last)
 
 
+@pytest.mark.parametrize("name", ["wait_for_a_worker", "wait_for_a_server"])
+def test_a_timeout_of_something_else_is_no_lost_peer(ended: dict[str, Ended], name: str) -> None:
+    assert ended[name].code == 3
+    assert ended[name].output.endswith("error: rank 0 failed; the cause is above.\n")
+
+
 def early(words: list[str], *, module: str = "pretrain", **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", EARLY.format(module=module, words=words)]
     return subprocess.Popen(

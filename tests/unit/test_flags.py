@@ -278,12 +278,17 @@ def test_expert_parallel_ranks_are_spread_over_nodes(
     assert useful_exchanges(experts=expert, topk=2, dispatcher="allgather", **sizes) == (Exchange.ROWS,)
 
 
+TENSOR_2 = {"tensor_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("exchange", "changes", "refused"),
     [
         ("2dh", {}, None),
         ("2dh", {"moe_router_topk": 1, "num_experts": 4}, None),
         ("2dh", {"ampipe_ranks_per_node": 4}, "--ampipe-ranks-per-node"),
+        # As many ranks share an expert as share attention, where no flag says otherwise.
+        ("2dh", {"ampipe_ranks_per_node": 4, "expert_tensor_parallel_size": None} | TENSOR_2, None),
         ("2dh", {"ampipe_ranks_per_node": 1}, "--ampipe-ranks-per-node"),
         ("2dh", {"moe_token_dispatcher_type": "allgather"}, "--ampipe-exchange"),
         ("nodes", {"moe_router_topk": 1}, "--ampipe-exchange"),
@@ -300,6 +305,7 @@ def test_an_exchange_is_refused_where_it_saves_nothing(
             "ampipe_exchange": exchange,
             "ampipe_ranks_per_node": 2,
             "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
             "num_experts": 8,
             "moe_router_topk": 2,
             "moe_token_dispatcher_type": "alltoall",

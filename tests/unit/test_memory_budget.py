@@ -13,14 +13,14 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
 from megatron_ampipe.launch.memory_size import parse_size, size_to_text
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
-from megatron_ampipe.schedule import COPYING, STRATEGIES, Pipeline, of_chunks
+from megatron_ampipe.schedule import COPYING, STRATEGIES, Exchange, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of
 
 PIPELINE = Pipeline.of(4)
 
 
 def run(**changes: Any) -> Any:
-    found = run_of(num_layers=8, **{"global_batch_size": 8, "data_parallel_size": 8} | changes)
+    found = run_of(**{"num_layers": 8, "global_batch_size": 8, "data_parallel_size": 8} | changes)
     found.virtual_pipeline_model_parallel_size = changes.get("virtual_pipeline_model_parallel_size")
     found.pipeline_model_parallel_size = changes.get("pipeline_model_parallel_size", 1)
     found.transformer_impl = changes.get("transformer_impl", "local")
@@ -32,6 +32,38 @@ def peaks() -> dict[str, str]:
     found = choose_memory(run(), PIPELINE, "999GiB").reason
     sizes = dict(re.findall(r"(\w+) ([0-9.]+[MG]iB)", found.partition("(")[2]))
     return {"keep": found.partition("activations ")[2].partition(" ")[0], **sizes}
+
+
+def peak(strategy: str, pipeline: Pipeline = PIPELINE, **changes: Any) -> int:
+    """What one strategy is predicted to hold, in bytes."""
+    found = choose_memory(run(**changes), pipeline, "999GiB").reason
+    _, _, shown = f"keep {found.partition('activations ')[2]}".partition(f"{strategy} ")
+    return parse_size(shown.split()[0].strip(",)("))
+
+
+def test_layers_without_experts_keep_what_no_strategy_restores() -> None:
+    """Each holds the inner tensors of its MLP, here twice as wide as the two experts of a token together."""
+    of_all = {name: peak(name, ffn_hidden_size=4096) for name in ("keep", "redispatch")}
+    dense = {"ffn_hidden_size": 16384, "moe_ffn_hidden_size": 4096, "moe_layer_freq": [0] * 4 + [1] * 4}
+    half = {name: peak(name, **dense) for name in of_all}
+    inner = 4 * 8192 * 16384 * 2 * 2
+    assert half["redispatch"] >= of_all["redispatch"] + 0.9 * inner
+    assert half["keep"] > of_all["keep"]
+    waiting = {"pipeline_model_parallel_size": 2, "global_batch_size": 64, "world_size": 16}
+    # All layers with experts are on the second stage; of the first one, both micro-batches wait.
+    assert peak("keep", **dense, **waiting) < half["keep"]
+
+
+def test_joined_weight_gradients_hold_what_their_products_take() -> None:
+    apart, joined = (peak("redispatch", Pipeline.of(4, schedule=name)) for name in ("lancet", "joined"))
+    assert joined > apart
+
+
+def test_one_chunk_is_not_predicted_as_two() -> None:
+    """With an exchange, degree 1 is AMPipe's layer in one chunk, which restores all rows at once."""
+    rows = {"num_experts": 64, "expert_model_parallel_size": 8, "num_layers": 2}
+    one, two = (peak("rebuild", Pipeline.of(degree, exchange=Exchange.RANKS), **rows) for degree in (1, 2))
+    assert one > 1.25 * two
 
 
 def test_a_budget_that_one_strategy_meets_selects_that_one() -> None:
@@ -53,7 +85,7 @@ def test_a_budget_between_two_strategies_restores_in_some_chunks() -> None:
     found = choose_memory(run(), PIPELINE, size_to_text((rebuild + redispatch) / 2))
     assert set(of_chunks(found.memory)) == {"rebuild", "redispatch"}
     # The number of chunks is not known yet.
-    found = choose_memory(run(), Pipeline.of(1), size_to_text((keep + rebuild) / 2))
+    found = choose_memory(run(), Pipeline.of(1), size_to_text((keep + rebuild) / 2), automatic=True)
     assert found.memory == "rebuild"
 
 

@@ -13,6 +13,7 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     LaneOrder,
+    Pipeline,
     Program,
     Schedule,
     Source,
@@ -60,6 +61,15 @@ def needs_of_block(
     schedule: Schedule, block: BlockFeatures, direction: Direction
 ) -> dict[Stage, tuple[Stage, ...]]:
     return needs_of(schedule, [block], direction)
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 4), (2, 4), (4, 1)])
+def test_a_pipeline_knows_the_weights_of_its_own_backward_pass(degrees: tuple[int, int]) -> None:
+    forward, backward = degrees
+    pipeline = Pipeline.of(forward, backward_degree=backward, schedule="joined")
+    schedule = pipeline.schedule_of([BlockFeatures(chunked_qkv=True)])
+    assert pipeline.joins_weights == schedule.joins_weights
+    assert pipeline.splits_weights == bool(schedule.backward.weights)
 
 
 def test_text_form_of_the_order_of_the_paper() -> None:

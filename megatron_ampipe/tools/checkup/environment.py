@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_ampipe.launch import connections
+
 COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "NVTE_", "UCX_", "AMPIPE_")
 COMPARED_NAMES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
+    connections.VARIABLE,
     "CUDA_LAUNCH_BLOCKING",
     "CUBLAS_WORKSPACE_CONFIG",
     "OMP_NUM_THREADS",
@@ -47,9 +49,9 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
 def notes(environ: Mapping[str, str] = os.environ, *, has_gpu: bool) -> list[Note]:
     """What is to be said about the variables that are set."""
     found = []
-    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if has_gpu or connections is not None:
-        found.append(_connections(connections))
+    value = environ.get(connections.VARIABLE)
+    if has_gpu or value is not None:
+        found.append(_connections(value))
     for name, means, remedy in _HARMFUL:
         value = environ.get(name, "0")
         if value not in ("", "0"):
@@ -58,19 +60,11 @@ def notes(environ: Mapping[str, str] = os.environ, *, has_gpu: bool) -> list[Not
 
 
 def _connections(value: str | None) -> Note:
-    if value == "1":
-        return Note(
-            name="CUDA_DEVICE_MAX_CONNECTIONS",
-            value=value,
-            means="one hardware queue: keeps communication from overlapping",
-            remedy="unset it. With tensor or context parallelism Megatron demands 1 on Hopper and older GPUs",
-        )
-    return Note(
-        name="CUDA_DEVICE_MAX_CONNECTIONS",
-        value=value,
-        means="several hardware queues: communication can overlap",
-        remedy="nothing to do",
-    )
+    means, remedy = connections.meaning(value)
+    if value is None:
+        # A launch does it.
+        remedy = f"nothing to do: pipelined launches set {connections.QUEUES}"
+    return Note(name=connections.VARIABLE, value=value, means=means, remedy=remedy or "nothing to do")
 
 
 _SLOW_WAY = "disables a fast path between GPUs"

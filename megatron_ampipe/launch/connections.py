@@ -1,0 +1,48 @@
+"""``CUDA_DEVICE_MAX_CONNECTIONS``: how many hardware queues the streams of a process share on a GPU.
+
+CUDA reads it once, when it is initialised. Imports neither torch nor Megatron. Called where flags are parsed,
+for the start-up table, and by ``ampipe doctor``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+QUEUES = "32"
+"""The most that CUDA has; more than a process of AMPipe's has busy streams."""
+EXPORT = f"export {VARIABLE}={QUEUES}"
+
+_is_ours = False
+
+
+def set_default() -> None:
+    """Use :data:`QUEUES` where the user has not chosen, unless CUDA has been initialised already."""
+    global _is_ours
+    torch = sys.modules.get("torch")
+    if VARIABLE not in os.environ and (torch is None or not torch.cuda.is_initialized()):
+        os.environ[VARIABLE] = QUEUES
+        _is_ours = True
+
+
+def unset_default() -> None:
+    """Undo :func:`set_default`, for a run that turns out to be Megatron's own."""
+    global _is_ours
+    if _is_ours:
+        os.environ.pop(VARIABLE, None)
+        _is_ours = False
+
+
+def meaning(value: str | None) -> tuple[str, str]:
+    """What a value of the variable does to pipelined layers, and what to do about it, empty for nothing."""
+    if value is None:
+        return "unset: 8 hardware queues, which more than 8 busy streams share", f"{EXPORT} before torchrun"
+    if value == "1":
+        return (
+            "one hardware queue: the work of all streams starts in the order in which it was issued. What "
+            "waits for a transfer also delays all that was issued after it, so that a transfer overlaps with "
+            "about one stage less",
+            f"{EXPORT} before torchrun; with tensor or context parallelism compare the two",
+        )
+    return f"{value} hardware queues: streams start their work independently", ""
