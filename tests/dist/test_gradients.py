@@ -24,12 +24,18 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_workers("tests.dist.gradients_worker", list(CASES), world_size=2, folder=folder, timeout_s=280)
 
 
-@pytest.mark.parametrize("name", CASES)
+PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
+OTHERWISE = {"twice", "same-products", "same-products-fused", *PLACED}
+"""Cases that compare something else, or bit by bit."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHERWISE])
 def test_equals_stock(name: str, reports: list[dict[str, Any]]) -> None:
     for rank, results in enumerate(reports):
         result = results[name]
         assert "error" not in result, f"rank {rank}:\n{result['error']}"
-        wrong = {key: value for key, value in result.get("differences", {}).items() if not value <= TOLERANCE}
+        assert result["differences"]
+        wrong = {key: value for key, value in result["differences"].items() if not value <= TOLERANCE}
         assert not wrong, f"rank {rank} differs from stock: {wrong}"
 
 
@@ -49,9 +55,6 @@ def test_ddp_sees_every_parameter_once_per_micro_batch(name: str, reports: list[
 def test_weight_gradients_apart_are_bitwise_the_same(name: str, reports: list[dict[str, Any]]) -> None:
     for results in reports:
         assert results[name]["unequal"] == []
-
-
-PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
 
 
 @pytest.mark.parametrize("name", PLACED)

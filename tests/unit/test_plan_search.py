@@ -223,7 +223,7 @@ def test_the_search_is_deterministic() -> None:
 
 
 def test_a_degree_is_chosen_in_10_ms_and_a_plan_is_made_in_a_second() -> None:
-    """On a core that executes 25 million lines of Python in a second, as one that sums 100,000 squares in 4 ms.
+    """On a core that executes 25 million lines of Python in a second.
 
     Counted: 190,000 and 15,500,000 lines.
     """
