@@ -102,15 +102,6 @@ def test_stacks_recompute_like_stock(name: str) -> None:
     assert_same_digits(stock, ours, iterations=4)
 
 
-def test_context_parallelism_does_not_change_losses() -> None:
-    """Checks the host platform's context parallelism for stock Megatron against a run without it."""
-    alone = train(*PLAIN, *EP, *LLAMA)
-    split = train(*PLAIN, *EP, *LLAMA, *CP, "--cp-comm-type", "a2a", "--ampipe-degree", "4")
-    said = re.sub(r"[\s│]", "", split.output)
-    assert "--cp-comm-typeall_gatherinpipelinedblocks,inplaceofa2a:thesamefunction;" in said
-    assert_same_digits(alone, split, iterations=4)
-
-
 def test_other_overlaps_are_switched_off() -> None:
     """In fp32 Megatron would refuse the last two, if they were still set when it validates its arguments."""
     shared = [*PLAIN, *EP, "--moe-shared-expert-intermediate-size", "48"]
