@@ -11,11 +11,9 @@ import shlex
 
 import pytest
 
-from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, pretrain_several
+from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, pretrain_several
+from tests.megatron.pairs import assert_same_digits
 
-TOLERANCE = 1e-5
-"""Relative difference of a loss due to fp32 rounding; measured: 0."""
-LAST_DIGIT_OF_GRAD_NORM = 1.001e-3
 NUM_ITERATIONS = 4
 """Iterations: a bucket without a wait fails in the third."""
 
@@ -52,12 +50,4 @@ def test_buckets_of_every_size_train_like_stock(layout: str) -> None:
     assert found.keys() == runs.keys()
     stock = found.pop("stock")
     assert stock.iterations == list(range(1, NUM_ITERATIONS + 1))
-    for name, ours in found.items():
-        _assert_same_digits(stock, ours, name)
-
-
-def _assert_same_digits(stock: Run, ours: Run, name: str) -> None:
-    assert ours.iterations == stock.iterations
-    assert ours.lm_loss == pytest.approx(stock.lm_loss, rel=TOLERANCE), name
-    assert ours.load_balancing_loss == pytest.approx(stock.load_balancing_loss, rel=TOLERANCE), name
-    assert ours.grad_norm == pytest.approx(stock.grad_norm, abs=LAST_DIGIT_OF_GRAD_NORM), name
+    assert_same_digits(stock, *found.values())

@@ -50,7 +50,11 @@ def routing(folder: Path, name: str) -> RecordedRouting:
 
 @pytest.mark.world_size(2)
 def test_recording_changes_no_digit(runs: Mapping[str, Run]) -> None:
-    assert_same_digits(runs["plain"], runs["stock"], runs["degree 4"], runs["longer"])
+    for name in ("stock", "longer"):
+        assert runs[name].lm_loss == runs["plain"].lm_loss
+        assert runs[name].load_balancing_loss == runs["plain"].load_balancing_loss
+        assert runs[name].grad_norm == runs["plain"].grad_norm
+    assert_same_digits(runs["plain"], runs["degree 4"])
     assert "who goes where, in one of 2 iterations" in runs["degree 4"].table
     assert "who goes where" not in runs["plain"].table
 

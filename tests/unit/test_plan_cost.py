@@ -30,29 +30,7 @@ from megatron_ampipe.schedule import (
     needs_of,
 )
 from megatron_ampipe.schedule.derived_kinds import step_of
-from megatron_ampipe.tools.measuring.case_workload import workload_of_case
-from megatron_ampipe.tools.measuring.grid import Case as GridCase
 from tests.plan_cases import NONE, cluster, workload
-
-MEASURED_MIB = {
-    "fp32": {
-        "stock": 300.6,
-        "keep": 295.2,
-        "rebuild": 109.3,
-        "redispatch": 95.1,
-        "offload": 100.8,
-        "S3": 94.1,
-        "rebuild/keep/rebuild/rebuild": 157.6,
-    },
-    "bf16": {
-        "stock": 175.0,
-        "keep": 166.6,
-        "rebuild": 74.1,
-        "redispatch": 66.5,
-        "offload": 69.3,
-        "rebuild/keep/rebuild/rebuild": 97.8,
-    },
-}
 
 
 @pytest.mark.parametrize("window", [None, 5, 100])
@@ -309,28 +287,6 @@ def test_peak_memory_falls_with_the_degree_and_grows_with_fp32_sums() -> None:
         for fused in (True, False)
     )
     assert sums > plain
-
-
-def test_predicted_peaks_are_those_that_were_measured() -> None:
-    """Eight layers, two ranks: what ``ampipe bench --memory`` measured (docs/memory.md), within 5 %."""
-    for dtype, found in MEASURED_MIB.items():
-        case = GridCase(
-            name=dtype, sequence_length=1024, batch=1, hidden=256, heads=4, experts=4, ffn=1024, topk=2,
-            activation="gelu", dtype=dtype,
-        )  # fmt: skip
-        block = workload_of_case(case, num_ranks=2, fused_gradients=True)
-        for memory, mib in found.items():
-            degree, strategy = (1, "keep") if memory == "stock" else (4, memory)
-            predicted = peak_bytes(
-                block,
-                forward_degree=degree,
-                backward_degree=degree,
-                num_layers=8,
-                memory=strategy,
-                local=True,
-                gathers=True,
-            )
-            assert predicted / 2**20 == pytest.approx(mib, rel=0.05), (dtype, memory)
 
 
 def test_a_copy_takes_the_time_of_its_bytes_and_needs_a_figure() -> None:
