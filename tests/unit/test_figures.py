@@ -1,0 +1,45 @@
+"""``docs/figures.md`` and the table of the README are what ``docs/measured/figures.py`` writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
+
+
+def test_the_table_of_the_readme_is_up_to_date(figures: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert figures.with_summary(text, figures.read_all()) == text, f"run {figures.COMMAND}"
+
+
+def test_a_page_refers_to_every_raw_file(figures: ModuleType) -> None:
+    """By a link to its section, from the page that its part of the figures names."""
+    for title, (pattern, page) in figures.GROUPS.items():
+        linked = set(re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text()))
+        whole = title.lower().replace(" ", "-") in linked
+        names = [name for name in figures.read_all() if re.fullmatch(pattern, name)]
+        assert whole or linked.issuperset(names), f"{page} has no link to {set(names) - linked}"
+
+
+def test_a_raw_file_of_no_part_is_an_error(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="stray"):
+        figures.page({**figures.read_all(), "stray": {}})
