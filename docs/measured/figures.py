@@ -8,6 +8,7 @@ have the rows of ``ampipe bench --from``, those of the scripts here their number
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from megatron_ampipe.tools.benchmark import result_file, table, training
+from megatron_ampipe.tools.measuring.variant import PLANNED
 
 MEASURED = Path(__file__).resolve().parent
 PAGE = MEASURED.parent / "figures.md"
@@ -42,8 +44,8 @@ GROUPS = {
     "Routing": (r"recording|migration", "routing.md"),
 }
 """Title of a part of the page: names of its raw files, and the page that says what was measured."""
-SUMMARY = {"Blocks": "block", "Several layers as one schedule": "layers", "Whole trainings": "training"}
-"""Parts whose cases are in the table of the README."""
+SUMMARY = dict(zip(GROUPS, ("block", "layers", "training", ""), strict=False))
+"""Parts whose cases are in the table of the README, and what it calls them; of the last one, gloo's rows."""
 
 HEAD = f"""# Figures
 
@@ -104,7 +106,7 @@ def provenance(document: Mapping[str, Any]) -> str:
     commit, _, dirty = versions.pop("commit", "not stored").partition("-")
     state = "" if commit == "not stored" else ", not clean" if dirty else ", clean"
     program = ", ".join(f"{name} {version}" for name, version in versions.items()) or "versions not stored"
-    on = list(hardware(document))
+    on = [one["hardware"] for one in (document, *document.get("runs", {}).values()) if "hardware" in one]
     machines = sorted({f"{found['cpu']}, {found['usable_cores']} cores" for found in on}) or ["not stored"]
     loads = [found[key][0] for key in ("load_average", "load_average_after") for found in on if key in found]
     load = f"; load {loads[0]} before" if loads else ""
@@ -114,15 +116,6 @@ def provenance(document: Mapping[str, Any]) -> str:
         f"- `{command}`\n- Commit {commit}{state}; {begin}; {program}.\n"
         f"- {'**Different machines**' if len(machines) > 1 else 'Machine'}: {'; '.join(machines)}{load}.\n"
     )
-
-
-def hardware(document: Any) -> Iterator[Mapping[str, Any]]:
-    """What the file says of machines, wherever it says it."""
-    if isinstance(document, dict):
-        if "cpu" in document and "load_average" in document:
-            yield document
-        for value in document.values():
-            yield from hardware(value)
 
 
 def same_transport(document: Mapping[str, Any]) -> bool:
@@ -165,35 +158,38 @@ def stacks(document: Mapping[str, Any]) -> str:
         best = {row.get("stack", 1): row["ms"] for row in slowest_first}
         if len(best) > 1:
             one, blocks = best[max(best)], best[1]
+            seen = abs(blocks / one - 1) > case["control"]["spread"] if "control" in case else True
             text += f"- {case['name']}: one schedule ({one:.0f} ms) is {blocks / one:.2f} times as fast as "
-            text += f"block by block ({blocks:.0f} ms).\n"
+            text += f"block by block ({blocks:.0f} ms){', no difference seen' * (not seen)}.\n"
     return text
 
 
 def with_summary(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The README with its table: the fastest row of each case, where both sides have the same all-to-all."""
     before, rest = text.split(BEGIN)
-    head = ["", "link", "top-k", "Megatron", "AMPipe", "faster", "10-90 %", "of the bound", "noise"]
-    rows = [
-        [what, document["link"], *_best(case)]
-        for title, what in SUMMARY.items()
-        for name, document in documents.items()
-        if re.fullmatch(GROUPS[title][0], name) and same_transport(document)
-        for case in document["cases"]
-    ]
+    head = ["", "link", "top-k", "Megatron", "compared", "faster", "10-90 %", "of the bound", "noise"]
+    rows, gloo = [], []
+    for (title, what), (name, document) in itertools.product(SUMMARY.items(), documents.items()):
+        for case in document["cases"] if re.fullmatch(GROUPS[title][0], name) else ():
+            if what and same_transport(document):
+                fastest = min(case["rows"], key=lambda row: row["ms"])
+                rows.append([what, document["link"], *_line(case, fastest)])
+            if case.get("gloo_all_to_all"):
+                gloo.append(["transport", document["link"], *_line(case, case["gloo_all_to_all"])])
+    rows += gloo
     summary = markdown(head, rows) if rows else "Not measured yet with the same all-to-all on both sides.\n"
     return f"{before}{BEGIN}\n{summary}\n{END}{rest.split(END, 1)[1]}"
 
 
-def _best(case: Mapping[str, Any]) -> list[str]:
-    best = min(case["rows"], key=lambda row: row["ms"])
-    share, cut = best.get("bound_share"), f"{best['schedule']}, degree {best['cut']}"
+def _line(case: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    degree = f", degree {row['cut']}" * (row["schedule"] not in (PLANNED, "stock-gloo"))
+    share, one = row.get("bound_share"), ", one schedule" * (row.get("stack", 1) > 1)
     return [
         str(case["block"]["topk"]),
         f"{case['stock']['ms'] if 'stock' in case else case['stock_ms']:.0f} ms",
-        f"{best['ms']:.0f} ms ({cut}{', one schedule' * (best.get('stack', 1) > 1)})",
-        f"{best['speedup']:.2f}x" + ", no difference seen" * (not best["difference_seen"]),
-        f"{best['speedup_p10']:.2f}-{best['speedup_p90']:.2f}",
+        f"{row['ms']:.0f} ms ({row['schedule']}{degree}{one})",
+        f"{row['speedup']:.2f}x" + ", no difference seen" * (not row["difference_seen"]),
+        f"{row['speedup_p10']:.2f}-{row['speedup_p90']:.2f}",
         "" if share is None else f"{share:.0%}",
         f"{case['control']['spread']:.1%}",
     ]
@@ -249,7 +245,7 @@ def _number(value: float | str) -> str:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; numbers are aligned to the right."""
-    texts = ("", "case", "layer", "link", "AMPipe")
+    texts = ("", "case", "layer", "layers of", "link", "compared")
     lines = [head, ["---" if name in texts else "--:" for name in head], *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -43,3 +43,18 @@ def test_a_page_refers_to_every_raw_file(figures: ModuleType) -> None:
 def test_a_raw_file_of_no_part_is_an_error(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="stray"):
         figures.page({**figures.read_all(), "stray": {}})
+
+
+def test_the_readme_has_the_fastest_row_of_each_case_with_a_control(figures: ModuleType) -> None:
+    document = next(found for name, found in figures.read_all().items() if name.startswith("cpu-small-"))
+    [fastest, *_] = sorted(document["cases"][0]["rows"], key=lambda row: row["ms"])
+    case = {**document["cases"][0], "control": {"spread": 0.0345}}
+    case["rows"] = [{**row, "difference_seen": row is not fastest} for row in case["rows"]]
+    text = f"{figures.BEGIN}{figures.END}"
+    [line] = [
+        line
+        for line in figures.with_summary(text, {"cpu-small-x": {**document, "cases": [case]}}).splitlines()
+        if line.startswith("| block")
+    ]
+    cells = [f"{fastest['ms']:.0f} ms (", f"{fastest['speedup']:.2f}x, no difference seen", "| 3.5% |"]
+    assert all(cell in line for cell in cells), line
