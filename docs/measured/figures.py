@@ -99,9 +99,11 @@ def section(document: Mapping[str, Any]) -> str:
 
 def provenance(document: Mapping[str, Any]) -> str:
     """Command, commit, machine, load and versions, or that the file does not have them."""
-    command = document.get("command", "Command not stored")
-    command = command if isinstance(command, str) else shlex.join(command)
-    command = re.sub(r"/(?:home|root|work|tmp)/(\S+/)*", "", command)
+    words = document.get("command", [])
+    command = words if isinstance(words, str) else shlex.join(words)
+    command = (
+        re.sub(r"/(?:home|root|work|tmp)/(\S+/)*", "", f"`{command}`") if words else "Command not stored"
+    )
     versions = {key: text for key, text in document.get("versions", {}).items() if key != "megatron-ampipe"}
     commit, _, dirty = versions.pop("commit", "not stored").partition("-")
     state = "" if commit == "not stored" else ", not clean" if dirty else ", clean"
@@ -113,7 +115,7 @@ def provenance(document: Mapping[str, Any]) -> str:
     load += f", {loads[-1]} after" if len(loads) > 1 else ""
     begin = document.get("begin", "time not stored")[:16]
     return (
-        f"- `{command}`\n- Commit {commit}{state}; {begin}; {program}.\n"
+        f"- {command}\n- Commit {commit}{state}; {begin}; {program}.\n"
         f"- {'**Different machines**' if len(machines) > 1 else 'Machine'}: {'; '.join(machines)}{load}.\n"
     )
 

@@ -58,3 +58,24 @@ def test_the_readme_has_the_fastest_row_of_each_case_with_a_control(figures: Mod
     ]
     cells = [f"{fastest['ms']:.0f} ms (", f"{fastest['speedup']:.2f}x, no difference seen", "| 3.5% |"]
     assert all(cell in line for cell in cells), line
+
+
+def test_a_file_says_where_it_comes_from(figures: ModuleType) -> None:
+    cpus = {cpu: {"hardware": {"cpu": cpu, "usable_cores": 2, "load_average": [1.5, 0, 0]}} for cpu in "AB"}
+    document = {"command": ["python", "x.py"], "versions": {"commit": "12ab-dirty", "torch": "2.15"}}
+    known = figures.provenance({**document, "runs": cpus})
+    assert known == (
+        "- `python x.py`\n- Commit 12ab, not clean; time not stored; torch 2.15.\n"
+        "- **Different machines**: A, 2 cores; B, 2 cores; load 1.5 before, 1.5 after.\n"
+    )
+    assert figures.provenance({}).count("not stored") == 5
+
+
+def test_the_table_of_reductions_has_the_medians_of_its_files(figures: ModuleType) -> None:
+    documents, text = figures.read_all(), (ROOT / "docs/reductions.md").read_text()
+    rows = re.findall(r"\| `([\w-]+)` \| (\d+) ms \| (\d+) ms \| ([\d.]+)x \|", text)
+    assert len(rows) == len([name for name in documents if re.fullmatch("reductions-(?!predicted).*", name)])
+    for name, *shown in rows:
+        medians = documents[f"reductions-{name}"]["median ms"]
+        before, after = medians["overlapped"], medians["placed"]
+        assert shown == [f"{before:.0f}", f"{after:.0f}", f"{before / after:.2f}"], name
