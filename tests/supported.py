@@ -36,13 +36,13 @@ and gradient norm agree to a relative difference of 2e-4.
 
 STACKS_HEAD = """\
 Layers that share a schedule, four of them unless the flags say otherwise, trained for 4 iterations on 2
-ranks. With each of AMPipe's flags, Megatron logs the digits of the stock run: losses agree to 1e-5, and
-gradient norms to the last digit.
+ranks. With each of AMPipe's flags, losses agree with those of the stock run to 1e-5, and gradient norms to
+the last digit that Megatron logs.
 """
 
 DOCUMENTS_HEAD = """\
-Sequences that consist of [documents](documents.md): one, three or many in each. Megatron logs the digits of
-the stock run, also with `--sft`.
+Sequences that consist of [documents](documents.md): one, three or many in each, compared in the same way,
+also with `--sft`.
 """
 
 SWITCHED_OFF_HEAD = """\

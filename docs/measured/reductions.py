@@ -6,11 +6,8 @@ of positions, which is reduced too. A layer has several buckets. The first itera
 overlaps nothing in the first.
 
 Megatron's timer ``all-grads-sync`` says how long a rank waits for reductions after the last backward pass;
-the shortest of the ranks counts, which waits for no other one. Where nothing is overlapped that is what they
-take alone, R. What is complete only when the first layer has ended (the gradients of its attention, those of
-embeddings and positions), a share of the bytes of R, no order can overlap with the pass: no place of the
-reductions makes an iteration shorter than *after the pass* - R + that share of R. Backward passes are timed
-too (Megatron's timer ``backward-compute``, the longest of the ranks).
+the shortest of the ranks counts, which waits for no other one. Backward passes are timed too (Megatron's
+timer ``backward-compute``, the longest of the ranks).
 
     python docs/measured/reductions.py positions docs/measured/reductions-positions.json --degree 4
 
@@ -39,12 +36,10 @@ from typing import Any
 from megatron_ampipe.tools.benchmark.training import Curve, loss_difference, run
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob, training_flags
 from megatron_ampipe.tools.measuring import machine, rank_processes
-from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid
+from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from megatron_ampipe.tools.measuring.rank_worker import Answer, serve
 
 LAYERS = 4
-VOCABULARY = 384
-"""Rows of the table of words: 256 and one more, in multiples of 128."""
 TIMERS = ("--timing-log-level", "2", "--no-barrier-with-level-1-timing")
 SYNC = re.compile(r"all-grads-sync \.+: \(([0-9.]+), [0-9.]+\)")
 BACKWARD = re.compile(r"backward-compute \.+: \([0-9.]+, ([0-9.]+)\)")
@@ -137,10 +132,6 @@ def main() -> None:
         name: statistics.median(ms for curve in found for ms in curve.ms[asked.warmup :])
         for name, found in curves.items()
     }
-    share = complete_last(case, num_ranks=num_ranks, positions=asked.place == "positions")
-    least_ms = None
-    if "after the pass" in medians:
-        least_ms = medians["after the pass"] - statistics.median(waits["after the pass"]) * (1 - share)
     document = {
         "command": ["python", *sys.argv],
         "flags": list(flags),
@@ -153,8 +144,6 @@ def main() -> None:
         "median ms": medians,
         "median ms after the pass": {name: statistics.median(found) for name, found in waits.items()},
         "median ms of backward passes": {name: statistics.median(found) for name, found in passes.items()},
-        "share that is complete last": share,
-        "no place is faster than ms": least_ms,
         "waits ms": waits,
         "backward passes ms": passes,
         "trainings": {
@@ -163,26 +152,7 @@ def main() -> None:
         },
     }
     asked.file.write_text(json.dumps(document, indent=1) + "\n")
-    print(
-        medians, {key: document[key] for key in ("share that is complete last", "no place is faster than ms")}
-    )
-
-
-def complete_last(case: Case, *, num_ranks: int, positions: bool) -> float:
-    """The share of the bytes on the wire whose gradients are complete only when the first layer has ended.
-
-    Those of its experts are complete earlier. A rank sends ``2 (n - 1) / n`` of a gradient that is reduced
-    over ``n`` ranks. Experts of ``dp2-ep2`` are reduced over two ranks, those of ``positions`` over none. The
-    table of words is also the output layer.
-    """
-    dense = 2 * (num_ranks - 1) / num_ranks
-    experts = 2 * (2 - 1) / 2 if num_ranks == 4 else 0
-    attention = 4 * case.hidden**2
-    of_rank = 2 * case.hidden * case.ffn * case.experts / 2
-    layer = dense * attention + experts * of_rank
-    vocabulary = dense * VOCABULARY * case.hidden
-    tables = vocabulary + positions * dense * case.sequence_length * case.hidden
-    return (tables + dense * attention) / (tables + LAYERS * layer)
+    print(medians)
 
 
 def work(job: DilatedJob, rank: int, answer: Answer) -> None:

@@ -247,7 +247,8 @@ def show(document: Mapping[str, Any], console: Console) -> None:
     stacked = document["layers"] > 1
     rows = [row for case in document["cases"] for row in case["rows"]]
     several = any(row.get("memory", KEEP) != KEEP for row in rows)
-    exchanged = any(row["exchange"] != Exchange.ROWS for row in rows)
+    # Absent from older results.
+    exchanged = any(row.get("exchange", Exchange.ROWS) != Exchange.ROWS for row in rows)
     for column in (
         *["stack"] * stacked,
         *["memory"] * several,

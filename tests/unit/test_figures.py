@@ -1,0 +1,81 @@
+"""``docs/figures.md`` and the table of the README are what ``docs/measured/figures.py`` writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs/measured/figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(figures: ModuleType) -> None:
+    documents = figures.read_all()
+    assert figures.page(documents) == (ROOT / "docs/figures.md").read_text(), f"run {figures.COMMAND}"
+
+
+def test_the_table_of_the_readme_is_up_to_date(figures: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text()
+    assert figures.with_summary(text, figures.read_all()) == text, f"run {figures.COMMAND}"
+
+
+def test_a_page_refers_to_every_raw_file(figures: ModuleType) -> None:
+    """By a link to its section, from the page that its part of the figures names."""
+    for title, (pattern, page) in figures.GROUPS.items():
+        linked = set(re.findall(r"figures\.md#([\w-]+)", (ROOT / "docs" / page).read_text()))
+        whole = title.lower().replace(" ", "-") in linked
+        names = [name for name in figures.read_all() if re.fullmatch(pattern, name)]
+        assert whole or linked.issuperset(names), f"{page} has no link to {set(names) - linked}"
+
+
+def test_a_raw_file_of_no_part_is_an_error(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="stray"):
+        figures.page({**figures.read_all(), "stray": {}})
+
+
+def test_the_readme_has_the_fastest_row_of_each_case_with_a_control(figures: ModuleType) -> None:
+    document = next(found for name, found in figures.read_all().items() if name.startswith("cpu-small-"))
+    [fastest, *_] = sorted(document["cases"][0]["rows"], key=lambda row: row["ms"])
+    case = {**document["cases"][0], "control": {"spread": 0.0345}}
+    case["rows"] = [{**row, "difference_seen": row is not fastest} for row in case["rows"]]
+    text = f"{figures.BEGIN}{figures.END}"
+    [line] = [
+        line
+        for line in figures.with_summary(text, {"cpu-small-x": {**document, "cases": [case]}}).splitlines()
+        if line.startswith("| block")
+    ]
+    cells = [f"{fastest['ms']:.0f} ms (", f"{fastest['speedup']:.2f}x, no difference seen", "| 3.5% |"]
+    assert all(cell in line for cell in cells), line
+
+
+def test_a_file_says_where_it_comes_from(figures: ModuleType) -> None:
+    cpus = {cpu: {"hardware": {"cpu": cpu, "usable_cores": 2, "load_average": [1.5, 0, 0]}} for cpu in "AB"}
+    document = {"command": ["python", "x.py"], "versions": {"commit": "12ab-dirty", "torch": "2.15"}}
+    known = figures.provenance({**document, "runs": cpus})
+    assert known == (
+        "- `python x.py`\n- Commit 12ab, not clean; time not stored; torch 2.15.\n"
+        "- **Different machines**: A, 2 cores; B, 2 cores; load 1.5 before, 1.5 after.\n"
+    )
+    assert figures.provenance({}).count("not stored") == 5
+
+
+def test_the_table_of_reductions_has_the_medians_of_its_files(figures: ModuleType) -> None:
+    documents, text = figures.read_all(), (ROOT / "docs/reductions.md").read_text()
+    rows = re.findall(r"\| `([\w-]+)` \| (\d+) ms \| (\d+) ms \| ([\d.]+)x \|", text)
+    assert len(rows) == len([name for name in documents if re.fullmatch("reductions-(?!predicted).*", name)])
+    for name, *shown in rows:
+        medians = documents[f"reductions-{name}"]["median ms"]
+        before, after = medians["overlapped"], medians["placed"]
+        assert shown == [f"{before:.0f}", f"{after:.0f}", f"{before / after:.2f}"], name
