@@ -56,7 +56,7 @@ def with_rows(transfer: Transfer, num_rows: Sequence[int]) -> Transfer:
             transfer.unpack()
         for received, output in zip(transfer.outputs, outputs, strict=True):
             output[: received.shape[0]] = received
-            output[received.shape[0] :] = 0
+            output[received.shape[0] :].zero_()
 
     used = (*transfer.uses, *transfer.outputs)
     return replace(transfer, outputs=tuple(outputs), unpack=unpack, uses=used)
