@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, ROUTING_INTERVAL, TRACED_ITERATIONS
+from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
@@ -235,7 +236,13 @@ def _prepare_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader)
         if found.ampipe_config is not None:
             # Known once the files are read, after torch is imported, which may initialise CUDA.
             connections.set_default()
-        elif config_from_args(found, read_plan=read_plan).pipelined:
+            return found, rest
+        try:
+            is_pipelined = config_from_args(found, read_plan=read_plan).pipelined
+        except BadInput:
+            # Reported by whoever parses: not all of these errors are of single flags.
+            return found, rest
+        if is_pipelined:
             connections.set_default()
             # Plain text: Megatron writes its arguments into checkpoints, which stock Megatron reads.
             found.ampipe_put_aside = tuple(one.setting for one in switch_off_overlaps(found))

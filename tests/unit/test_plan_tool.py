@@ -381,6 +381,13 @@ def test_neither_torch_nor_megatron_is_imported(model: Path) -> None:
     assert imported == set() and "choice: " in shown
 
 
+@pytest.mark.parametrize("name", sorted({*config_names("models")} - {"tiny"}))
+def test_built_in_models_group_the_experts_of_a_rank(name: str) -> None:
+    """As published recipes do; without, the planner counts the calls of each expert. ``tiny`` is for CPUs."""
+    block, _ = workload_of(read_model(config_names("models")[name]), cluster("dgx-h100"))
+    assert block.grouped or block.local_experts == 1
+
+
 @pytest.mark.parametrize("name", config_names("clusters"))
 def test_every_built_in_model_can_be_planned_on_every_built_in_cluster(name: str) -> None:
     source = cluster(name)
