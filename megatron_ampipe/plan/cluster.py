@@ -27,6 +27,9 @@ Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 Operation = Literal[
     "all_to_all", "direct_all_to_all", "stock_all_to_all", "all_gather", "reduce_scatter", "all_reduce"
 ]
+IssuedKind = Literal[
+    "qkv", "attention", "route", "losses", "shared", "counts", "dispatch", "expert", "combine", "merge"
+]
 OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "expert", "merge"]
 
 
@@ -173,6 +176,8 @@ class Host:
     Attributes:
         issue: Time that the host needs to issue one stage to the device, asynchronously. Zero for training on
             the CPU.
+        issue_of: The same by kind of stage, with one local expert; ``issue`` is for the other kinds. None
+            if it was not measured.
         stage: Added to every compute stage, on a GPU or a CPU; ``any`` applies to kinds without an entry. It
             is the cost of one more chunk.
         block: Added once to a pipelined pass: entering the block, and its autograd function.
@@ -183,6 +188,7 @@ class Host:
     stage: Mapping[OverheadKind, StageOverhead]
     block: Overhead
     stock: Overhead
+    issue_of: Mapping[IssuedKind, Overhead] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

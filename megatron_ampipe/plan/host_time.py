@@ -1,8 +1,9 @@
 """How many calls the host makes to issue a stage to the device. A table of counts.
 
 The host needs some time for every call, independent of the size of the tensors, so more chunks need more of
-it: above some degree the device waits for the host. A cluster file gives the mean time to issue one
-stage (``host.issue``); this module distributes it over the kinds of stages.
+it: above some degree the device waits for the host. Where a cluster file has the measured time of a kind of
+stage (``host.issue_of``), it counts. Otherwise this module distributes the mean time to issue one stage
+(``host.issue``) over the kinds.
 
 The calls were counted on real blocks (``tests/streams/census.py``; its test compares them with this table):
 torch operations, collectives, and waits and records of events, with Megatron's local layers. Fused kernels
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from megatron_ampipe.plan.cluster import Host, Overhead
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import Direction, StageKind, kinds
 
@@ -61,8 +63,27 @@ def calls(
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 
 
-def issue_factor(
-    kind: StageKind, direction: Direction, workload: Workload, *, block: Collection[StageKind] = ()
+def issued_parts(kind: StageKind, direction: Direction, workload: Workload) -> float:
+    """How much longer a stage takes to issue than with one local expert."""
+    if kind is not kinds.EXPERT:
+        return 1.0
+    return calls(kind, direction, workload) / CALLS[kind][direction is Direction.BACKWARD]
+
+
+def issue_us(
+    kind: StageKind,
+    direction: Direction,
+    workload: Workload,
+    host: Host,
+    *,
+    block: Collection[StageKind] = (),
 ) -> float:
-    """The time to issue one stage of one chunk, divided by the average over the stages."""
-    return calls(kind, direction, workload, block=block) / MEAN[direction]
+    """The host's time to issue one stage of one chunk; ``block`` are the kinds of its block."""
+
+    def of(figure: Overhead) -> float:
+        return figure.forward_us if direction is Direction.FORWARD else figure.backward_us
+
+    for name, figure in (host.issue_of or {}).items():
+        if name == kind.name:
+            return of(figure) * issued_parts(kind, direction, workload)
+    return of(host.issue) * calls(kind, direction, workload, block=block) / MEAN[direction]

@@ -14,7 +14,7 @@ from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.cost_table import CostFunction
-from megatron_ampipe.plan.host_time import issue_factor
+from megatron_ampipe.plan.host_time import issue_us
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, Pair
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
@@ -75,9 +75,10 @@ class Predictor:
         kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
         self.costs = functools.lru_cache(maxsize=4096)(self._costs)
-        self._issue_factors = {
+        self._issue_us = {
             direction: {
-                kind: issue_factor(kind, direction, workload, block=kinds_of_block) for kind in kinds_of_block
+                kind: issue_us(kind, direction, workload, cluster.host, block=kinds_of_block)
+                for kind in kinds_of_block
             }
             for direction in Direction
         }
@@ -261,13 +262,12 @@ class Predictor:
     def issue(self, compiled: Compiled, direction: Direction, parts: int) -> list[float] | None:
         """The host's time to issue each stage; None for training on the CPU."""
         figure = self.cluster.host.issue
-        mean = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
-        if not mean:
+        if not (figure.forward_us if direction is Direction.FORWARD else figure.backward_us):
             return None
-        factors = self._issue_factors[direction]
+        times = self._issue_us[direction]
         # A compute stage of several chunks is issued chunk by chunk, a collective once.
         return [
-            mean * factors[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
+            times[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
             for stage in compiled.stages
         ]
 

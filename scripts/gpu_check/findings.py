@@ -6,9 +6,7 @@ Called by :mod:`.__main__`, with the document that ``summary.json`` holds.
 from __future__ import annotations
 
 import json
-import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from gpu_check.steps import Outcome
 from megatron_ampipe.timeline import DIRECTIONS
 
 FORMAT = "ampipe-gpu-check-1"
-_PARITY = {
+_TESTS = {
     "test_equals_stock_in_fp32": "parity fp32",
     "test_equals_stock_in_bf16": "parity bf16",
     "test_every_layer_case_in_fp32": "parity fp32, every layer",
@@ -29,6 +27,12 @@ _PARITY = {
     "test_a_missing_wait_is_seen": "the stress shows a missing wait",
     "test_an_early_release_is_seen": "the stress shows an early release",
     "test_nothing_makes_the_host_wait_between_chunks": "host waits (torch's own check)",
+    "test_local_layers_under_overlapped_reduction": "gradients under --overlap-grad-reduce",
+    "test_transformer_engine_under_overlapped_reduction": "the same, layers of Transformer Engine",
+    "test_compiled_by_megatron_in_fp32": "parity fp32, functions that Megatron compiles",
+    "test_attention_kernel_in_bf16": "attention kernels",
+    "test_all_chunks_use_the_same_backend": "one backend for all chunks",
+    "test_the_chosen_kernel_runs": "the chosen kernel",
 }
 """What the tests of ``tests/gpu`` are called in the table."""
 _COUNTS_WAIT = "cudaEventSynchronize"
@@ -55,7 +59,7 @@ def rows(document: Mapping[str, Any]) -> list[Row]:
         if step["found"] is not None:
             try:
                 lines = list(_READERS[step["kind"]](step["found"]))
-            except (ValueError, KeyError, TypeError, ElementTree.ParseError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 lines = [Row(step["name"], Outcome.FAILED, f"its result cannot be read ({error!r})")]
         if outcome is not Outcome.OK and not any(line.outcome is Outcome.DIFFERENT for line in lines):
             lines.append(Row(step["name"], outcome, step["said"]))
@@ -84,23 +88,34 @@ def show(document: Mapping[str, Any], lines: Sequence[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def _parity(text: str) -> Iterator[Row]:
-    """From pytest's JUnit file: of each test function, how many of its cases passed."""
-    by_function: dict[str, list[str]] = {}
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        failures = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        function = re.sub(r"\[.*", "", case.get("name", ""))
-        problem = f"{case.get('name')}: {failures[0].get('message', '')}" if failures else ""
-        by_function.setdefault(function, []).append(" ".join(problem.split()))
+def _tests(text: str) -> Iterator[Row]:
+    """From the lines of :mod:`.case_lines`: of each test function, how many of its cases passed."""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    if not lines:
+        raise ValueError("no test ran")
+    planned = lines[0]["tests"]
+    by_function: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if "test" in line:
+            by_function.setdefault(line["test"].partition("[")[0], []).append(line)
     if not by_function:
         raise ValueError("no test ran")
-    for function, problems in by_function.items():
-        wrong = [problem for problem in problems if problem]
-        finding = f"{len(problems) - len(wrong)} of {len(problems)} cases"
+    for function, cases in by_function.items():
+        ran = [case for case in cases if case["outcome"] != "skipped"]
+        wrong = [case for case in ran if case["outcome"] == "failed"]
+        finding = f"{len(ran) - len(wrong)} of {len(ran)} cases"
+        if len(ran) < len(cases):
+            reasons = dict.fromkeys(case["said"] for case in cases if case["outcome"] == "skipped")
+            finding += f", {len(cases) - len(ran)} skipped ({'; '.join(reasons)[:200]})"
         if wrong:
-            finding += f"; first: {wrong[0][:200]}"
-        outcome = Outcome.DIFFERENT if wrong else Outcome.OK
-        yield Row(_PARITY.get(function, function), outcome, finding)
+            finding += f"; first: {wrong[0]['test']}: {wrong[0]['said']}"[:300]
+        notes = dict.fromkeys(note for case in cases for note in case["notes"])
+        finding += "".join(f"; {note}" for note in notes)
+        outcome = Outcome.DIFFERENT if wrong else Outcome.OK if ran else Outcome.SKIPPED
+        yield Row(_TESTS.get(function, function), outcome, finding)
+    ended = len({case["test"] for cases in by_function.values() for case in cases})
+    if ended < planned:
+        yield Row("tests that did not end", Outcome.CUT, f"{planned - ended} of {planned}")
 
 
 def _profile(text: str) -> Iterator[Row]:
@@ -131,6 +146,17 @@ def _profile(text: str) -> Iterator[Row]:
     if stock:
         shares = ", ".join(f"{name} {peak / stock:.2f}" for name, peak in peaks.items())
         yield Row("peak memory", Outcome.OK, f"stock {stock / _MIB:.0f} MiB; of that: {shares}")
+    held = [
+        f"{name} {stats['reserved_bytes'] / _MIB:.0f} MiB, {stats['inactive_bytes'] / _MIB:.0f} in pieces, "
+        f"{stats['retries']} retries"
+        for name, stats in found["allocator"].items()
+        if stats
+    ]
+    if held:
+        yield Row("memory that torch's allocator held", Outcome.OK, "; ".join(held))
+    for direction, times in found["issued_us"].items():
+        shown = ", ".join(f"{kind} {us:.0f}" for kind, us in times.items())
+        yield Row(f"host time per stage, {direction}", Outcome.OK, f"microseconds: {shown}")
 
 
 def _unsteady(found: Mapping[str, Any]) -> str:
@@ -169,4 +195,4 @@ def _bench(text: str) -> Iterator[Row]:
         )
 
 
-_READERS = {"parity": _parity, "profile": _profile, "bench": _bench}
+_READERS = {"tests": _tests, "profile": _profile, "bench": _bench}

@@ -1,4 +1,4 @@
-"""The step that profiles one block on the GPU: overlap, host synchronisation, peak memory.
+"""The step that profiles one block on the GPU: overlap, host synchronisation, host time per stage, memory.
 
 A separate process: ``python -m gpu_check.profiled``. The block, its weights and the
 emulated link are those of ``ampipe bench``; ranks are pretended. Started by :mod:`.steps`.
@@ -29,6 +29,15 @@ DEGREE = 4
 """Of the profiled pass."""
 _RANKS = 8
 _WARMUP = 3
+_TIMED = 5
+"""Passes in which the host's time to issue every stage is measured."""
+_ALLOCATOR = {
+    "reserved_bytes": "reserved_bytes.all.peak",
+    "inactive_bytes": "inactive_split_bytes.all.peak",
+    "retries": "num_alloc_retries",
+}
+"""What is kept of ``torch.cuda.memory_stats()``: what the allocator held, what of that was in pieces, and how
+often it had to give memory back."""
 
 
 def main() -> int:
@@ -72,7 +81,9 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         trace: Receives the profiler's trace of AMPipe at :data:`DEGREE`.
 
     Returns:
-        ``case``, ``kernel``, ``degree``, ``peak_bytes`` by variant, and the fields of :class:`.Profile`.
+        ``case``, ``kernel``, ``degree``, ``peak_bytes`` and ``allocator`` by variant, ``issued_us`` (by
+        direction and kind, the host's time to issue a stage while the device is busy), and the fields of
+        :class:`.Profile`.
     """
     emulation = start_torch(job, rank=0)
     assert emulation is not None, "--link has to be an emulated one"
@@ -84,15 +95,22 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
     on_cuda = job.device == "cuda"
     factory = BlockFactory(case, rank=0, num_ranks=job.num_ranks, on_cuda=on_cuda, seed=job.seed)
     block = _MarkedPasses(case, on_cuda=on_cuda, seed=job.seed)
-    peaks = {}
+    peaks: dict[str, int | None] = {}
+    allocator: dict[str, dict[str, int]] = {}
     for variant in job.variants_of(0):
         layer = factory.stock if variant.schedule == STOCK else factory.build(variant)
         for _ in range(job.warmup):
             block.run(layer)
         peaks[str(variant)] = block.peak_bytes(layer)
+        stats = torch.cuda.memory_stats() if on_cuda else {}
+        allocator[str(variant)] = {name: stats[key] for name, key in _ALLOCATOR.items() if key in stats}
     pipelined = factory.build(Variant("ampipe", Cut.of(DEGREE)))
     for _ in range(job.warmup):
         block.run(pipelined)
+    timed, recorder, timer = factory.build_timed(Variant("ampipe", Cut.of(DEGREE)), num_passes=_TIMED)
+    for number in range(_TIMED):
+        recorder.start_iteration(number)
+        block.run(timed)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as recorded:
         block.run(pipelined)
@@ -104,6 +122,8 @@ def examine(job: BenchJob, *, trace: Path) -> dict[str, Any]:
         "clock": emulation.clock,
         "degree": DEGREE,
         "peak_bytes": peaks,
+        "allocator": allocator,
+        "issued_us": timer.queue.issued_us(),
         **asdict(found),
     }
 

@@ -12,9 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,27 @@ LINKS = ("emulated:20GB/s", "emulated:50GB/s")
 TRACED_LINK = LINKS[0]
 BENCHMARKS = {
     # Of the paper's sizes a small, a middle and a large one.
-    "paper": ("base-16k-b1-c1,large-16k-b1-c2,xl-32k-b1-c1", 4, 60),
-    "mixtral": ("mixtral-8k", 8, 40),
-    "deepseek": ("deepseek-8k,deepseek-8k-grouped", 8, 40),
+    "paper": ("base-16k-b1-c1,large-16k-b1-c2,xl-32k-b1-c1", 4, 50),
+    "mixtral": ("mixtral-8k", 8, 32),
+    "deepseek": ("deepseek-8k,deepseek-8k-grouped", 8, 33),
 }
 """By grid: cases, ranks, seconds."""
-_PARITY_S, _PROFILE_S, _DEVICE_S = 180, 70, 60
+_PROFILE_S, _DEVICE_S = 55, 60
+_RUN = "packaging", "yaml", "numpy", "torch", "megatron.core"
+_TEST = (*_RUN, "pytest", "pytest_timeout")
+COMPILER = "a C compiler with Python.h and triton"
+"""What Triton needs to compile; all other needs are modules."""
+TESTS = {
+    # Modules and names of tests, seconds, needs beyond those of all tests.
+    "cases": (("test_cuda.py", "test_gradients.py"), "not transformer and not compiled", 90, ()),
+    "stress": (("test_stress.py",), "", 50, ()),
+    "attention": (("test_attention.py",), "", 35, ()),
+    "transformer engine": (
+        ("test_gradients.py",), "transformer_engine", 30, ("transformer_engine.pytorch",),
+    ),
+    "compiled": (("test_cuda.py",), "compiled", 40, (COMPILER,)),
+}  # fmt: skip
+"""By step: parts of ``tests/gpu``."""
 _GRACE_S = 5.0
 # Less than this is not worth starting anything.
 _SHORTEST_S = 5.0
@@ -49,8 +65,10 @@ class Outcome(StrEnum):
     FAILED = "FAILED"
     CUT = "cut"
     """It took longer than it may, and was ended."""
+    NO_TIME = "no time"
+    """There was none left."""
     SKIPPED = "skipped"
-    """There was no time left."""
+    """Something is missing that it needs: no fault, and nothing is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +76,13 @@ class Step:
     """One process.
 
     Attributes:
-        kind: How its findings are read: ``parity``, ``profile`` or ``bench``.
+        kind: How its findings are read: ``tests``, ``profile`` or ``bench``.
         name: In the table.
         command: What is run, in the checkout.
         result: The file that it writes.
         limit_s: It is cut after so many seconds.
+        needs: Modules that it imports, and :data:`COMPILER`; a GPU is needed by all.
+        environment: Variables of its process.
     """
 
     kind: str
@@ -70,6 +90,8 @@ class Step:
     command: tuple[str, ...]
     result: Path
     limit_s: float
+    needs: tuple[str, ...] = _RUN
+    environment: Mapping[str, str] = field(default_factory=lambda: {"TORCHDYNAMO_DISABLE": "1"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +181,10 @@ def plan(scratch: Path, output: Path) -> list[Step]:
         output: Folder that the user keeps.
     """
     python = sys.executable
-    junit, profile = scratch / "parity.xml", scratch / "profile.json"
-    steps = [
-        Step(
-            kind="parity",
-            name="parity",
-            command=(
-                python,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "tests/gpu",
-                f"--junitxml={junit}",
-            ),
-            result=junit,
-            limit_s=_PARITY_S,
-        ),
+    profile = scratch / "profile.json"
+    steps = {name: _tests(name, scratch) for name in TESTS}
+    ordered = [steps[name] for name in ("cases", "stress", "attention")]
+    ordered.append(
         Step(
             kind="profile",
             name="profile",
@@ -186,8 +194,10 @@ def plan(scratch: Path, output: Path) -> list[Step]:
             ),
             result=profile,
             limit_s=_PROFILE_S,
-        ),
-    ]
+            needs=(*_RUN, "rich"),
+        )
+    )
+    ordered += [steps[name] for name in ("transformer engine", "compiled")]
     for link in LINKS:
         for grid, (cases, ranks, limit_s) in BENCHMARKS.items():
             file = scratch / f"{grid}-{link.partition(':')[2].replace('/', '-per-')}.json"
@@ -196,29 +206,95 @@ def plan(scratch: Path, output: Path) -> list[Step]:
                 *("--link", link, "--ranks", str(ranks), "--pretend-peers", "--degrees", DEGREES),
                 *("--repeats", "5", "--warmup", "1", "--json", str(file)),
             )
-            steps.append(Step("bench", f"bench {grid}, {link}", command, file, limit_s))
-    return steps
+            name = f"bench {grid}, {link}"
+            ordered.append(Step("bench", name, command, file, limit_s, needs=(*_RUN, "rich")))
+    return ordered
 
 
-def run(step: Step, *, environment: Mapping[str, str], log: Path, deadline: float) -> Done:
+def _tests(name: str, scratch: Path) -> Step:
+    modules, names, limit_s, more = TESTS[name]
+    lines = scratch / f"{name.replace(' ', '-')}.jsonl"
+    command = (
+        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        *("-p", "gpu_check.case_lines", "--case-lines", str(lines)),
+        *(f"tests/gpu/{module}" for module in modules),
+        *(("-k", names) if names else ()),
+    )
+    environment = {"TORCHDYNAMO_DISABLE": "0" if COMPILER in more else "1"}
+    return Step("tests", name, command, lines, limit_s, (*_TEST, *more), environment)
+
+
+_ASK = """
+import importlib, importlib.util, json, os, shutil, sys, sysconfig
+for need in json.loads(sys.argv[1]):
+    why = ""
+    try:
+        if need == sys.argv[2]:
+            importlib.import_module("triton")
+            header = os.path.join(sysconfig.get_path("include"), "Python.h")
+            if not os.path.isfile(header):
+                why = "no Python.h"
+            elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+                why = "no compiler"
+        elif need.startswith("megatron"):
+            why = "" if importlib.util.find_spec(need) else "not installed"
+        else:
+            importlib.import_module(need)
+    except ModuleNotFoundError as error:
+        why = "not installed" if error.name == need.partition(".")[0] else str(error)
+    except Exception as error:
+        why = str(error).strip().partition("\\n")[0] or type(error).__name__
+    print("need", json.dumps([need, why]), flush=True)
+"""
+
+
+def missing(needs: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """What is not there, with the reason. Asked in a separate process, which an import may end."""
+    found = dict.fromkeys(needs, "does not load")
+    command = [sys.executable, "-c", _ASK, json.dumps(list(needs)), COMPILER]
+    with tempfile.TemporaryFile("w+") as said, contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            subprocess.run(
+                command,
+                env=environment,
+                stdout=said,
+                stderr=subprocess.DEVNULL,
+                timeout=_DEVICE_S,
+                check=False,
+            )
+        finally:
+            said.seek(0)
+            answers = [line.partition(" ")[2] for line in said if line.startswith("need ")]
+            found |= dict(map(json.loads, answers))
+    return {need: why for need, why in found.items() if why}
+
+
+def run(
+    step: Step, *, environment: Mapping[str, str], lacking: Mapping[str, str], log: Path, deadline: float
+) -> Done:
     """Run one step to its end, or to the end of its time.
 
     Args:
         step: What to run.
         environment: Of its process.
+        lacking: What of the needs of all steps is not there, as :func:`missing` found it.
         log: All that it says is appended to this.
         deadline: Of the whole check, on the clock of ``time.monotonic``.
     """
+    if deadline - time.monotonic() < _SHORTEST_S:
+        return Done(step.kind, step.name, Outcome.NO_TIME, 0.0, "no time left", None)
+    lacks = [f"{need} ({lacking[need]})" for need in step.needs if need in lacking]
+    if lacks:
+        return Done(step.kind, step.name, Outcome.SKIPPED, 0.0, f"needs {', '.join(lacks)}", None)
     begin = time.monotonic()
-    limit_s = min(step.limit_s, deadline - begin)
-    if limit_s < _SHORTEST_S:
-        return Done(step.kind, step.name, Outcome.SKIPPED, 0.0, "no time left", None)
+    limit_s = max(0.0, min(step.limit_s, deadline - begin))
     print(f"{step.name} (at most {limit_s:.0f} s)", flush=True)
     with log.open("ab") as file:
         file.write(f"\n== {step.name}\n".encode())
         file.flush()
         start = file.tell()
-        code = _wait(step.command, environment=environment, log=file, limit_s=limit_s)
+        settings = {**environment, **step.environment}
+        code = _wait(step.command, environment=settings, log=file, limit_s=limit_s)
     seconds = round(time.monotonic() - begin, 1)
     if code is None:
         outcome, said = Outcome.CUT, f"did not end within {limit_s:.0f} s"

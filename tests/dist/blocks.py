@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -89,7 +92,7 @@ def build_layers(
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
     config = transformer_config(case)
-    specs = [_layer_spec(config, dense=kind == "d") for kind in case.layers]
+    specs = [_layer_spec(case, config, dense=kind == "d") for kind in case.layers]
     gate = None if case.router is None else load_gate(case.router)
     if gate is not None:
         specs = [with_gate(spec, gate) for spec in specs]
@@ -129,7 +132,9 @@ def build_layers(
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in stock.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            # With a GPU, Megatron makes some parameters there.
+            parameter.add_(noise.to(parameter.device))
     ours.load_state_dict(stock.state_dict(), strict=True)
     for layer in getattr(stock, "layers", [stock]):
         if case.wire is not None:
@@ -143,16 +148,17 @@ def build_layers(
     return stock, ours
 
 
-def _layer_spec(config: TransformerConfig, *, dense: bool) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
+def _layer_spec(case: Case, config: TransformerConfig, *, dense: bool) -> ModuleSpec:
+    make = get_gpt_layer_with_transformer_engine_spec if case.transformer_engine else get_gpt_layer_local_spec
+    spec = make(
         None if dense else config.num_moe_experts,
-        False,
+        config.moe_grouped_gemm,
         config.qk_layernorm,
         config.multi_latent_attention,
-        normalization=config.normalization,
+        **({} if case.transformer_engine else {"normalization": config.normalization}),
     )
-    if config.multi_latent_attention:
-        # Megatron's module has no argument for the head size of values; on a CPU this one replaces it.
+    if config.multi_latent_attention or case.is_packed:
+        # Megatron's module has no argument for the head size of values, and takes no packed documents.
         spec.submodules.self_attention.submodules.core_attention = HostDotProductAttention
     return spec
 
@@ -180,8 +186,8 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     shape = (num_rows, case.batch, width)
     hidden = torch.randn(shape, generator=generator).to(device, dtype)
     gradient = torch.randn(shape, generator=generator) * (0.0 if case.only_losses else 1.0)
-    packed = bool(case.documents) and not case.masked
-    packing = packing_of(case) if packed else None
+    packed = case.is_packed
+    packing = packing_of(case, device) if packed else None
     if packed:
         ids = ids.view(1, -1)
         # One sequence after another.
@@ -198,12 +204,13 @@ def inputs_of(case: Case, *, rank: int, device: str = "cpu", dtype: torch.dtype)
     return Inputs(hidden, gradient.to(device, dtype), rotary, mask, packing, ids)
 
 
-def packing_of(case: Case) -> PackedSeqParams:
+def packing_of(case: Case, device: str = "cpu") -> PackedSeqParams:
     """What Megatron passes to the layers for the documents of a case."""
     length, batch = case.sequence_length, case.batch
     starts = [sequence * length + start for sequence in range(batch) for start in case.documents[sequence]]
     bounds = torch.tensor([*starts, batch * length], dtype=torch.int32)
     longest = int(bounds.diff().max())
+    bounds = bounds.to(device)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,

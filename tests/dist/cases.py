@@ -27,7 +27,8 @@ class Case:
     order: str = ""
     """An order of the stages in place of the named one."""
     executor: str = "thread"
-    kernel: str = "exact"
+    kernel: str | None = "exact"
+    """The kernel of attention; None for the one that a user would get."""
     sequence_length: int = 32
     batch: int = 1
     rope: bool = False
@@ -45,6 +46,8 @@ class Case:
     """What the experts keep; other values than the default are also compared with it, bit by bit."""
     documents: tuple[tuple[int, ...], ...] = ()
     """For each sequence of the micro-batch the first row of each document; none for whole sequences."""
+    transformer_engine: bool = False
+    """The layers are Transformer Engine's."""
     masked: bool = False
     """Separate the documents by a mask; otherwise they are packed."""
     exchange: Exchange = Exchange.ROWS
@@ -63,6 +66,26 @@ class Case:
     """Overrides ``model`` in the stock layer."""
     parallel: dict[str, int] = field(default_factory=dict)
     """Sizes of Megatron's process groups; if empty, all ranks are expert-parallel."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are packed: Megatron's own local attention does not take them."""
+        return bool(self.documents) and not self.masked
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether routing draws numbers for tokens: on a GPU, those of chunks are not those of the whole."""
+        return self.router == "noisy-topk" or any(name.startswith("moe_router_force") for name in self.model)
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are sent in fewer bits: what differs in its last bit may then differ in its first."""
+        return self.wire in ("fp8", "bf16")
+
+    @property
+    def needs_several_ranks(self) -> bool:
+        """Whether Megatron refuses to run it on one rank: its flex dispatcher needs TP x EP > 1."""
+        return self.model.get("moe_token_dispatcher_type") == "flex"
 
     @property
     def pipeline(self) -> Pipeline:

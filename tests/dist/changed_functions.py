@@ -86,7 +86,8 @@ def _forward(
             _representative(t, expert, tokens.detach(), routing_map, threshold, bounds, hidden.shape[1])
             for t in theirs
         ]
-        total = total.index_add(0, torch.tensor(theirs), output[taken] * probs[theirs, expert, None])
+        rows = torch.tensor(theirs, dtype=torch.int64, device=total.device)
+        total = total.index_add(0, rows, output[taken] * probs[theirs, expert, None])
     total = total.view_as(hidden)
     if layer.shared_experts is not None:
         total = total + layer.shared_experts(hidden)

@@ -59,7 +59,8 @@ def _of_stock(attention: SelfAttention, core: torch.nn.Module, args: Any, kwargs
         query, key = query.unsqueeze(1), key.unsqueeze(1)
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     scores = torch.einsum("rbhc,sbhc->hbrs", query, key).flatten(0, 1) * core.softmax_scale
-    row, column = torch.arange(len(query)).unsqueeze(1), torch.arange(len(query))
+    column = torch.arange(len(query), device=query.device)
+    row = column.unsqueeze(1)
     seen = column <= row
     if attention.config.window_size is not None:
         seen &= column >= row - attention.config.window_size[0]

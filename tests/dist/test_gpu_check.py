@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from tests.dist.launch import REPOSITORY
+import pytest
+
+from tests.dist.launch import REPOSITORY, run_workers
 
 GRID = """\
 cases:
@@ -22,6 +25,45 @@ def without_gpu() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def gpu_tests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All of ``tests/gpu``, run on stand-ins for CUDA."""
+    (found,) = run_workers("tests.dist.gpu_worker", [], world_size=1, folder=tmp_path_factory.mktemp("gpu"))
+    return found
+
+
+def test_the_gpu_tests_pass_on_stand_ins_for_cuda(gpu_tests: dict[str, Any]) -> None:
+    outcomes = gpu_tests["outcomes"]
+    assert {name: how for name, how in outcomes.items() if how.startswith("failed")} == {}
+    passed = {name for name, how in outcomes.items() if how == "passed"}
+    layers = {name for name in outcomes if name.startswith("test_every_layer_case_in_fp32")}
+    assert layers <= passed
+    assert len(layers) > 190
+    functions = {name.partition("[")[0] for name in outcomes} - {name.partition("[")[0] for name in passed}
+    # Of these nothing runs here.
+    assert functions == {
+        "test_a_missing_wait_is_seen",
+        "test_an_early_release_is_seen",
+        "test_all_chunks_use_the_same_backend",
+        "test_compiled_by_megatron_in_fp32",
+        "test_transformer_engine_under_overlapped_reduction",
+    }
+
+
+def test_the_stand_ins_refuse_what_a_gpu_refuses(gpu_tests: dict[str, Any]) -> None:
+    assert gpu_tests["refused"] == [
+        "aten::add: operands on cuda and on the CPU",
+        "aten::index_add: operands on cuda and on the CPU",
+        "a tensor of the device has no numpy array",
+        "called a synchronizing CUDA operation: tolist",
+        "called a synchronizing CUDA operation: aten::_local_scalar_dense",
+        "called a synchronizing CUDA operation: aten::index",
+        "called a synchronizing CUDA operation: copy from or to the host",
+        "called a synchronizing CUDA operation: torch.tensor",
+        "called a synchronizing CUDA operation: aten::copy_",
+    ]
 
 
 def test_without_a_gpu_it_ends_with_1_and_one_line(tmp_path: Path) -> None:

@@ -7,15 +7,14 @@ that several streams use is tested in ``test_stress.py``.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Iterator
+import os
 
 import pytest
 import torch
 
 from tests.dist.cases import AUX, PARITY, TIGHT, Case, Z
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 LLAMA = {"gated_linear_unit": True, "activation_func": "silu", "moe_router_topk": 2, "num_query_groups": 2}
 CASES = [
@@ -32,38 +31,36 @@ CASES = [
     for degree in (2, 4, 8)
 ]
 CASES.append(Case("capacity", world_size=1, executor="cuda", model=TIGHT | AUX))
-# Every layer that the CPU tests know, on the one device there is: all its experts on one rank. Not those with
-# biases, which Megatron's own layer then adds in place to a view and fails.
+
+
+def runs_here(case: Case) -> bool:
+    """Whether a case of the CPU tests equals Megatron's layer on one device, with all experts on it."""
+    return (
+        case.executor == "thread"
+        and case.world_size <= 2
+        and not case.parallel
+        and not case.needs_several_ranks
+        and not case.draws_numbers
+        # Megatron has their linear layers from Transformer Engine only.
+        and not case.model.get("moe_latent_size")
+        # Megatron's own layer adds a bias in place to a view, and fails.
+        and not case.model.get("add_bias_linear")
+    )
+
+
 LAYERS = [
     dataclasses.replace(
         case, world_size=1, executor="cuda", kernel="sdpa" if case.kernel == "cpu-flash" else case.kernel
     )
     for case in PARITY
-    if case.executor == "thread"
-    and case.world_size <= 2
-    and not case.parallel
-    and not case.model.get("add_bias_linear")
+    if runs_here(case)
 ]
+COMPILED = [case for case in LAYERS if case.model.get("moe_router_enable_expert_bias")]
+"""Layers with a function that Megatron compiles."""
+ROUNDED_BOUND = 2**-4
+"""Relative to the largest value: a row of which one number was rounded to the next one of fp8."""
 BF16_BOUND = 2**-6
 """Relative to the largest value: a few roundings of bf16 (2**-8 each) in sums of another order."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A process group of one rank on the device."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.cuda.set_device(0)
-    with tempfile.NamedTemporaryFile() as rendezvous:
-        torch.distributed.init_process_group(
-            "nccl", init_method=f"file://{rendezvous.name}", rank=0, world_size=1
-        )
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1)
-        yield
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -73,7 +70,8 @@ def test_equals_stock_in_fp32(case: Case) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     stock, ours = (layer.cuda() for layer in build_layers(case))
     found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
-    assert {name: value for name, value in found.items() if not value <= 1e-5} == {}
+    bound = ROUNDED_BOUND if case.rounds_rows else 1e-5
+    assert {name: value for name, value in found.items() if not value <= bound} == {}
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
@@ -81,17 +79,37 @@ def test_every_layer_case_in_fp32(case: Case) -> None:
     test_equals_stock_in_fp32(case)
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
-def test_equals_stock_in_bf16(case: Case) -> None:
+@pytest.mark.parametrize("case", COMPILED[:2], ids=lambda case: case.name)
+@pytest.mark.skipif(os.environ.get("TORCHDYNAMO_DISABLE") != "0", reason="needs TORCHDYNAMO_DISABLE=0")
+def test_compiled_by_megatron_in_fp32(case: Case) -> None:
+    """Where torch may compile, with Triton and the C compiler: the cases above do without."""
+    from torch._dynamo.utils import counters
+
+    test_equals_stock_in_fp32(case)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_equals_stock_in_bf16(degree: int) -> None:
+    """With a prescribed choice of experts: rounding decides between two that are nearly tied."""
     from tests.dist.blocks import build_layers, differences, run
 
-    case = dataclasses.replace(
-        case, kernel="sdpa", model=case.model | {"bf16": True, "moe_router_dtype": "fp32"}
+    case = Case(
+        f"ampipe-degree{degree}",
+        world_size=1,
+        degree=degree,
+        executor="cuda",
+        kernel="sdpa",
+        rope=True,
+        replay="replay_forward",
+        # The auxiliary loss chooses its experts itself.
+        model=LLAMA | Z | {"bf16": True, "moe_router_dtype": "fp32"},
     )
     stock, ours = (layer.cuda().bfloat16() for layer in build_layers(case))
     found = differences(run(stock, case, rank=0, device="cuda"), run(ours, case, rank=0, device="cuda"))
-    outputs = {name: found[name] for name in ("output", "input gradient")}
-    assert {name: value for name, value in outputs.items() if not value <= BF16_BOUND} == {}
+    compared = {name: found[name] for name in found if "gradient" in name or name == "output"}
+    print(compared)
+    assert {name: value for name, value in compared.items() if not value <= BF16_BOUND} == {}
 
 
 def test_nothing_makes_the_host_wait_between_chunks() -> None:

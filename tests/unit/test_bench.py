@@ -1237,6 +1237,7 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     # What is said of a stage is between the last two events: after the spin, around the stage.
     assert device.happened[-5:] == ["spin", "event", "event", "stage", "event"]
     assert not timer.queue.starved
+    assert timer.queue.issued_us() == {"forward": {"expert": 1000.0}}
     issue_s = 3e-3
     run()
     assert timer.queue.starved == {"expert": 1}
@@ -1246,3 +1247,5 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     run()
     assert run() == pytest.approx(1e-2)
     assert timer.queue.starved == {"expert": 3}
+    # A host that waited for the device has not only issued.
+    assert timer.queue.issued_us() == {"forward": {"expert": 1000.0}}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from pathlib import Path
@@ -193,7 +195,8 @@ def test_the_steps_fit_into_nine_minutes(tmp_path: Path) -> None:
 
 def test_the_steps_use_existing_grids_and_cases(tmp_path: Path) -> None:
     planned = plan(tmp_path, tmp_path)
-    assert [step.kind for step in planned] == ["parity", "profile", *["bench"] * 6]
+    kinds = ["tests"] * 3 + ["profile"] + ["tests"] * 2 + ["bench"] * 6
+    assert [step.kind for step in planned] == kinds
     for step in planned:
         if step.kind == "bench":
             words = step.command[3:]
@@ -203,17 +206,60 @@ def test_the_steps_use_existing_grids_and_cases(tmp_path: Path) -> None:
             assert all(case.experts % parsed.ranks == 0 for case in grid.cases)
             assert (parsed.pretend_peers, parsed.degrees) == (True, "1,2,4,8")
             assert step.result == parsed.json
-    assert {step.name.rpartition(" ")[2] for step in planned[2:]} == {"emulated:20GB/s", "emulated:50GB/s"}
+    assert {step.name.rpartition(" ")[2] for step in planned[6:]} == {"emulated:20GB/s", "emulated:50GB/s"}
+
+
+def test_the_steps_run_every_file_of_the_gpu_tests(tmp_path: Path) -> None:
+    named = {
+        word for step in plan(tmp_path, tmp_path) for word in step.command if word.startswith("tests/gpu")
+    }
+    assert named == {f"tests/gpu/{path.name}" for path in (steps.REPOSITORY / "tests/gpu").glob("test_*.py")}
+
+
+def test_only_steps_that_say_so_compile(tmp_path: Path) -> None:
+    """Without a C compiler, torch's would fail."""
+    for one in plan(tmp_path, tmp_path):
+        compiles = one.environment["TORCHDYNAMO_DISABLE"] == "0"
+        assert compiles == any("compiler" in need for need in one.needs), one.name
+
+
+def test_what_a_machine_lacks_is_found_before_the_steps(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("")
+    (tmp_path / "ampipe_broken.py").write_text("raise RuntimeError('no kernel for this GPU\\nmore')")
+    (tmp_path / "ampipe_needs_another.py").write_text("import ampipe_einops")
+    (tmp_path / "ampipe_ends.py").write_text("import os; os._exit(7)")
+    needs = ["json", "ampipe_missing", "ampipe_broken", "ampipe_needs_another", steps.COMPILER, "ampipe_ends"]
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    header = (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+    assert steps.missing(needs, environment) == {
+        "ampipe_missing": "not installed",
+        "ampipe_broken": "no kernel for this GPU",
+        "ampipe_needs_another": "No module named 'ampipe_einops'",
+        steps.COMPILER: "no compiler" if header else "no Python.h",
+        "ampipe_ends": "does not load",
+    }
+    if header:
+        assert steps.missing([steps.COMPILER], environment | {"CC": "cc"}) == {}
+
+
+def test_a_step_that_lacks_something_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    one = dataclasses.replace(step(tmp_path, "0/0"), needs=("json", "transformer_engine"))
+    lacking = {"transformer_engine": "not installed", "rich": "not installed"}
+    done = run_it(tmp_path, one, lacking=lacking)
+    assert (done.outcome, done.said) == (Outcome.SKIPPED, "needs transformer_engine (not installed)")
 
 
 def step(tmp_path: Path, code: str, *, limit_s: float = 20) -> Step:
-    return Step("bench", "one", (sys.executable, "-c", code), tmp_path / "result", limit_s)
+    return Step("bench", "one", (sys.executable, "-c", code), tmp_path / "result", limit_s, needs=())
 
 
-def run_it(tmp_path: Path, what: Step, *, budget_s: float = 60) -> Done:
+def run_it(
+    tmp_path: Path, what: Step, *, budget_s: float = 60, lacking: dict[str, str] | None = None
+) -> Done:
     log = tmp_path / "log"
     log.touch()
-    return run(what, environment={}, log=log, deadline=time.monotonic() + budget_s)
+    deadline = time.monotonic() + budget_s
+    return run(what, environment={}, lacking=lacking or {}, log=log, deadline=deadline)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +310,7 @@ def stat_of(pid: str) -> str:
 
 def test_a_step_without_remaining_time_is_skipped(tmp_path: Path) -> None:
     done = run_it(tmp_path, step(tmp_path, "0/0"), budget_s=2)
-    assert (done.outcome, done.seconds) == (Outcome.SKIPPED, 0.0)
+    assert (done.outcome, done.seconds) == (Outcome.NO_TIME, 0.0)
 
 
 # Profiles
@@ -338,17 +384,24 @@ def test_a_trace_without_the_pass_is_refused() -> None:
 
 # The table
 
-JUNIT = """<testsuites><testsuite>
-<testcase name="test_equals_stock_in_fp32[ampipe-degree2]"/>
-<testcase name="test_equals_stock_in_fp32[ampipe-degree4]"/>
-<testcase name="test_equals_stock_in_bf16[ampipe-degree2]">{failure}</testcase>
-</testsuite></testsuites>"""
+
+def lines(*tests: dict[str, Any], planned: int = 0) -> str:
+    """What the plugin writes."""
+    plain = {"outcome": "passed", "said": "", "seconds": 0.1, "notes": []}
+    written = [{"tests": planned or len(tests)}, *(plain | one for one in tests)]
+    return "\n".join(map(json.dumps, written)) + "\n"
+
+
+FP32 = {"test": "test_equals_stock_in_fp32[ampipe-degree2]"}
+BF16 = {"test": "test_equals_stock_in_bf16[2]"}
 PROFILE = {
     "case": "mixtral-8k",
     "link": "emulated:20GB/s",
     "kernel": "flash",
     "degree": 4,
     "peak_bytes": {"stock": 200 * 2**20, "ampipe degree 4": 190 * 2**20},
+    "allocator": {"stock": {"reserved_bytes": 300 * 2**20, "inactive_bytes": 2**20, "retries": 0}},
+    "issued_us": {"forward": {"qkv": 81.2, "expert": 40.0}},
     "communication_ms": 4.0,
     "hidden_share": 0.875,
     "compute_ms": 12.0,
@@ -382,11 +435,17 @@ def rows(*done: Done) -> dict[str, tuple[Outcome, str]]:
 
 
 def test_findings_of_a_good_run() -> None:
+    other = {"test": "test_equals_stock_in_fp32[ampipe-degree4]"}
+    noted = BF16 | {"notes": ["AccumulateGrad stream warning: none"]}
     found = rows(
-        finished("parity", JUNIT.format(failure="")), finished("profile", PROFILE), finished("bench", BENCH)
+        finished("tests", lines(FP32, other, noted)), finished("profile", PROFILE), finished("bench", BENCH)
     )
     assert {outcome for outcome, _ in found.values()} == {Outcome.OK}
     assert found["parity fp32"][1] == "2 of 2 cases"
+    assert found["parity bf16"][1] == "1 of 1 cases; AccumulateGrad stream warning: none"
+    assert found["host time per stage, forward"][1] == "microseconds: qkv 81, expert 40"
+    held = found["memory that torch's allocator held"][1]
+    assert held == "stock 300 MiB, 1 in pieces, 0 retries"
     assert found["overlap"][1].startswith(
         "88% of 4.00 ms of communication under 12.00 ms of computation, at least 38% required"
     )
@@ -397,15 +456,56 @@ def test_findings_of_a_good_run() -> None:
     )
 
 
-@pytest.mark.parametrize("tag", ["failure", "error", "skipped"])
-def test_a_failed_parity_test_is_reported_as_different(tag: str) -> None:
-    failure = f'<{tag} message="off by 1"/>'
-    found = rows(finished("parity", JUNIT.format(failure=failure), Outcome.FAILED, "1 failed"))
+def test_a_failed_parity_test_is_reported_as_different() -> None:
+    wrong = BF16 | {"outcome": "failed", "said": "off by 1"}
+    found = rows(finished("tests", lines(FP32, wrong), Outcome.FAILED, "1 failed"))
     assert found["parity fp32"][0] is Outcome.OK
     outcome, finding = found["parity bf16"]
     assert outcome is Outcome.DIFFERENT
-    assert finding == "0 of 1 cases; first: test_equals_stock_in_bf16[ampipe-degree2]: off by 1"
+    assert finding == "0 of 1 cases; first: test_equals_stock_in_bf16[2]: off by 1"
     assert len(found) == 2
+
+
+def test_skipped_cases_are_counted_apart() -> None:
+    skipped = {"outcome": "skipped", "said": "Skipped: flash-attn: not installed"}
+    some = {"test": "test_attention_kernel_in_bf16[flash-attn]"} | skipped
+    other = {"test": "test_attention_kernel_in_bf16[sdpa]"}
+    found = rows(finished("tests", lines(some, other, FP32 | skipped)))
+    assert found["attention kernels"] == (
+        Outcome.OK, "1 of 1 cases, 1 skipped (Skipped: flash-attn: not installed)",
+    )  # fmt: skip
+    assert found["parity fp32"][0] is Outcome.SKIPPED
+
+
+def test_a_step_that_was_cut_still_reports_what_it_found() -> None:
+    wrong = BF16 | {"outcome": "failed", "said": "off by 1"}
+    # Cut while it wrote.
+    text = lines(FP32, wrong, planned=210) + '{"test": "test_equals'
+    found = rows(finished("tests", text, Outcome.CUT, "did not end within 9 s"))
+    assert found["parity fp32"] == (Outcome.OK, "1 of 1 cases")
+    assert found["parity bf16"][0] is Outcome.DIFFERENT
+    assert found["tests that did not end"] == (Outcome.CUT, "208 of 210")
+
+
+def test_the_plugin_writes_every_outcome_when_it_is_known(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import os, pytest\n"
+        "def test_well(record_property): record_property('warning', 'none')\n"
+        "def test_wrong(): assert 1 == 2, 'off by 1'\n"
+        "def test_left_out(): pytest.skip('not here')\n"
+        "def test_ends_the_process(): os._exit(1)\n"
+    )
+    file = tmp_path / "lines"
+    words = ["-p", "gpu_check.case_lines", "--case-lines", str(file), "-p", "no:cacheprovider", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(steps.REPOSITORY / "scripts")}
+    subprocess.run([sys.executable, "-m", "pytest", *words], env=environment, capture_output=True)
+    first, *others = map(json.loads, file.read_text().splitlines())
+    assert first == {"tests": 4}
+    assert [(one["test"], one["outcome"]) for one in others] == [
+        ("test_well", "passed"), ("test_wrong", "failed"), ("test_left_out", "skipped"),
+    ]  # fmt: skip
+    assert others[0]["notes"] == ["warning: none"]
+    assert "off by 1" in others[1]["said"]
 
 
 def test_a_link_that_counts_clock_cycles_is_reported() -> None:
@@ -449,7 +549,7 @@ def test_a_profile_that_misses_a_requirement_is_reported_as_different(
             Outcome.CUT,
             "did not end within 9 s",
         ),
-        (finished("bench", None, Outcome.SKIPPED, "no time left"), Outcome.SKIPPED, "no time left"),
+        (finished("bench", None, Outcome.NO_TIME, "no time left"), Outcome.NO_TIME, "no time left"),
         (finished("bench", None, Outcome.DIFFERENT, "off"), Outcome.DIFFERENT, "off"),
         (finished("bench", None), Outcome.FAILED, "it wrote no result"),
     ],
@@ -458,7 +558,7 @@ def test_a_step_without_a_result_has_a_row(done: Done, outcome: Outcome, finding
     assert rows(done) == {"the bench": (outcome, finding)}
 
 
-@pytest.mark.parametrize("kind", ["parity", "profile", "bench"])
+@pytest.mark.parametrize("kind", ["tests", "profile", "bench"])
 @pytest.mark.parametrize("text", ["", "{", "{}", "<x/>", "[]"])
 def test_a_result_that_cannot_be_read_has_a_row(kind: str, text: str) -> None:
     (line,) = rows(finished(kind, text)).items()
@@ -469,6 +569,9 @@ def test_a_result_that_cannot_be_read_has_a_row(kind: str, text: str) -> None:
     ("done", "code"),
     [
         ([finished("profile", PROFILE), finished("bench", BENCH)], 0),
+        ([finished("profile", PROFILE), finished("bench", None, Outcome.SKIPPED, "needs a module")], 0),
+        ([finished("bench", None, Outcome.SKIPPED, "needs a module")], 3),
+        ([finished("profile", PROFILE), finished("bench", None, Outcome.NO_TIME, "none")], 3),
         ([finished("profile", PROFILE), finished("bench", None, Outcome.CUT, "long")], 3),
         ([finished("profile", PROFILE | {"hidden_share": 0.0}), finished("bench", None)], 4),
     ],
@@ -481,13 +584,14 @@ def test_the_check_prints_a_table_writes_a_summary_and_returns_a_code(
     code: int,
 ) -> None:
     left = iter(done)
-    monkeypatch.setattr(command, "plan", lambda *_: done)
+    planned = [Step(one.kind, one.name, (), tmp_path, 1.0, needs=()) for one in done]
+    monkeypatch.setattr(command, "plan", lambda *_: planned)
     monkeypatch.setattr(command, "run", lambda *_, **__: next(left))
     monkeypatch.setattr(command.Device, "ask", lambda _: GPU)
     assert command.main(["--output", str(tmp_path / "out")]) == code
     shown = capsys.readouterr().out
     assert "NVIDIA Test · torch 2.11.0 · CUDA 13.0" in shown
-    assert "overlap" in shown
+    assert findings.rows({"steps": [done[0].as_json()]})[0].check in shown
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["format"] == findings.FORMAT
     assert summary["device"]["gpu"] == "NVIDIA Test"

@@ -255,6 +255,32 @@ def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
     assert degrees[0] > degrees[-1]
 
 
+@pytest.mark.parametrize("experts", [8, 32])
+def test_the_measured_time_to_issue_a_kind_replaces_its_share_of_the_mean(experts: int) -> None:
+    block = workload(sequence_length=32768, experts=experts)
+    device = cluster()
+    figures = dict.fromkeys(("attention", "expert"), Overhead(forward_us=70.0, backward_us=90.0, **NONE))
+    mean = Overhead(forward_us=30.0, backward_us=40.0, **NONE)
+    host = dataclasses.replace(device.host, issue=mean)
+    issued = []
+    for of in (None, figures):
+        measured = dataclasses.replace(device, host=dataclasses.replace(host, issue_of=of))
+        predictor = Predictor(block, measured)
+        compiled, _, issues = predictor.inputs(
+            build("ampipe", degree=2, features=predictor.features), (16384, 16384), Direction.BACKWARD
+        )
+        issued.append(dict(zip(map(str, compiled.stages), issues or (), strict=True)))
+    by_calls, found = issued
+    assert {stage for stage in found if found[stage] != by_calls[stage]} == {
+        "attention.0", "attention.1", "expert.0", "expert.1",
+    }  # fmt: skip
+    assert found["attention.0"] == 90.0
+    # Several local experts need more calls than the one that the figure is for.
+    one = dataclasses.replace(block, experts=block.experts // block.local_experts)
+    more = calls(kinds.EXPERT, Direction.BACKWARD, block) / calls(kinds.EXPERT, Direction.BACKWARD, one)
+    assert found["expert.0"] == pytest.approx(90.0 * more)
+
+
 def test_experts_without_grouped_gemm_need_more_calls() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:

@@ -12,8 +12,9 @@ from megatron_ampipe.cli import main
 from megatron_ampipe.errors import RunFailed
 from megatron_ampipe.plan.cluster import read_cluster, write_cluster
 from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.host_time import issue_us
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import Direction, build, even_chunks
+from megatron_ampipe.schedule import Direction, build, even_chunks, kinds
 from megatron_ampipe.tools.benchmark.prediction import predict
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
@@ -127,7 +128,7 @@ def samples_of_truth() -> list[dict[str, Any]]:
 
 
 def report_of_truth() -> dict[str, Any]:
-    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}, "issue": 0.0}
+    blank = {"stock": {"forward": 1.0, "backward": 1.0}, "stages": {}, "issue": 0.0, "issue_of": {}}
     around = {"2": {"forward": 900.0, "backward": 1200.0}}
     report: dict[str, Any] = {
         "samples": samples_of_truth(),
@@ -180,6 +181,26 @@ def test_a_known_cluster_comes_back(tmp_path: Path) -> None:
     assert stock.forward + stock.backward == pytest.approx(measured, rel=1e-3)
     assert cluster.overlap.compute_slowdown == 1.14
     assert cluster.overlap.latency_us == 300.0
+    write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
+    assert read_cluster(tmp_path / "cluster.yaml") == cluster
+
+
+def test_the_file_has_the_times_to_issue_a_stage_of_the_slowest_host(tmp_path: Path) -> None:
+    reports = [report_of_truth(), report_of_truth()]
+    for report, us in zip(reports, (50.0, 60.0), strict=True):
+        report["block"]["issue"] = 40.0
+        report["block"]["issue_of"] = {way.value: {"qkv": us, "expert": 4 * us} for way in Direction}
+    # Only one of the ranks did not wait for its device in this one.
+    reports[1]["block"]["issue_of"]["forward"]["merge"] = 9.0
+    cluster = assemble(CASE, reports, ranks_per_node=2, description="x", source="y").cluster
+    times = cluster.host.issue_of
+    assert times is not None
+    assert times.keys() == {"qkv", "expert"}
+    assert (times["qkv"].forward_us, times["qkv"].backward_us) == (60.0, 60.0)
+    workload = workload_of_case(CASE, num_ranks=2, fused_gradients=True)
+    for way in Direction:
+        predicted = issue_us(kinds.EXPERT, way, workload, cluster.host)
+        assert predicted == pytest.approx(240.0, rel=1e-4)
     write_cluster(cluster, tmp_path / "cluster.yaml", head="test")
     assert read_cluster(tmp_path / "cluster.yaml") == cluster
 

@@ -10,6 +10,7 @@ launches. Used by ``benchmark.passes`` and ``profiling.block_times``.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ class StageTimer:
             if on_cuda:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
-                    self.queue.ahead_of(stage.kind.name),
+                    self.queue.ahead_of(stage.kind.name, recorder.direction.value),
                     recorder.on_stream(lane, stage, torch.cuda.current_stream()),
                 ):
                     finish(run_stage(stage))
@@ -92,12 +93,13 @@ class FullQueue:
 
     def __init__(self) -> None:
         self._busy_s: dict[str, float] = {}
+        self._issued_us: dict[tuple[str, str], list[float]] = {}
         self.starved: Counter[str] = Counter()
         """By kind, how often the device had nothing left to do before all was issued: the host was slower
         than before, or waited for the device itself (the times then include that)."""
 
     @contextmanager
-    def ahead_of(self, kind: str) -> Iterator[None]:
+    def ahead_of(self, kind: str, direction: str) -> Iterator[None]:
         """Busy from here on; what is issued within begins when this ends."""
         torch.cuda._sleep(int(self._busy_s.get(kind, _FIRST_S) * _CYCLES_PER_S))
         over = torch.cuda.Event()
@@ -107,7 +109,16 @@ class FullQueue:
         took_s = time.perf_counter() - begin_s
         if over.query():
             self.starved[kind] += 1
+        else:
+            self._issued_us.setdefault((direction, kind), []).append(took_s * 1e6)
         self._busy_s[kind] = min(max(2 * took_s, _LEAST_S), _MOST_S)
+
+    def issued_us(self) -> dict[str, dict[str, float]]:
+        """By direction and kind, the median of the host's time to issue a stage while the device is busy."""
+        found: dict[str, dict[str, float]] = {}
+        for (direction, kind), times in self._issued_us.items():
+            found.setdefault(direction, {})[kind] = round(statistics.median(times), 1)
+        return found
 
 
 def _spend(saved_bytes: int, *, on_cuda: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from megatron_ampipe.plan.cluster import (
     Attention,
@@ -18,6 +18,7 @@ from megatron_ampipe.plan.cluster import (
     Compute,
     Gemm,
     Host,
+    IssuedKind,
     Operation,
     Overhead,
     OverheadKind,
@@ -27,7 +28,8 @@ from megatron_ampipe.plan.cluster import (
     TransferCost,
 )
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.schedule import Direction, even_chunks
+from megatron_ampipe.plan.host_time import issued_parts
+from megatron_ampipe.schedule import MOE_BLOCK, Direction, even_chunks
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.profiling.fit import Line, factor_and_rest, fit, nearest_line
@@ -82,7 +84,9 @@ def assemble(
     families: dict[str, list[Sample]] = {}
     for sample in slowest([report["samples"] for report in reports]):
         families.setdefault(sample.family, []).append(sample)
-    block = slowest_numbers([report["block"] for report in reports])
+    blocks = [dict(report["block"]) for report in reports]
+    issue_of = _issued(case, [block.pop("issue_of") for block in blocks], num_ranks=len(reports))
+    block = slowest_numbers(blocks)
     noise_us = 0.0 if block["issue"] else HOST_NOISE_US
     lines = {
         family: nearest_line(samples) if family.endswith(STOCK_EXCHANGE) else fit(samples, noise_us=noise_us)
@@ -111,6 +115,7 @@ def assemble(
         ),
         host=Host(
             issue=make.overhead(block["issue"], block["issue"]),
+            issue_of={kind: make.overhead(*times) for kind, times in issue_of.items()} or None,
             stage={"any": make.stage_overhead([(1.0, 0.0)] * 2)},
             block=overhead,
             stock=overhead,
@@ -142,6 +147,31 @@ def assemble(
         stock=make.overhead(*(beyond[way] for way in Direction)),
     )
     return Profile(dataclasses.replace(cluster, host=host), lines)
+
+
+def _issued(
+    case: Case, reports: Sequence[Mapping[str, Mapping[str, float]]], *, num_ranks: int
+) -> dict[IssuedKind, tuple[float, float]]:
+    """By kind, the time to issue a stage in both directions, with one local expert, of the slowest host.
+
+    A kind that some rank could not measure, because its host waits for the device, is left out.
+    """
+    workload = workload_of_case(case, num_ranks=num_ranks, fused_gradients=False)
+    kinds = {kind.name: kind for kind in MOE_BLOCK}
+    found: dict[IssuedKind, tuple[float, float]] = {}
+    for name in get_args(IssuedKind):
+        times = []
+        for way in Direction:
+            of_ranks = [report.get(way.value, {}).get(name) for report in reports]
+            measured = [us for us in of_ranks if us is not None]
+            if len(measured) == len(of_ranks):
+                times.append(max(measured) / issued_parts(kinds[name], way, workload))
+        if name == "counts" and len(times) == 1:
+            # A backward pass has none.
+            times.append(0.0)
+        if len(times) == 2:
+            found[name] = (times[0], times[1])
+    return found
 
 
 def _slower(

@@ -32,7 +32,8 @@ def block_times(
     Returns:
         ``stages``: by degree, direction and stage, the median of the stage alone; ``around``: by degree and
         direction, of what a pass spends outside its stages; ``stock``: by direction, of Megatron's own layer;
-        ``issue``: of the host to issue one stage (0 where the host computes).
+        ``issue``: of the host to issue one stage (0 where the host computes); ``issue_of``: by direction and
+        kind, of the host to issue a stage while the device is busy (empty where the host computes).
     """
     rounds = WARMUP + watch.repeats
     runner = _Runner(case, watch)
@@ -62,6 +63,7 @@ def block_times(
         "stages": stages,
         "around": {str(degree): _outside(whole[degree], in_order[degree]) for degree in DEGREES},
         "issue": statistics.median(issued[WARMUP:]) / num_stages if issued else 0.0,
+        "issue_of": alone[max(DEGREES)][2].queue.issued_us(),
     }
 
 
