@@ -1018,7 +1018,7 @@ INTERNALS = [
     Internal(
         "training.training.get_model",
         "launch/attach.py",
-        "builds `DistributedDataParallel` on a stream of its own; here it is built on that of training",
+        "builds `DistributedDataParallel` on a separate stream; here it is built on that of training",
         "the constructor of `DistributedDataParallel` is wrapped for nothing",
         (says("with torch.cuda.stream(ddp_stream):"),),
     ),

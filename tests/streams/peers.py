@@ -20,7 +20,7 @@ from tests.streams.model import DEVICE
 class Peers:
     """The collectives of a block, as torch runs them from 2.8 on.
 
-    Before, each process group has a stream of its own for them, which waits for the current one, as that does
+    Before, each process group has a separate stream for them, which waits for the current one, as that does
     for it.
     """
 

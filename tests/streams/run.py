@@ -123,7 +123,7 @@ def run_case(
 
 
 def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
-    """As Megatron's ``get_model`` makes it: on a stream of its own."""
+    """As Megatron's ``get_model`` makes it: on a separate stream."""
     with accumulating_on_training_stream(), torch.cuda.stream(ModelStream(name="get_model")):
         return DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
 
