@@ -141,8 +141,6 @@ def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: Re
 def test_rows_are_exchanged_in_stages_without_a_changed_bit(case: Case, reports: Reports) -> None:
     """Compared with linear layers that do it inside."""
     scatter, gather = "scatter-rows", "gather-rows"
-    if case.ranks_per_node is not None:
-        scatter, gather = "scatter-rows-intra", "gather-rows-intra"
     for results in reports[case]:
         assert results[case.name]["changed"] == []
         ran = {(direction, name.partition(".")[0]) for direction, name in results[case.name]["stages"]}
