@@ -233,10 +233,7 @@ COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
     kinds.RING: AttentionStages.ring,
     kinds.RERING: AttentionStages.rering,
     kinds.GATHER_ROWS: AttentionStages.gather_rows,
-    kinds.GATHER_ROWS_INTRA: AttentionStages.gather_rows,
     kinds.REGATHER_ROWS: AttentionStages.regather_rows,
-    kinds.REGATHER_ROWS_INTRA: AttentionStages.regather_rows,
     kinds.SCATTER_ROWS: AttentionStages.scatter_rows,
-    kinds.SCATTER_ROWS_INTRA: AttentionStages.scatter_rows,
 }
 """Of the kinds that are started and waited for, likewise."""

@@ -86,7 +86,7 @@ class MegatronStages:
 
     def differentiate(self, kind: StageKind) -> BackwardFunction:
         """See ``BlockStages``."""
-        assert kind.row is kinds.ATTEND
+        assert kind.row == kinds.ATTEND
         return functools.partial(self._attention.attend_backward, kind.step)
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:

@@ -292,7 +292,7 @@ class MoEStages:
         direction: Direction,
     ) -> Transfer:
         transports = [self._dispatchers[chunk].transport() for chunk in chunks]
-        combine = (kind is kinds.COMBINE) == (direction is Direction.FORWARD)
+        combine = (kind == kinds.COMBINE) == (direction is Direction.FORWARD)
         if self._wire is None:
             return exchange_chunks(transports, tensors, combine=combine)
         number = self._modules.moe_layer.layer_number
@@ -320,14 +320,11 @@ COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
     kinds.DISPATCH: MoEStages.dispatch,
     kinds.SPREAD: MoEStages.spread,
     kinds.GATHER: MoEStages.gather,
-    kinds.GATHER_INTRA: MoEStages.gather,
     kinds.SCATTER: MoEStages.scatter,
-    kinds.SCATTER_INTRA: MoEStages.scatter,
     kinds.COLLECT: MoEStages.collect,
     kinds.COMBINE: MoEStages.combine,
     kinds.REDISPATCH: MoEStages.dispatch,
     kinds.RESPREAD: MoEStages.spread,
     kinds.REGATHER: MoEStages.gather,
-    kinds.REGATHER_INTRA: MoEStages.gather,
 }
 """Of the kinds that are started and waited for, likewise."""

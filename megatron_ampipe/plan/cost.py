@@ -36,8 +36,8 @@ from megatron_ampipe.schedule.stage_kind import INTRA_LANE, TENSOR_INTRA_LANE, T
 _MEASURED_AS = {kinds.ATTEND: kinds.ATTENTION, kinds.INPUT_NORM: kinds.MERGE, kinds.ADD_NORM: kinds.MERGE}
 """Kinds of which no profile has an overhead, and the kind whose overhead they have."""
 _OVER_SHARES: Mapping[StageKind, Operation] = {
-    **dict.fromkeys((kinds.GATHER, kinds.GATHER_INTRA, kinds.REGATHER, kinds.REGATHER_INTRA), "all_gather"),
-    **dict.fromkeys((kinds.SCATTER, kinds.SCATTER_INTRA), "reduce_scatter"),
+    **dict.fromkeys((kinds.GATHER, kinds.REGATHER), "all_gather"),
+    kinds.SCATTER: "reduce_scatter",
 }
 """Transfers over the ranks that share an expert, and what they do forward."""
 _DEPENDS_ON_POSITION = frozenset({kinds.ATTENTION})
@@ -122,9 +122,9 @@ class CostModel:
         for kind in data_flow(features).kinds:
             if kind.of_parameters:
                 reductions = self.reductions_us(dense=features.dense)
-                own = reductions.experts if kind is kinds.REDUCE_EXPERTS else reductions.others
+                own = reductions.experts if kind == kinds.REDUCE_EXPERTS else reductions.others
                 found[Stage(kind)] = Pair(0.0, own)
-            elif is_whole(kind, features, whole_attention=whole_attention):
+            elif is_whole(kind, whole_attention=whole_attention):
                 found[Stage(kind)] = self._stage(kind, Work(self._sequence, chunked=False))
             else:
                 self._set_chunks(found, kind, chunks, parts=parts)
@@ -168,7 +168,7 @@ class CostModel:
         joined: bool,
     ) -> None:
         """Give the weight gradients of a kind separate stages in the times that were found."""
-        stages = [stage for stage in found if stage.kind is kind]
+        stages = [stage for stage in found if stage.kind == kind]
         for stage in stages:
             alone = 0.0
             if stage.chunk is None:
@@ -288,12 +288,12 @@ class CostModel:
     def latency(self, kind: StageKind) -> float:
         """The part of a collective of this kind that does not depend on its size."""
         work = self.workload
-        if kind is kinds.COUNTS:
+        if kind == kinds.COUNTS:
             return self._times.counts_figure().alpha_us if work.expert * work.expert_tensor > 1 else 0.0
         if kind.row in (kinds.RING, kinds.RERING):
             return self._times.ring_figure().alpha_us
         if kind.lane in (TENSOR_LANE, TENSOR_INTRA_LANE):
-            scatters = kind in (kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA)
+            scatters = kind == kinds.SCATTER_ROWS
             operation: Operation = "reduce_scatter" if scatters else "all_gather"
             return self.cluster.collective(operation, across_nodes=self._times.crosses(work.tensor)).alpha_us
         if kind in _OVER_SHARES:

@@ -60,8 +60,8 @@ def described(costs: Mapping[Stage, Pair], *, direction: Direction, degree: int)
 
     case = fsmoe_case(
         of_chunk(kinds.DISPATCH),
-        of_chunk(kinds.SPREAD, kinds.GATHER_INTRA),
-        of_chunk(kinds.SCATTER_INTRA, kinds.COLLECT),
+        of_chunk(kinds.SPREAD, kinds.GATHER),
+        of_chunk(kinds.SCATTER, kinds.COLLECT),
         of_chunk(kinds.EXPERT),
         degree=degree,
     )

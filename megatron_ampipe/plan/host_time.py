@@ -20,11 +20,11 @@ from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 CALLS: dict[StageKind, tuple[float, float]] = {
     kinds.QKV: (10, 20),
-    **dict.fromkeys((kinds.GATHER_ROWS, kinds.GATHER_ROWS_INTRA), (3, 3)),
-    **dict.fromkeys((kinds.REGATHER_ROWS, kinds.REGATHER_ROWS_INTRA), (0, 3)),
+    kinds.GATHER_ROWS: (3, 3),
+    kinds.REGATHER_ROWS: (0, 3),
     kinds.INPUT_NORM: (6, 17),
     kinds.ATTENTION: (15, 27),
-    **dict.fromkeys((kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA), (3, 3)),
+    kinds.SCATTER_ROWS: (3, 3),
     kinds.ADD_NORM: (7, 15),
     kinds.ROUTE: (16, 12),
     kinds.LOSSES: (16, 7),
@@ -32,10 +32,8 @@ CALLS: dict[StageKind, tuple[float, float]] = {
     kinds.COUNTS: (6, 0),
     kinds.DISPATCH: (6, 6),
     kinds.GATHER: (6, 10),
-    kinds.GATHER_INTRA: (6, 10),
     kinds.EXPERT: (4, 10),
     kinds.SCATTER: (5, 3),
-    kinds.SCATTER_INTRA: (5, 3),
     kinds.COMBINE: (3, 3),
     kinds.MERGE: (4, 1),
 }
@@ -55,10 +53,10 @@ def calls(
     # An added kind counts as an average one.
     forward, backward = CALLS.get(kind, (MEAN[Direction.FORWARD], MEAN[Direction.BACKWARD]))
     for part in block:
-        if PART_OF.get(part) is kind:
+        if PART_OF.get(part) == kind:
             forward, backward = forward - CALLS[part][0], backward - CALLS[part][1]
     once = forward if direction is Direction.FORWARD else backward
-    if kind is not kinds.EXPERT or workload.local_experts == 1:
+    if kind != kinds.EXPERT or workload.local_experts == 1:
         return once
     return SORTING + once * (1 if workload.grouped else workload.local_experts)
 

@@ -27,7 +27,9 @@ from megatron_ampipe.plan.search import (
     in_one_chunk,
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build
+from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build, data_flow
+from megatron_ampipe.schedule.kinds import GATHER
+from megatron_ampipe.schedule.stage_kind import INTRA_LANE
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -111,7 +113,7 @@ def make_plans(
     chosen = predictor.with_exchange(best.chosen.exchange)
     if best.chosen.exchange.has_two_hops:
         reason += f" {_two_hops(chosen, best.chosen)}"
-    elif chosen.features.gathers_intra:
+    elif any(kind == GATHER and kind.lane is INTRA_LANE for kind in data_flow(chosen.features).kinds):
         reason += f" By FSMoE's inequalities: {_fsmoe(chosen, best.chosen)}."
     return replace(best, chosen=replace(best.chosen, reason=reason))
 

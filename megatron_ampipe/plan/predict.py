@@ -356,7 +356,7 @@ def durations_of(
     forward = direction is Direction.FORWARD
     found = []
     for stage in stages:
-        if stage.kind is REDUCE and len(costs) > 1:
+        if stage.kind == REDUCE and len(costs) > 1:
             above = costs[stage.layer + 1 :][:1]
             found += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
             continue

@@ -152,7 +152,7 @@ class BlockCall:
             function = functools.partial(_within, apart, function)
         hooks: AbstractContextManager[None] = contextlib.nullcontext()
         flow = self._layout.flow_of(chunk)
-        if self._restores and kind is kinds.EXPERT and flow.is_restored(kind):
+        if self._restores and kind == kinds.EXPERT and flow.is_restored(kind):
             inner = self._inner[kind, chunk] = InnerTensors(
                 self._stages.parameters.get(kind, ()),
                 copied=kinds.STORE in flow.kinds,
@@ -166,7 +166,7 @@ class BlockCall:
                 keep_graph=self._keep_graph,
                 recompute=kind in self._stages.recomputed,
                 # What it computes with is several times as wide, so this is where most memory is held.
-                releases=kind is kinds.EXPERT,
+                releases=kind == kinds.EXPERT,
             )
         outputs, segment.values = segment.values, ()
         if self._keep_graph:
@@ -212,7 +212,7 @@ class BlockCall:
     def _add_weight_gradients(self, kind: StageKind, chunks: Sequence[int | None]) -> None:
         """The gradients of the weights of some stages that were differentiated; None is all of a kind."""
         if chunks == [None]:
-            keys = [key for key in self._products if key[0] is kind]
+            keys = [key for key in self._products if key[0] == kind]
             parts = [WeightProducts.joined([self._products.pop(key) for key in keys])]
         else:
             parts = [self._products.pop((kind, chunk)) for chunk in chunks]
@@ -228,16 +228,16 @@ class BlockCall:
         transfer = found[0] if len(found) == 1 else Transfer.all_of(found)
         if self._crossing is not None:
             self._crossing.note_transfer(transfer.uses)
-            for chunk in chunks if kind is kinds.LOAD else ():
+            for chunk in chunks if kind == kinds.LOAD else ():
                 self._crossed_inputs[kinds.EXPERT, chunk] += self._crossing.note_use(transfer.uses)
         return transfer
 
     def _copy_chunk(self, kind: StageKind, chunk: int | None) -> Transfer:
-        if kind is kinds.STORE:
+        if kind == kinds.STORE:
             return self._inner[kinds.EXPERT, chunk].store()
-        if kind is kinds.LOAD:
+        if kind == kinds.LOAD:
             return self._inner[kinds.EXPERT, chunk].load()
-        if kind is kinds.STORE_TOKENS:
+        if kind == kinds.STORE_TOKENS:
             copies = self._stored[chunk] = HostCopies(self.values.take(kind, chunk))
             return copies.store(_nothing)
         transfer = self._stored.pop(chunk).load()
@@ -259,7 +259,7 @@ class BlockCall:
             give(kind, chunk, outputs)
         if self._crossing is not None:
             self._crossing.note_transfer((*itertools.chain(*tensors), *transfer.uses, *transfer.outputs))
-            if kind.restores is kinds.QKV:
+            if kind.restores == kinds.QKV:
                 for chunk in chunks:
                     self._crossed_inputs[kinds.QKV, chunk] += self._crossing.note_use(transfer.uses)
         return transfer

@@ -212,11 +212,7 @@ class CompiledSchedule:
         for features in layers:
             flow = data_flow(features)
             _check_transfers(flow)
-            whole = (
-                kind
-                for kind in flow.kinds
-                if is_whole(kind, features, whole_attention=schedule.whole_attention)
-            )
+            whole = (kind for kind in flow.kinds if is_whole(kind, whole_attention=schedule.whole_attention))
             flows = tuple(
                 data_flow(features.of_chunk(chunk)) for chunk in range(max(1, len(features.restored)))
             )

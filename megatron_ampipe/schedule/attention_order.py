@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.flow import data_flow
 from megatron_ampipe.schedule.kinds import (
     ADD_NORM,
     ATTENTION,
     GATHER_ROWS,
-    GATHER_ROWS_INTRA,
     INPUT_NORM,
     QKV,
     REGATHER_ROWS,
-    REGATHER_ROWS_INTRA,
     ROUTE,
     SCATTER_ROWS,
-    SCATTER_ROWS_INTRA,
 )
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.schedule.types import Stage
@@ -75,21 +73,17 @@ def exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, directio
 
     Rows are gathered again right before they are needed, while that chunk's attention is differentiated.
     """
-    gather, scatter, again = (
-        (GATHER_ROWS_INTRA, SCATTER_ROWS_INTRA, REGATHER_ROWS_INTRA)
-        if features.scatters_rows_intra
-        else (GATHER_ROWS, SCATTER_ROWS, REGATHER_ROWS)
-    )
     after: dict[StageKind, tuple[StageKind, ...]]
     if direction is Direction.FORWARD:
-        after = {INPUT_NORM: (gather,), ATTENTION: (scatter,)}
+        after = {INPUT_NORM: (GATHER_ROWS,), ATTENTION: (SCATTER_ROWS,)}
     else:
-        after = {ADD_NORM: (scatter,), QKV: (again, gather)}
+        after = {ADD_NORM: (SCATTER_ROWS,), QKV: (REGATHER_ROWS, GATHER_ROWS)}
+    of_block = {kind: kind for kind in data_flow(features).kinds}
     return [
-        Stage(kind, one.chunk)
+        Stage(of_block[kind], one.chunk)
         for one in stages
         for kind in after.get(one.kind, ())
-        if features.has(kind.feature)
+        if kind in of_block
     ]
 
 

@@ -31,24 +31,21 @@ from megatron_ampipe.schedule.kinds import (
     DISPATCH,
     EXPERT,
     GATHER,
-    GATHER_INTRA,
     INPUT_NORM,
     LOSSES,
     MERGE,
     QKV,
     REDISPATCH,
     REGATHER,
-    REGATHER_INTRA,
     RERING,
     RESPREAD,
     RING,
     ROUTE,
     SCATTER,
-    SCATTER_INTRA,
     SHARED,
     SPREAD,
 )
-from megatron_ampipe.schedule.placing import placed
+from megatron_ampipe.schedule.placing import bound, placed
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
@@ -74,13 +71,14 @@ def build(name: str, *, degree: int, features: BlockFeatures, backward_degree: i
             remedy="Use --ampipe-schedule ampipe.",
         )
     if backward_degree in (None, degree):
-        return placed(_BUILDERS[name](degree, features), [features])
+        return bound(placed(_BUILDERS[name](degree, features), [features]), [features])
     assert backward_degree is not None
     # What is restored is of the chunks of the backward pass.
     keeping = replace(features, restored=())
     schedule = placed(_BUILDERS[name](degree, keeping), [keeping])
     backward = placed(_BUILDERS[name](backward_degree, features), [features]).backward
-    return placed(replace(schedule, backward=backward, backward_degree=backward_degree), [features])
+    whole = placed(replace(schedule, backward=backward, backward_degree=backward_degree), [features])
+    return bound(whole, [features])
 
 
 def _sequential(degree: int, features: BlockFeatures) -> Schedule:
@@ -174,9 +172,9 @@ def _lancet(degree: int, features: BlockFeatures) -> Schedule:
     stages: list[Stage] = []
     last: dict[StageKind, list[Stage]] = {kind: [] for kind in (SHARED, ATTENTION, QKV)}
     for stage in compute.stages:
-        if stage.kind is EXPERT:
+        if stage.kind == EXPERT:
             stages += last.pop(SHARED, ())
-        if stage.kind is ROUTE:
+        if stage.kind == ROUTE:
             stages.append(Stage(WEIGHTS[EXPERT], stage.chunk))
         stages.append(stage)
         if stage.kind in last:
@@ -195,7 +193,7 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
     (compute, *others) = schedule.backward.lanes
     stages = list(compute.stages)
     in_chunks = {stage.kind for stage in stages if stage.chunk is not None}
-    last_route = max(place for place, stage in enumerate(stages) if stage.kind is ROUTE)
+    last_route = max(place for place, stage in enumerate(stages) if stage.kind == ROUTE)
     stages[last_route:last_route] = [Stage(WEIGHTS[kind]) for kind in (SHARED, EXPERT) if kind in in_chunks]
     stages += [Stage(WEIGHTS[kind]) for kind in (ATTENTION, QKV) if kind in in_chunks]
     backward = Program((LaneOrder(COMPUTE, tuple(stages)), *others))
@@ -249,7 +247,7 @@ def _overlapped(
     chunks = range(degree)
     shared = _each(SHARED, chunks) if features.shared else []
     losses = [Stage(LOSSES)] if features.losses else []
-    counts = [COUNTS] if features.counts else []
+    counts = [] if features.flex else [COUNTS]
     forward = _program(
         compute=[
             *first_half,
@@ -288,7 +286,7 @@ def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[S
     """The collectives of a backward pass, with the tokens of a chunk sent again right before its combine."""
     found = []
     for stage in backward_comm:
-        if stage.kind is COMBINE and stage.chunk is not None and features.of_chunk(stage.chunk).redispatch:
+        if stage.kind == COMBINE and stage.chunk is not None and features.of_chunk(stage.chunk).redispatch:
             found.append(Stage(REDISPATCH, stage.chunk))
         found.append(stage)
     return found
@@ -311,7 +309,7 @@ def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stag
         return backward_comm
     steps = [step_of(RERING, step) for step in reversed(range(1, features.ring_ranks))]
     found = list(backward_comm)
-    first = next((place for place, stage in enumerate(found) if stage.kind is DISPATCH), len(found))
+    first = next((place for place, stage in enumerate(found) if stage.kind == DISPATCH), len(found))
     found.insert(first, Stage(steps[0]))
     for step in reversed(range(1, features.ring_ranks)):
         if step > 1:
@@ -352,16 +350,17 @@ def _program(
 
 def _with_near(stage: Stage, features: BlockFeatures, direction: Direction) -> list[Stage]:
     """A transfer with those that go with it next to the experts, in the order in which they run."""
-    near = (kind for kind in _NEAR.get(stage.kind, ()) if features.has(kind.feature))
+    near = [kind for kind in data_flow(features).kinds if kind in _NEAR.get(stage.kind, ())]
+    near.sort(key=_NEAR.get(stage.kind, ()).index)
     found = [stage, *(Stage(kind, stage.chunk) for kind in near)]
-    to_experts = (stage.kind is COMBINE) == (direction is Direction.BACKWARD)
-    return found if to_experts or stage.kind is REDISPATCH else found[::-1]
+    to_experts = (stage.kind == COMBINE) == (direction is Direction.BACKWARD)
+    return found if to_experts or stage.kind == REDISPATCH else found[::-1]
 
 
 _NEAR = {
-    DISPATCH: (SPREAD, GATHER, GATHER_INTRA),
-    COMBINE: (COLLECT, SCATTER, SCATTER_INTRA),
-    REDISPATCH: (RESPREAD, REGATHER, REGATHER_INTRA),
+    DISPATCH: (SPREAD, GATHER),
+    COMBINE: (COLLECT, SCATTER),
+    REDISPATCH: (RESPREAD, REGATHER),
 }
 """For each transfer to or from other experts those that go with it, away from it towards the experts."""
 

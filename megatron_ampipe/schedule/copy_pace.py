@@ -34,7 +34,7 @@ def with_copies_in_time(
     if not any(stage.kind.copies for stage in needs):
         return found
     forward = direction is Direction.FORWARD
-    experts = [stage for stage in needs if stage.kind is EXPERT and not stage.again]
+    experts = [stage for stage in needs if stage.kind == EXPERT and not stage.again]
     experts.sort(key=lambda stage: (stage.layer, stage.chunk), reverse=not forward)
     for before, after in zip(experts, experts[AHEAD:], strict=False):
         for kind in (STORE_TOKENS, STORE) if forward else (LOAD_TOKENS, LOAD):

@@ -1,15 +1,11 @@
 """Kinds that are made from rows of :mod:`.kinds`: steps of attention, and weight gradients of linear layers.
 
-Also the list of all kinds, and how a kind is pickled: by its name, so that there is one object for each row.
-Called by :mod:`.flow`, :mod:`.build` and :mod:`.text`, and by ``plan`` and ``layers`` for weight gradients.
+Also the list of all kinds.
 """
 
 from __future__ import annotations
 
-import copyreg
-import functools
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from megatron_ampipe.schedule.kinds import (
     ATTEND,
@@ -29,7 +25,6 @@ from megatron_ampipe.schedule.kinds import (
 from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageKind, Value
 
 
-@functools.cache
 def step_of(kind: StageKind, step: int) -> StageKind:
     """One step of attention over context-parallel ranks: a kind with the name and number of the step.
 
@@ -49,13 +44,13 @@ def step_of(kind: StageKind, step: int) -> StageKind:
         return Value(f"used {number}", Layout.STATE)
 
     found = replace(kind, name=f"{kind.name}{step}", step_of=kind, step=step)
-    if kind is ATTEND:
+    if kind == ATTEND:
         before = (CONTEXT,) if step else ()
         return replace(found, takes=(QUERY, *keys_of(step), *before), gives=(CONTEXT, used(step)))
-    if kind is RING:
+    if kind == RING:
         turn = (used(step - 2),) if step > 1 else ()
         return replace(found, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
-    assert kind is RERING, f"{kind} has no steps"
+    assert kind == RERING, f"{kind} has no steps"
     attends, follows = step_of(ATTEND, step), step_of(ATTEND, step + 2)
     return replace(found, takes=keys_of(0), gives=keys_of(0), restores=attends, follows=follows)
 
@@ -78,20 +73,3 @@ WEIGHTS = {kind: _weights(kind) for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP
 sequence in one product of all chunks. Nothing waits for them."""
 ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
 """All kinds that a schedule can name."""
-
-
-def _row(name: str) -> StageKind:
-    return next(kind for kind in ALL_KINDS if kind.name == name)
-
-
-def _reduced(kind: StageKind) -> tuple[Callable[..., StageKind], tuple[object, ...]]:
-    """What pickle and copy call. Not a method of ``StageKind``, whose module cannot import this one."""
-    if kind.step_of is not None:
-        return step_of, (kind.step_of, kind.step)
-    if kind in ALL_KINDS:
-        # A copy in another process must be the row there.
-        return _row, (kind.name,)
-    return StageKind, tuple(getattr(kind, one.name) for one in fields(kind))
-
-
-copyreg.pickle(StageKind, _reduced)

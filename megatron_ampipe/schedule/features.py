@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.schedule.stage_kind import INTRA, INTRA_LANE, StageKind
+from megatron_ampipe.schedule.stage_kind import StageKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,6 @@ class BlockFeatures:
         return not self.dense
 
     @property
-    def counts(self) -> bool:
-        """Whether ranks tell one another how many tokens they will send."""
-        return self.experts and not self.flex
-
-    @property
     def ring(self) -> bool:
         """Whether ranks pass keys on to one another."""
         return self.ring_ranks > 1
@@ -117,70 +112,6 @@ class BlockFeatures:
         return replace(self, restored=self.restored[first:end])
 
     @property
-    def respread(self) -> bool:
-        """Whether tokens that are sent once more take two hops."""
-        return self.nodes and self.redispatch
-
-    @property
-    def gathers_intra(self) -> bool:
-        """Whether ranks that share an expert gather on the lane of their node, because tokens leave it."""
-        return bool(self.gathers) and (self.nodes or self.gathers == INTRA)
-
-    @property
-    def gathers_comm(self) -> bool:
-        """Whether they gather on the lane of the other transfers, which use the same links."""
-        return bool(self.gathers) and not self.gathers_intra
-
-    @property
-    def regathers_intra(self) -> bool:
-        """Whether they gather once more in the backward pass, on the lane of their node."""
-        return self.gathers_intra and (self.redispatch or self.offload_tokens)
-
-    @property
-    def regathers_comm(self) -> bool:
-        """Whether they do so on the lane of the other transfers."""
-        return self.gathers_comm and (self.redispatch or self.offload_tokens)
-
-    @property
     def scatters_rows(self) -> bool:
         """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
         return bool(self.row_links)
-
-    @property
-    def scatters_rows_intra(self) -> bool:
-        """Whether they do so over links that the transfers between nodes do not use."""
-        return self.row_links == INTRA_LANE.resource
-
-    @property
-    def scatters_rows_comm(self) -> bool:
-        """Whether they do so over the links of the other transfers."""
-        return self.scatters_rows and not self.scatters_rows_intra
-
-    @property
-    def gathers_rows_intra(self) -> bool:
-        """Whether they gather over such links."""
-        return self.gathers_rows and self.scatters_rows_intra
-
-    @property
-    def gathers_rows_comm(self) -> bool:
-        """Whether they gather over the links of the other transfers."""
-        return self.gathers_rows and self.scatters_rows_comm
-
-    @property
-    def regathers_rows_intra(self) -> bool:
-        """Whether they do so once more in the backward pass; a recomputed block gathers again anyway."""
-        return self.gathers_rows_intra and not self.recomputed
-
-    @property
-    def regathers_rows_comm(self) -> bool:
-        """The same over the links of the other transfers."""
-        return self.gathers_rows_comm and not self.recomputed
-
-    @property
-    def merges_sums(self) -> bool:
-        """Whether ``merge`` only adds what the experts return."""
-        return not self.latent
-
-    def has(self, field: str | None) -> bool:
-        """Whether the field that a row names is set; True for a row that names none."""
-        return field is None or bool(getattr(self, field))

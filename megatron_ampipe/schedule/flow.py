@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_ampipe.schedule.derived_kinds import ring_rows
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.kinds import ADD_NORM, ATTEND, ATTENTION, HIDDEN_STATES, MOE_BLOCK, STEPPED
+from megatron_ampipe.schedule.kinds import HIDDEN_STATES
+from megatron_ampipe.schedule.rows import rows
 from megatron_ampipe.schedule.stage_kind import Layout, Scope, StageKind, Value
 
 
@@ -36,7 +36,6 @@ class DataFlow:
         kinds: The rows that the block has, in order.
         sources: For each row, where each value that it takes comes from; None for a value that no row of this
             block gives, and that is left out.
-        takes: For each row what it takes in this block.
         takers: For each source the rows that take it, in order.
         output: What the block returns.
         taken: For each row the tensors that it takes, each with where it comes from.
@@ -49,7 +48,6 @@ class DataFlow:
 
     kinds: tuple[StageKind, ...]
     sources: Mapping[StageKind, tuple[Source | None, ...]]
-    takes: Mapping[StageKind, tuple[Value, ...]]
     takers: Mapping[Source, tuple[StageKind, ...]]
     output: Source
     taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
@@ -60,51 +58,33 @@ class DataFlow:
 
     def is_restored(self, kind: StageKind) -> bool:
         """Whether other rows give back what stages of this kind have not kept for their backward."""
-        return any(row.restores is kind for row in self.kinds)
+        return any(row.restores == kind for row in self.kinds)
 
 
 @functools.lru_cache(maxsize=512)
 def data_flow(features: BlockFeatures) -> DataFlow:
     """The rows of a block with these features."""
-    rows = list(MOE_BLOCK)
-    for kind in features.added:
-        assert kind.after is not None, f"{kind} does not say which row it follows"
-        place = rows.index(ADD_NORM if kind.after is ATTENTION else kind.after) + 1
-        while place < len(rows) and rows[place].after is kind.after:
-            place += 1
-        rows.insert(place, kind)
-    if features.ring:
-        place = rows.index(ATTEND)
-        rows[place : place + 1] = ring_rows(features.ring_ranks)
-    kinds = tuple(kind for kind in rows if features.has(kind.feature) and kind not in STEPPED)
-
-    def of_block(
-        usual: tuple[Value, ...], instead: tuple[str, tuple[Value, ...]] | None
-    ) -> tuple[Value, ...]:
-        return usual if instead is None or not features.has(instead[0]) else instead[1]
-
-    takes = {kind: of_block(kind.takes, kind.takes_with) for kind in kinds}
-    gives = {kind: of_block(kind.gives, kind.gives_with) for kind in kinds}
+    kinds = rows(features)
     latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
     sources: dict[StageKind, tuple[Source | None, ...]] = {}
     takers: dict[Source, tuple[StageKind, ...]] = {}
     for kind in kinds:
-        sources[kind] = tuple(latest.get(value.name) for value in takes[kind])
+        sources[kind] = tuple(latest.get(value.name) for value in kind.takes)
         for source in sources[kind]:
             if source is not None:
                 takers[source] = (*takers.get(source, ()), kind)
-        latest |= {value.name: Source(kind, value.name) for value in gives[kind]}
+        latest |= {value.name: Source(kind, value.name) for value in kind.gives}
     taken = {
         kind: tuple(
             (value, source)
-            for value, source in zip(takes[kind], sources[kind], strict=True)
+            for value, source in zip(kind.takes, sources[kind], strict=True)
             if source is not None and value.layout is not Layout.STATE
         )
         for kind in kinds
     }
     given = {
         kind: tuple(
-            (value, Source(kind, value.name)) for value in gives[kind] if value.layout is not Layout.STATE
+            (value, Source(kind, value.name)) for value in kind.gives if value.layout is not Layout.STATE
         )
         for kind in kinds
     }
@@ -128,18 +108,16 @@ def data_flow(features: BlockFeatures) -> DataFlow:
             kind.scope is Scope.CHUNK
             and not kind.lane.computes
             and all(
-                value in taker.by_shape and features.has(taker.by_shape_if) and taker.scope is Scope.CHUNK
+                value in taker.by_shape and taker.scope is Scope.CHUNK
                 for value, source in given[kind]
                 for taker in takers.get(source, ())
             )
         )
     )
     output = latest[HIDDEN_STATES.name]
-    return DataFlow(kinds, sources, takes, takers, output, taken, given, recalled, recallers, once)
+    return DataFlow(kinds, sources, takers, output, taken, given, recalled, recallers, once)
 
 
-def is_whole(kind: StageKind, features: BlockFeatures, *, whole_attention: bool) -> bool:
-    """Whether a stage of this kind is of the whole sequence rather than of a chunk."""
-    if kind.scope is Scope.EITHER:
-        return whole_attention or not features.has(kind.chunked_by)
-    return kind.scope is Scope.WHOLE
+def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
+    """Whether a stage of this row of a block is of the whole sequence rather than of a chunk."""
+    return whole_attention if kind.scope is Scope.EITHER else kind.scope is Scope.WHOLE

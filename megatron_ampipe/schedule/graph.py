@@ -142,7 +142,7 @@ def _add_needs_of_reductions(backward: dict[Stage, list[Stage]]) -> None:
             halves.setdefault(stage.layer, []).append(stage)
     for stage in waiting:
         backward[stage] += last.get(stage.layer + 1, [])
-        if stage.kind is REDUCE_EXPERTS:
+        if stage.kind == REDUCE_EXPERTS:
             backward[stage] += halves.get(stage.layer, [])
 
 
@@ -189,18 +189,17 @@ def _forward(
     layer: int,
 ) -> dict[Stage, tuple[Stage, ...]]:
     """One layer of the forward graph; for the backward pass with the stages that restore."""
-    features = layers[layer]
-    flow = data_flow(features)
+    flow = data_flow(layers[layer])
     # Chunks differ in what is restored, and so in where that takes its values from.
-    of_chunk = [data_flow(features.of_chunk(chunk, degree)) for chunk in range(degree)]
+    of_chunk = [data_flow(layers[layer].of_chunk(chunk, degree)) for chunk in range(degree)]
 
-    def stages_of(kind: StageKind, of_layer: int = layer) -> list[int | None]:
-        whole = is_whole(kind, layers[of_layer], whole_attention=whole_attention)
+    def stages_of(kind: StageKind) -> list[int | None]:
+        whole = is_whole(kind, whole_attention=whole_attention)
         return [None] if whole else list(range(degree))
 
     def givers(kind: StageKind, chunk: int | None) -> Iterable[Stage]:
         sources = (flow if chunk is None else of_chunk[chunk]).sources[kind]
-        for value, source in zip(flow.takes[kind], sources, strict=True):
+        for value, source in zip(kind.takes, sources, strict=True):
             if source is None:
                 continue
             giver, of_layer = (source.giver, layer)
@@ -210,7 +209,7 @@ def _forward(
                     continue
                 giver, of_layer = data_flow(layers[layer - 1]).output.giver, layer - 1
             assert giver is not None
-            for given in stages_of(giver, of_layer):
+            for given in stages_of(giver):
                 if given is None or chunk is None or given == chunk:
                     yield Stage(giver, given, of_layer)
                 elif value.layout is Layout.KEYS and given < chunk:
@@ -223,7 +222,7 @@ def _forward(
             if chunk is not None and kind not in of_chunk[chunk].sources:
                 continue
             needed = dict.fromkeys(givers(kind, chunk))
-            if chunk and kind.ordered_by is not None and features.has(kind.ordered_by):
+            if chunk and kind.ordered:
                 needed[Stage(kind, chunk - 1, layer)] = None
             graph[Stage(kind, chunk, layer)] = tuple(needed)
     return graph

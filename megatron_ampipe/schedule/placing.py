@@ -42,6 +42,21 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
 
 
+def bound(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
+    """The schedule with the rows of its blocks in place of the kinds that have their names."""
+
+    def program(direction: Direction) -> Program:
+        rows = {stage: stage for stage in needs_of(schedule, layers, direction)}
+        return Program(
+            tuple(
+                LaneOrder(order.lane, tuple(rows.get(stage, stage) for stage in order.stages))
+                for order in schedule.program(direction).lanes
+            )
+        )
+
+    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
+
+
 def _with_reductions(
     order: Sequence[Stage],
     needs: Mapping[Stage, Sequence[Stage]],
@@ -57,8 +72,8 @@ def _with_reductions(
     """
 
     def is_before(one: Stage, reduction: Stage) -> bool:
-        if in_one_chunk and reduction.kind is REDUCE and replace(reduction, kind=REDUCE_EXPERTS) in needs:
-            return one.kind is COMBINE
+        if in_one_chunk and reduction.kind == REDUCE and replace(reduction, kind=REDUCE_EXPERTS) in needs:
+            return one.kind == COMBINE
         return one.is_communication
 
     missing = [stage for stage in needs if stage.kind.of_parameters and stage not in known]

@@ -23,7 +23,7 @@ from megatron_ampipe.schedule.kinds import (
     STORE,
     STORE_TOKENS,
 )
-from megatron_ampipe.schedule.placing import placed
+from megatron_ampipe.schedule.placing import bound, placed
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
@@ -48,11 +48,11 @@ def _merging(
     program: Program, *, before_projections: int | None = None, after_projections: int | None = None
 ) -> Program:
     """The program with each merge next to the projections of its chunk, of a relative layer."""
-    begins = INPUT_NORM if any(stage.kind is INPUT_NORM for stage in program.stages) else QKV
+    begins = INPUT_NORM if any(stage.kind == INPUT_NORM for stage in program.stages) else QKV
 
     def with_merges(stages: Sequence[Stage]) -> Iterator[Stage]:
         for stage in stages:
-            if stage.kind is not begins:
+            if stage.kind != begins:
                 yield stage
                 continue
             if before_projections is not None:
@@ -67,7 +67,7 @@ def _merging(
 
 def _ends_a_block(kind: StageKind | None) -> bool:
     """Whether it is the merge, or a kind that was added after it, which :func:`unrolled` places."""
-    return kind is not None and (kind is MERGE or _ends_a_block(kind.after))
+    return kind is not None and (kind == MERGE or _ends_a_block(kind.after))
 
 
 def _without(program: Program, is_left_out: Callable[[Stage], bool]) -> Program:
@@ -128,7 +128,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         if stage not in known[direction]
     )
     # What else is missing is an error in the order that was given, which :func:`~.check.check` reports.
-    return found if lacks_others else placed(found, layers)
+    return bound(found if lacks_others else placed(found, layers), layers)
 
 
 def _repeated(stages: Sequence[Stage], *, num_layers: int, direction: Direction) -> Iterator[Stage]:

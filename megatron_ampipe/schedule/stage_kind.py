@@ -1,12 +1,12 @@
 """What a kind of stage is: its lane, its scope, the values that it takes and gives. Types, and all lanes.
 
-The kinds themselves are the rows of :mod:`.kinds`. Everything that handles stages of any kind imports these
-types: the rest of this package, ``plan``, ``runtime`` and ``layers``.
+The kinds themselves are in :mod:`.kinds`, and those of a block in :mod:`.rows`. Everything that handles
+stages of any kind imports these types.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, StrEnum
 
 from megatron_ampipe.timeline import COMPUTE as COMPUTE
@@ -102,8 +102,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageKind:
-    """What a stage does: one row of the table (:mod:`.kinds`). There is one object for each row, also after
-    pickling (:mod:`.derived_kinds`).
+    """What a stage does. A kind is its name: kinds of one name are equal.
+
+    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (:mod:`.rows`) are the same kinds
+    with what depends on the block: the lane of a transfer, the scope, what is taken and given.
 
     Attributes:
         name: As in schedules, traces and messages.
@@ -117,11 +119,7 @@ class StageKind:
         directions: In which passes it runs.
         by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
             linear in them. A transfer that gives nothing else does not run again in a recomputed block.
-        by_shape_if: The field of :class:`~.features.BlockFeatures` without which ``by_shape`` does not hold.
-        feature: The field of :class:`~.features.BlockFeatures` without which a block has no such stage.
-        chunked_by: The field of ``BlockFeatures`` without which a kind of scope ``EITHER`` is of the whole
-            sequence in every schedule.
-        ordered_by: The field of ``BlockFeatures`` that makes each chunk wait for the one before it.
+        ordered: Each chunk waits for the one before it.
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
         after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
@@ -130,8 +128,6 @@ class StageKind:
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
             program of its schedule does; without it, the stage of the kind itself computes them.
         of_parameters: It transfers no value of a block but gradients of parameters that are complete.
-        takes_with: A field of ``BlockFeatures``, and what it takes in place of ``takes`` in a block with it.
-        gives_with: The same of what it gives.
         own_backward: Its backward is a function of the layer, not of autograd. It is given what the stage
             took of ``Layout.BLOCK``, or what restored that, and adds its gradients up itself.
         follows: For a kind that restores: it waits for the backward of this one, so that only a part of
@@ -147,22 +143,36 @@ class StageKind:
     gives: tuple[Value, ...] = field(default=(), repr=False)
     directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
     by_shape: tuple[Value, ...] = field(default=(), repr=False)
-    by_shape_if: str | None = field(default=None, repr=False)
-    feature: str | None = field(default=None, repr=False)
-    chunked_by: str | None = field(default=None, repr=False)
-    ordered_by: str | None = field(default=None, repr=False)
+    ordered: bool = field(default=False, repr=False)
     host_reads: bool = field(default=False, repr=False)
     covers_wait: bool = field(default=False, repr=False)
     after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
     of_parameters: bool = field(default=False, repr=False)
-    takes_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
-    gives_with: tuple[str, tuple[Value, ...]] | None = field(default=None, repr=False)
     own_backward: bool = field(default=False, repr=False)
     follows: StageKind | None = field(default=None, repr=False)
     step_of: StageKind | None = field(default=None, repr=False)
     step: int = field(default=0, repr=False)
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Stages are keys of many tables, and a planner looks them up many thousand times.
+        object.__setattr__(self, "_hash", hash(self.name))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, StageKind) and self.name == other.name)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Hashes differ from process to process.
+        return StageKind, tuple(getattr(self, one.name) for one in fields(self) if one.init)
+
+    def on(self, lane: Lane) -> StageKind:
+        """The same kind on another lane."""
+        return replace(self, lane=lane)
 
     @property
     def copies(self) -> bool:

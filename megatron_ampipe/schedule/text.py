@@ -24,7 +24,15 @@ from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, step_of
-from megatron_ampipe.schedule.kinds import STEPPED
+from megatron_ampipe.schedule.kinds import (
+    GATHER,
+    GATHER_ROWS,
+    REGATHER,
+    REGATHER_ROWS,
+    SCATTER,
+    SCATTER_ROWS,
+    STEPPED,
+)
 from megatron_ampipe.schedule.stage_kind import Direction, Scope, StageKind
 from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.timeline import AGAIN
@@ -110,6 +118,7 @@ def stage_from_text(text: str, *, kinds: Sequence[StageKind] = ALL_KINDS) -> Sta
 
 
 def _kind(name: str, step: str | None, kinds: Sequence[StageKind]) -> StageKind | None:
+    name = _FORMER.get(name, name)
     kind = next((kind for kind in kinds if kind.name == name), None)
     if kind is None or (step is None) is (kind in STEPPED):
         return None
@@ -120,6 +129,11 @@ def _fits(scope: Scope, chunk: str | None) -> bool:
     return scope is Scope.EITHER or (chunk is None) is (scope is Scope.WHOLE)
 
 
+_FORMER = {
+    f"{kind}-intra": kind.name
+    for kind in (GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS, GATHER, REGATHER, SCATTER)
+}
+"""Names in plans that were made when a kind on the lane of a node had a name of its own."""
 _REPEATS = "repeats"
 _STAGE = re.compile(
     rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",

@@ -148,5 +148,5 @@ class Schedule:
     def joins_weights(self) -> bool:
         """Whether the gradients of the experts' weights of several chunks are one stage."""
         return self.num_chunks > 1 and any(
-            kind.weights_of is EXPERT and kind in self.backward.whole for kind in self.backward.weights
+            kind.weights_of == EXPERT and kind in self.backward.whole for kind in self.backward.weights
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 import traceback
+from collections.abc import Sequence
 from unittest import mock
 
+from megatron_ampipe.timeline import COMPUTE, StageSpan
 from tests import deep_ep_standin, te_permutation_standin
 from tests.dist.cases import BY_NAME, SCATTERED
 from tests.dist.worker import report, start, use_groups
@@ -64,10 +66,20 @@ def main() -> None:
                 "classes": sorted({type(layer).__name__ for layer in getattr(ours, "layers", [ours])}),
                 "changed": changed,
                 "stages": [(span.direction, span.stage) for span in spans],
+                "collectives": collectives(spans),
             }
         except Exception:
             results[name] = {"error": traceback.format_exc()}
     report(results)
+
+
+def collectives(spans: Sequence[StageSpan]) -> dict[str, str]:
+    """By direction and lane, the transfers of a pass in their order; the layer follows an ``@``."""
+    found: dict[str, list[str]] = {}
+    for span in spans:
+        if span.lane != COMPUTE:
+            found.setdefault(f"{span.direction} {span.lane}", []).append(f"{span.stage}@{span.layer}")
+    return {lane: " ".join(names) for lane, names in sorted(found.items())}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class _Impatient:
         travelling = []
         for _, stage in order:
             transfer = run_stage(stage)
-            if transfer is not None and stage.kind is kinds.COUNTS:
+            if transfer is not None and stage.kind == kinds.COUNTS:
                 transfer.wait()
             elif transfer is not None:
                 travelling.append(transfer)

@@ -52,7 +52,7 @@ def test_a_failing_stage_raises_its_own_error(
     schedule = build("ampipe", degree=DEGREE, features=FEATURES)
     needs = dependencies([FEATURES], degree=DEGREE, whole_attention=False, direction=direction)
     order = issue_order(schedule.program(direction), needs, host_waits=False)
-    failing = next((stage for _, stage in order if stage.kind is kind and stage.chunk in (None, 1)), None)
+    failing = next((stage for _, stage in order if stage.kind == kind and stage.chunk in (None, 1)), None)
     if failing is None:
         pytest.skip(f"there is no {kind} in the {direction} pass")
     error = CablePulled(str(failing))

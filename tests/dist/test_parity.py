@@ -5,6 +5,9 @@ Output, input gradient, all parameter gradients, router buffers and logged losse
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +15,11 @@ import pytest
 from megatron_ampipe.schedule import STRATEGIES, of_chunks
 from tests.dist.cases import MEMORY, PARITY, SCATTERED, Case
 from tests.dist.launch import run_workers
+from tests.golden.write import FOLDER
 
 TOLERANCE = 1e-5
-
+WRITES = os.environ.get("AMPIPE_TEST_WRITE") == "1"
+"""Whether the golden collectives are written instead of compared."""
 
 PER_LAUNCH = 80
 """Cases that share processes."""
@@ -66,6 +71,29 @@ def test_equals_stock(case: Case, reports: Reports) -> None:
         assert not wrong, f"rank {rank} differs from stock: {wrong}"
 
 
+@pytest.fixture(scope="module")
+def stored_collectives() -> Iterator[dict[str, Any]]:
+    """By case, what :func:`tests.dist.parity_worker.collectives` found; rewritten at the end if asked for."""
+    path = FOLDER / "collectives.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    yield stored
+    if WRITES:
+        of_cases = {name: stored[name] for name in sorted(stored) if name in {case.name for case in PARITY}}
+        path.write_text(json.dumps(of_cases, indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PARITY if case.executor == "thread"], ids=lambda case: case.name
+)
+def test_collectives_have_the_known_order_on_every_rank(
+    case: Case, reports: Reports, stored_collectives: dict[str, Any]
+) -> None:
+    found = [results[case.name]["collectives"] for results in reports[case]]
+    if WRITES:
+        stored_collectives[case.name] = found[0]
+    assert found == [stored_collectives[case.name]] * case.world_size
+
+
 @pytest.mark.parametrize("case", PARITY, ids=lambda case: case.name)
 def test_modules_are_called_before_their_parameters_are_read(case: Case, reports: Reports) -> None:
     """Megatron's forward pre-hooks wait for the parameters of their module (``--overlap-param-gather``)."""
@@ -114,8 +142,6 @@ def test_a_direction_has_as_many_exchanges_as_its_degree(case: Case, reports: Re
 def test_rows_are_exchanged_in_stages_without_a_changed_bit(case: Case, reports: Reports) -> None:
     """Compared with linear layers that do it inside."""
     scatter, gather = "scatter-rows", "gather-rows"
-    if case.ranks_per_node is not None:
-        scatter, gather = "scatter-rows-intra", "gather-rows-intra"
     for results in reports[case]:
         assert results[case.name]["changed"] == []
         ran = {(direction, name.partition(".")[0]) for direction, name in results[case.name]["stages"]}

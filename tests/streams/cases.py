@@ -226,7 +226,7 @@ def random_schedule(degree: int, features: BlockFeatures, chooser: random.Random
         while left:
             stage = chooser.choice([stage for stage in left if left.keys().isdisjoint(needs[stage])])
             del left[stage]
-            lane = combines if stage.kind is kinds.COMBINE else stage.kind.lane.name
+            lane = combines if stage.kind == kinds.COMBINE else stage.kind.lane.name
             lanes.setdefault(lane, []).append(stage)
         programs.append(Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items())))
     return Schedule("random", degree, *programs, degree)

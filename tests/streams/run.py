@@ -196,7 +196,7 @@ def _name_stages(executor: Any) -> None:
     execute = executor.execute
 
     def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
-        direction = "forward" if any(stage.kind is kinds.COUNTS for stage in needs) else "backward"
+        direction = "forward" if any(stage.kind == kinds.COUNTS for stage in needs) else "backward"
 
         def run(stage: Any) -> Any:
             with _stage(f"{direction} {stage}"):

@@ -345,7 +345,7 @@ def test_ranks_that_share_an_expert_gather_as_stages(ranks_per_node: int) -> Non
     model = CostModel(block, source, memory="S3")
     costs = model.stages((4096, 4096))
     lane = "comm.intra" if ranks_per_node == 8 else "comm"
-    found = {stage.kind.name.removesuffix("-intra"): stage.kind for stage in costs}
+    found = {stage.kind.name: stage.kind for stage in costs}
     assert {found[name].lane.name for name in ("gather", "scatter", "regather")} == {lane}
     gather, scatter = (
         source.collective(name, across_nodes=False) for name in ("all_gather", "reduce_scatter")
@@ -384,7 +384,7 @@ def test_rows_of_tensor_parallel_attention_travel_in_stages(ranks_per_node: int)
         costs = {
             stage: pair for stage, pair in model.stages((2048, 2048)).items() if stage.chunk in (None, 1)
         }
-        rows = {stage.kind.name.removesuffix("-intra"): stage for stage in costs if "rows" in str(stage.kind)}
+        rows = {stage.kind.name: stage for stage in costs if "rows" in str(stage.kind)}
         assert rows.keys() == gathers | {"scatter-rows"}
         resource = "node" if ranks_per_node == 4 else "network"
         assert {stage.kind.lane.resource for stage in rows.values()} == {resource}
@@ -402,11 +402,9 @@ def test_rows_of_tensor_parallel_attention_travel_in_stages(ranks_per_node: int)
             assert costs[stage] == pytest.approx(expected[name])
             assert model.latency(stage.kind) == (scatter if name == "scatter-rows" else gather).alpha_us
         with_inside = CostModel(inside, source, shares_schedule=shares).stages((2048, 2048))
-        parts = {
-            kinds.ATTENTION: (kinds.ATTENTION, kinds.ADD_NORM, kinds.SCATTER_ROWS, kinds.SCATTER_ROWS_INTRA)
-        }
+        parts = {kinds.ATTENTION: (kinds.ATTENTION, kinds.ADD_NORM, kinds.SCATTER_ROWS)}
         if shares:
-            parts[kinds.QKV] = (kinds.QKV, kinds.INPUT_NORM, kinds.GATHER_ROWS, kinds.GATHER_ROWS_INTRA)
+            parts[kinds.QKV] = (kinds.QKV, kinds.INPUT_NORM, kinds.GATHER_ROWS)
         # One computed stage more has its overhead.
         extra = source.stage_overhead("merge")
         for whole, of in parts.items():

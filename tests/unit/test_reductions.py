@@ -77,13 +77,13 @@ def test_a_layer_reduces_what_the_layer_above_and_its_experts_have_completed(
         complete = [
             at
             for at, stage in enumerate(issued)
-            if stage.layer == layer and (stage.kind.weights_of or stage.kind) is kinds.EXPERT
+            if stage.layer == layer and (stage.kind.weights_of or stage.kind) == kinds.EXPERT
         ]
         assert max(place, *own, *complete) < place_of_experts
         if degree > 1:
             assert max(own) < place
             continue
-        combines = [at for at in own if issued[at].kind is kinds.COMBINE]
+        combines = [at for at in own if issued[at].kind == kinds.COMBINE]
         earliest = max(*combines, *(issued.index(one) for one in needs[issued[place]]), -1)
         assert not [at for at in own if earliest < at < place]
 
@@ -195,13 +195,13 @@ def test_nothing_in_the_lane_shares_the_wire_with_a_reduction(empty: bool) -> No
     wire = Wire()
 
     def run_stage(stage: Stage) -> Transfer:
-        if stage.kind is not REDUCE:
+        if stage.kind != REDUCE:
             return Transfer((), (wire.send(stage.name),))  # type: ignore[arg-type]
         return Transfer(()) if empty else Transfer((), begin=lambda: [wire.send("reduce")])
 
     order = [(COMM, stage) for stage in stages]
     ThreadExecutor().execute(order, {stage: () for stage in stages}, run_stage, Recorder())
-    names = [stage.name for stage in stages if stage.kind is not REDUCE or not empty]
+    names = [stage.name for stage in stages if stage.kind != REDUCE or not empty]
     assert wire.begun == names and not wire.busy
     assert frozenset(("combine.2", "combine.1")) in wire.shared
     assert frozenset(("dispatch.2", "dispatch.1")) in wire.shared
@@ -218,7 +218,7 @@ def test_what_a_reduction_fails_with_is_raised() -> None:
 
     def run_stage(stage: Stage) -> Transfer:
         ran.append(stage)
-        return Transfer((), begin=failing) if stage.kind is REDUCE else Transfer(())
+        return Transfer((), begin=failing) if stage.kind == REDUCE else Transfer(())
 
     with pytest.raises(ConnectionError, match="peer is gone"):
         ThreadExecutor().execute(

@@ -140,7 +140,7 @@ def test_what_comes_back_is_gathered_once_more_and_what_was_kept_is_not(lane: st
     features = with_memory(replace(PLAIN, gathers=lane), memory)
     schedule = Pipeline.of(4, memory=memory).schedule_of([features])
     needs = needs_of(schedule, [features], Direction.BACKWARD)
-    again = kinds.REGATHER if lane == "comm" else kinds.REGATHER_INTRA
+    again = kinds.REGATHER
     assert needs[Stage(kinds.REBUILD, 0)] == ()
     for chunk, source, taker in (
         (1, kinds.REDISPATCH, kinds.REBUILD),

@@ -31,7 +31,7 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
-from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
+from megatron_ampipe.schedule.stage_kind import COMM, INTRA, INTRA_LANE
 
 features = st.builds(
     BlockFeatures,
@@ -106,10 +106,10 @@ GATHERED_ON_ITS_LANE = """\
 schedule ampipe degree 2
 forward compute: qkv attention.0 route.0 attention.1 route.1 expert.0 expert.1 merge.0 merge.1
 forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
-forward comm.intra: gather-intra.0 gather-intra.1 scatter-intra.0 scatter-intra.1
+forward comm.intra: gather.0 gather.1 scatter.0 scatter.1
 backward compute: merge.1 merge.0 expert.1 expert.0 route.1 attention.1 route.0 attention.0 qkv
 backward comm: combine.1 combine.0 dispatch.1 dispatch.0
-backward comm.intra: scatter-intra.1 scatter-intra.0 gather-intra.1 gather-intra.0
+backward comm.intra: scatter.1 scatter.0 gather.1 gather.0
 """
 
 
@@ -121,20 +121,20 @@ def test_ranks_that_share_an_expert_gather_on_the_lane_of_their_links() -> None:
     assert "backward comm: combine.1 scatter.1 combine.0 scatter.0 gather.1 dispatch.1" in same_links
     # What comes from another node is handed on there, and then gathered.
     handed_on = to_text(build("ampipe", degree=1, features=BlockFeatures(gathers=COMM, nodes=True)))
-    assert "forward comm.intra: spread.0 gather-intra.0 scatter-intra.0 collect.0" in handed_on
-    assert "backward comm.intra: collect.0 scatter-intra.0 gather-intra.0 spread.0" in handed_on
+    assert "forward comm.intra: spread.0 gather.0 scatter.0 collect.0" in handed_on
+    assert "backward comm.intra: collect.0 scatter.0 gather.0 spread.0" in handed_on
     assert kinds.GATHER not in data_flow(BlockFeatures(dense=True)).kinds
 
 
 def test_a_gather_waits_for_what_arrives_and_the_experts_for_it() -> None:
     block = BlockFeatures(gathers=INTRA)
     needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
-    chain = (kinds.DISPATCH, kinds.GATHER_INTRA, kinds.EXPERT, kinds.SCATTER_INTRA, kinds.COMBINE)
+    chain = (kinds.DISPATCH, kinds.GATHER, kinds.EXPERT, kinds.SCATTER, kinds.COMBINE)
     for earlier, later in itertools.pairwise(chain):
         assert needs[Stage(later, 1)] == (Stage(earlier, 1),)
     # Its result is added in a linear function: it does not run again in a recomputed block.
     once = data_flow(replace(block, recomputed=True)).once
-    assert {kinds.SCATTER_INTRA, kinds.COMBINE} <= once and kinds.GATHER_INTRA not in once
+    assert {kinds.SCATTER, kinds.COMBINE} <= once and kinds.GATHER not in once
 
 
 ROWS_ON_THEIR_LANE = """\
@@ -162,13 +162,13 @@ def test_rows_of_a_chunk_are_scattered_while_another_chunk_is_computed() -> None
     assert "attention.0 attention.1 add-norm.0 attention.2 add-norm.1 add-norm.2 choose" in choosing
     assert "choose add-norm.2 add-norm.1 attention.2 add-norm.0 attention.1 attention.0" in choosing
     whole = to_text(build("moe-only", degree=3, features=replace(block, row_links="node")))
-    assert "forward comm.tensor: scatter-rows-intra\n" in whole
+    assert "forward comm.tensor: scatter-rows\n" in whole
 
 
 def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
     block = BlockFeatures(row_links="network")
     flow = data_flow(block)
-    assert [value.name for value in flow.takes[kinds.ATTENTION]][-1] == "context"
+    assert [value.name for value in flow.kinds[flow.kinds.index(kinds.ATTENTION)].takes][-1] == "context"
     assert flow.taken[kinds.ADD_NORM][1][1] == Source(None, "hidden")
     needs = needs_of_block(build("ampipe", degree=2, features=block), block, Direction.FORWARD)
     for earlier, later in itertools.pairwise((kinds.ATTENTION, kinds.SCATTER_ROWS, kinds.ADD_NORM)):
@@ -177,8 +177,8 @@ def test_what_a_row_takes_and_gives_where_rows_are_scattered() -> None:
     assert kinds.SCATTER_ROWS not in data_flow(replace(block, recomputed=True)).once
     # Resources: of ranks of a node, other links than those of the transfers between nodes.
     intra = data_flow(replace(block, row_links="node")).kinds
-    assert kinds.SCATTER_ROWS_INTRA in intra and kinds.SCATTER_ROWS not in intra
-    assert kinds.SCATTER_ROWS_INTRA.lane.resource == INTRA_LANE.resource != COMM_LANE.resource
+    (scatter,) = (kind for kind in intra if kind == kinds.SCATTER_ROWS)
+    assert scatter.lane.resource == INTRA_LANE.resource != kinds.SCATTER_ROWS.lane.resource
     assert kinds.ADD_NORM in data_flow(BlockFeatures(dense=True, row_links="node")).kinds
 
 
@@ -339,7 +339,7 @@ def test_each_direction_has_its_own_degree(
     for direction, degree in ((Direction.FORWARD, forward), (Direction.BACKWARD, backward)):
         stages = schedule.program(direction).stages
         assert schedule.program(direction) == build(name, degree=degree, features=block).program(direction)
-        dispatches = [stage for stage in stages if stage.kind is kinds.DISPATCH]
+        dispatches = [stage for stage in stages if stage.kind == kinds.DISPATCH]
         assert len(dispatches) == degree
         of_chunks = [part.chunk for stage in dispatches for part in schedule.chunks_of(stage, direction)]
         assert sorted(of_chunks) == list(range(max(degrees_)))

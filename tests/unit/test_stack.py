@@ -187,7 +187,7 @@ def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, 
     for stage in one.program(direction).stages:
         whole = period(one) if repeats else one
         at_period = replace(stage, layer=-1 if direction is Direction.FORWARD else 1)
-        incomplete = without(whole, direction, at_period if repeats and stage.kind is kinds.MERGE else stage)
+        incomplete = without(whole, direction, at_period if repeats and stage.kind == kinds.MERGE else stage)
         for layers in ([PLAIN], [PLAIN, DENSE]) if repeats else ([PLAIN],):
             with pytest.raises(BadInput, match="0 times instead of once"):
                 check(unrolled(incomplete, layers), layers)

@@ -115,7 +115,7 @@ class _Work:
         return float(taken)
 
     def _run_stage(self, stage: Stage) -> Transfer | None:
-        if stage.kind is kinds.DISPATCH:
+        if stage.kind == kinds.DISPATCH:
             return self._exchange()
         for _ in range(self._products_per_chunk):
             torch.mm(self._matrix, self._matrix, out=self._product)
