@@ -63,7 +63,7 @@ def calls(
 
 def issued_parts(kind: StageKind, direction: Direction, workload: Workload) -> float:
     """How much longer a stage takes to issue than with one local expert."""
-    if kind is not kinds.EXPERT:
+    if kind != kinds.EXPERT:
         return 1.0
     return calls(kind, direction, workload) / CALLS[kind][direction is Direction.BACKWARD]
 
