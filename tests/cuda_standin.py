@@ -62,10 +62,7 @@ class Places(TorchDispatchMode):
 
     def is_cuda(self, tensor: Tensor) -> bool:
         """Whether a tensor is on the device."""
-        return self._place(tensor) == _CUDA
-
-    def _place(self, tensor: Tensor) -> torch.device | None:
-        return self._places.get(tensor.untyped_storage()._cdata, _CPU)
+        return self._places.get(tensor.untyped_storage()._cdata) is _CUDA
 
     def put(self, tensor: Any, device: Any) -> Any:
         """Note where a tensor is that was just made."""
@@ -93,26 +90,28 @@ class Places(TorchDispatchMode):
         operands = list(_tensors((args[0], *args[2:]) if name in _INDEX else args))
         if kwargs:
             operands += _tensors(kwargs.values())
-        places = {self._place(operand) for operand in operands}
+        keys = [operand.untyped_storage()._cdata for operand in operands]
+        places = [self._places.get(key, _CPU) for key in keys]
+        on_device = any(place is _CUDA for place in places)
         # A number that is a tensor may be anywhere.
-        on_host = any(operand.dim() and self._place(operand) == _CPU for operand in operands)
-        if _CUDA in places and on_host and name not in _MIX:
+        on_host = any(
+            place is _CPU and operand.dim() for place, operand in zip(places, operands, strict=True)
+        )
+        if on_device and on_host and name not in _MIX:
             raise RuntimeError(f"{name}: operands on cuda and on the CPU")
-        if name.startswith("c10d::") and name != "c10d::barrier" and places - {_CUDA}:
+        if name.startswith("c10d::") and name != "c10d::barrier" and not all(p is _CUDA for p in places):
             raise RuntimeError(f"{name}: NCCL has no collective for tensors of the CPU")
         reads = name in _READS or (name in _INDEX and _has_mask(args[1]))
         blocks = name == "aten::copy_" and on_host and not (args[2:] and args[2])
-        if _CUDA in places and (reads or blocks):
+        if on_device and (reads or blocks):
             self.wait(name)
         result = operation(*args, **(kwargs or {}))
-        known = {tensor.untyped_storage()._cdata for tensor in operands}
-        if _CUDA in places:
-            place = _CUDA
-        else:
-            place = None if None in places or not (operands or self.called_factory) else _CPU
+        place = _CUDA if on_device else None if None in places else _CPU
+        if not operands and not self.called_factory:
+            place = None
         for made in _tensors(result):
             key = made.untyped_storage()._cdata
-            if key not in known:
+            if key not in keys:
                 self._places[key] = place
         return result
 
