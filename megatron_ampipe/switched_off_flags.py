@@ -48,7 +48,7 @@ SWITCHED_OFF: tuple[SwitchedOffFlag, ...] = (
 LIFTS_ONE_CONNECTION = "overlap_moe_expert_parallel_comm"
 """While Megatron validates its arguments, this one of them is set, of a pipelined run too that was started
 without it. Megatron then warns that tensor or context parallelism prefers ``CUDA_DEVICE_MAX_CONNECTIONS=1``
-on Hopper and older GPUs, where it would otherwise demand it: what it says of its own overlap of the same
+on Hopper and older GPUs, where it would otherwise demand it: what it says of that overlap of the same
 all-to-alls is true of AMPipe's. ``launch.session`` switches it off afterwards."""
 
 
