@@ -65,7 +65,10 @@ class Peers:
 
     def _run(self, outputs: Sequence[Tensor], input: Tensor, async_op: bool) -> _Done | None:
         # Inside torch's own call of a backward pass, the model cannot say that tensors are on the device.
-        assert not (async_op and input.is_cuda), "on CUDA, the stream of a lane orders its collectives"
+        on_device = input.is_cuda
+        assert not (async_op and on_device), (
+            "on CUDA, a lane has its own stream, which orders its collectives"
+        )
         DEVICE.note("collective")
         stream = DEVICE.current
         stream.inside_a_call = True
