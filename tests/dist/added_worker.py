@@ -87,15 +87,23 @@ def on_the_modelled_device() -> None:
 
     start(RANKS)
     import torch
+    from torch.autograd.graph import _engine_run_backward
 
     from tests.dist.blocks import EXECUTORS, build_layers, differences, run
     from tests.streams.run import modelled_device
+
+    def backward(output: torch.Tensor, gradient: torch.Tensor) -> None:
+        # Not Tensor.backward: a function mode, which makes tensors those of a device, is disabled inside it.
+        _engine_run_backward(
+            (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
     def passes(case: Case, executor: str, name: str) -> tuple[Any, list[str]]:
         _, ours = build_layers(case, executor=EXECUTORS[executor](), added=added_stages(name))
         # Of what a pretended peer does not send, the memory would hold whatever it held before.
         with (
             mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+            mock.patch.object(torch.Tensor, "backward", backward),
             modelled_device() as tracker,
         ):
             return run(ours, case, rank=0), list(tracker.races)
