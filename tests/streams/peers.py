@@ -43,32 +43,28 @@ class Peers:
         input_split_sizes: Sequence[int] | None = None,
         group: Any = None,
         async_op: bool = False,
-    ) -> _Done | None:
-        return self._run([output], input, async_op)
+    ) -> None:
+        self._run([output], input, async_op)
 
     def all_to_all(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> None:
         # Of a gather: every rank is sent the same.
         assert all(one is inputs[0] for one in inputs)
-        return self._run(outputs, inputs[0], async_op)
+        self._run(outputs, inputs[0], async_op)
 
     def all_gather_into_tensor(
         self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False
-    ) -> _Done | None:
-        return self._run([output], input, async_op)
+    ) -> None:
+        self._run([output], input, async_op)
 
     def reduce_scatter_tensor(
         self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> _Done | None:
-        return self._run([output], input, async_op)
+    ) -> None:
+        self._run([output], input, async_op)
 
-    def _run(self, outputs: Sequence[Tensor], input: Tensor, async_op: bool) -> _Done | None:
-        # Inside torch's own call of a backward pass, the model cannot say that tensors are on the device.
-        on_device = input.is_cuda
-        assert not (async_op and on_device), (
-            "on CUDA, a lane has its own stream, which orders its collectives"
-        )
+    def _run(self, outputs: Sequence[Tensor], input: Tensor, async_op: bool) -> None:
+        assert not async_op, "on CUDA, a lane has its own stream, which orders its collectives"
         DEVICE.note("collective")
         stream = DEVICE.current
         stream.inside_a_call = True
@@ -80,10 +76,3 @@ class Peers:
                     output.zero_()
         finally:
             stream.inside_a_call = False
-        return _Done() if async_op else None
-
-
-class _Done:
-    """The handle of a collective that has ended."""
-
-    def wait(self) -> None: ...
