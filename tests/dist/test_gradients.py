@@ -1,6 +1,6 @@
 """One gradient per parameter and micro-batch, and one order of collectives on all ranks.
 
-Every case also equals the stock layer (fp32, two expert-parallel ranks, degree 4).
+Other cases also equal the stock layer (fp32, two expert-parallel ranks, degree 4).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
-OTHERWISE = {"twice", "same-products", "same-products-fused", *PLACED}
+HOOKED = ["parameter-hooks-thread", "parameter-hooks-sequential"]
+OTHERWISE = {"twice", "same-products", "same-products-fused", *PLACED, *HOOKED}
 """Cases that compare something else, or bit by bit."""
 
 
