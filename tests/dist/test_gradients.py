@@ -1,6 +1,6 @@
 """One gradient per parameter and micro-batch, and one order of collectives on all ranks.
 
-Every case also equals the stock layer (fp32, two expert-parallel ranks, degree 4).
+Other cases also equal the stock layer (fp32, two expert-parallel ranks, degree 4).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 PLACED = ["placed", "placed-sharded-lancet", "placed-sharded-fp32"]
 HANDED_OVER = [name for name in CASES if name.startswith("handed-over")]
-OTHERWISE = {"twice", "same-products", "same-products-fused", *PLACED, *HANDED_OVER}
+HOOKED = ["parameter-hooks-thread", "parameter-hooks-sequential"]
+OTHERWISE = {"twice", "same-products", "same-products-fused", *PLACED, *HANDED_OVER, *HOOKED}
 """Cases that compare something else, or bit by bit."""
 
 
