@@ -1108,11 +1108,12 @@ INTERNALS = [
     Internal(
         "training.training",
         "launch/command_line.py launch/attach.py launch/hooks.py launch/host/megatron.py launch/metrics.py "
-        "launch/record_routing.py",
+        "launch/record_routing.py launch/session.py",
         (
             "imported first, so that the environment is checked early; `initialize_megatron` is "
             "replaced in it on the host platform, `training_log` while a run lasts; `train_step` is "
-            "wrapped for `--ampipe-degree auto` and `--ampipe-routing-dir`; sets `args.curr_iteration`"
+            "wrapped for `--ampipe-degree auto` and `--ampipe-routing-dir`, and restored; sets "
+            "`args.curr_iteration`"
         ),
         "start-up fails; the degree is never chosen; traces name no iteration",
         (has("initialize_megatron", "train", "evaluate", "train_step"),),
