@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_ampipe.schedule.block_rows import rows
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import HIDDEN_STATES
-from megatron_ampipe.schedule.rows import rows
 from megatron_ampipe.schedule.stage_kind import Layout, Scope, StageKind, Value
 
 

@@ -1,9 +1,9 @@
 """The kinds of stages that a block can consist of, as a table.
 
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
-gives; :mod:`.rows` says which of them a block has. All else follows: which stage waits for which
+gives; :mod:`.block_rows` says which of them a block has. All else follows: which stage waits for which
 (:mod:`.flow`, :mod:`.graph`), which tensors pass between stages and when they are released
-(``runtime.values``). A new kind is one row here, its place in :mod:`.rows`, one function in
+(``runtime.values``). A new kind is one row here, its place in :mod:`.block_rows`, one function in
 ``layers/attention_stages.py`` or ``layers/moe_stages.py``, and one cost in
 ``plan/stage_costs.py``; ``docs/design.md`` says what else it may need.
 """
@@ -267,7 +267,7 @@ MOE_BLOCK = (
     SCATTER, COLLECT, COMBINE, EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, LOAD_TOKENS, REGATHER,
     REBUILD, RESORT, LOAD, REDUCE, REDUCE_EXPERTS,
 )  # fmt: skip
-"""All of them, in the order of a block; :func:`~.rows.rows` makes those of one."""
+"""All of them, in the order of a block; :func:`~.block_rows.rows` makes those of one."""
 
 STEPPED = frozenset({ATTEND, RING, RERING})
 """Kinds that a block has in steps (:func:`~.derived_kinds.step_of`), never as such."""

@@ -1,6 +1,6 @@
 """What a kind of stage is: its lane, its scope, the values that it takes and gives. Types, and all lanes.
 
-The kinds themselves are in :mod:`.kinds`, and those of a block in :mod:`.rows`. Everything that handles
+The kinds themselves are in :mod:`.kinds`, and those of a block in :mod:`.block_rows`. Everything that handles
 stages of any kind imports these types.
 """
 
@@ -104,8 +104,8 @@ class Value:
 class StageKind:
     """What a stage does. A kind is its name: kinds of one name are equal.
 
-    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (:mod:`.rows`) are the same kinds
-    with what depends on the block: the lane of a transfer, the scope, what is taken and given.
+    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (:mod:`.block_rows`) are the same
+    kinds with what depends on the block: the lane of a transfer, the scope, what is taken and given.
 
     Attributes:
         name: As in schedules, traces and messages.

@@ -133,7 +133,7 @@ _FORMER = {
     f"{kind}-intra": kind.name
     for kind in (GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS, GATHER, REGATHER, SCATTER)
 }
-"""Names in plans that were made when a kind on the lane of a node had a name of its own."""
+"""Names in plans that were made when a kind on the lane of a node had a separate name."""
 _REPEATS = "repeats"
 _STAGE = re.compile(
     rf"(?P<again>{AGAIN})?(?P<kind>[a-z][a-z-]*)(?P<step>0|[1-9][0-9]{{0,3}})?(\.(?P<chunk>[0-9]{{1,9}}))?(@(?P<layer>-?[1-9][0-9]{{0,8}}))?",

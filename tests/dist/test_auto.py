@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.launch.auto import SHAPE_INTERVAL
 from tests.dist.launch import run_workers
 
 pytestmark = pytest.mark.alone
@@ -86,6 +85,8 @@ def test_a_prediction_is_for_the_pipeline_and_the_shape_that_ran(reports: list[A
 
 
 def test_nothing_is_reduced_in_every_iteration_once_a_pipeline_is_chosen(reports: list[Any]) -> None:
+    from megatron_ampipe.launch.auto import SHAPE_INTERVAL
+
     for report in reports:
         planned, tried = report["reduced"]["planned"], report["reduced"]["tried"]
         assert planned == [0, SHAPE_INTERVAL, 2 * SHAPE_INTERVAL]

@@ -134,6 +134,7 @@ REFUSED = {
     "--ampipe-wire": "--ampipe-wire fp8 --moe-token-dispatcher-type allgather",
     "--ampipe-condense": "--ampipe-condense 0.9 --moe-apply-probs-on-input",
     "--num-experts": "--num-experts 0",
+    "--tp-comm-overlap": "--tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--expert-model-parallel-size": "--expert-model-parallel-size 4 --num-experts 4",
     "--moe-router-topk": "--moe-router-topk 5",

@@ -51,7 +51,8 @@ def digits(values: Sequence[float]) -> list[object]:
     """What is equal to logged losses in seven digits, but for one unit of the last."""
     # Logged is 1.234567E+00.
     return [
-        pytest.approx(value, rel=0, abs=1.001e-6 * 10 ** math.floor(math.log10(value))) for value in values
+        pytest.approx(value, rel=0, abs=1.001e-6 * 10 ** math.floor(math.log10(value)) if value else 0)
+        for value in values
     ]
 
 

@@ -34,8 +34,8 @@ from megatron_ampipe.schedule import (
     needs_of,
     to_text,
 )
+from megatron_ampipe.schedule.block_rows import rows
 from megatron_ampipe.schedule.derived_kinds import ring_rows
-from megatron_ampipe.schedule.rows import rows
 from megatron_ampipe.tools.timeline_picture import draw
 from tests.added_stages import AUDIT, COPY, COSTS, DELAY
 from tests.plan_cases import cluster, without_device, workload
@@ -172,7 +172,7 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
 def test_a_kind_in_the_table_needs_no_change_of_a_builder(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As if its row stood in ``schedule/rows.py``."""
+    """As if its row stood in ``schedule/block_rows.py``."""
 
     def with_another(block: BlockFeatures) -> tuple[StageKind, ...]:
         found = list(rows(block))

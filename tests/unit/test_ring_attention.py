@@ -124,11 +124,11 @@ def test_a_rank_holds_the_keys_of_two_others_at_most(name: str, num_ranks: int) 
         arrived: list[int] = []
         most = 0
         for place, stage in enumerate(order):
-            if stage.kind.row is bring:
+            if stage.kind.row == bring:
                 arrived.append(stage.kind.step)
             used = [
                 step for step in arrived
-                if not any(one.kind is step_of(ATTEND, step) for one in order[place:])
+                if not any(one.kind == step_of(ATTEND, step) for one in order[place:])
             ]  # fmt: skip
             most = max(most, len(arrived) - len(used))
         assert len(arrived) == num_ranks - 1
@@ -140,5 +140,5 @@ def test_names_of_steps() -> None:
     for wrong in ("", "01", "-1", "99999"):
         with pytest.raises(ValueError, match="is not a stage"):
             from_text(text.format(wrong))
-    assert from_text(text.format(12)).forward.stages[0].kind is step_of(ATTEND, 12)
+    assert from_text(text.format(12)).forward.stages[0].kind == step_of(ATTEND, 12)
     assert dataclasses.replace(BlockFeatures(), ring_ranks=1).ring is False
