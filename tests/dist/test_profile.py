@@ -79,7 +79,7 @@ def test_times_that_do_not_fit_end_with_3_and_write_nothing(
 ) -> None:
     bad = [{"family": "gemm", "columns": {"alpha_us": 1.0, "beta_us_per_gflop": x}, "us": us}
            for x, us in ((1.0, 100.0), (2.0, 900.0), (3.0, 90.0))]  # fmt: skip
-    finding = {"samples": bad, "slowdowns": {}, "block": {"issue": 0.0}, "kernel": "sdpa"}
+    finding = {"samples": bad, "slowdowns": {}, "block": {"issue": 0.0, "issue_of": {}}, "kernel": "sdpa"}
     reports = rank_processes.RankReports([[finding, finding]])
     monkeypatch.setattr(rank_processes, "measure", lambda *_, **__: reports)
     output = tmp_path / "cluster.yaml"
