@@ -27,7 +27,7 @@ LOSS_TOLERANCE_16_BIT = 1e-3
 GRADIENT_TOLERANCE_16_BIT = 0.05
 """Median over parameters of the norm of the difference. About twenty roundings of 2**-9 give about 0.02; a
 lost or duplicated chunk would give an eighth or more for all parameters."""
-WORST_GRADIENT_16_BIT = 0.5
+WORST_GRADIENT_16_BIT = 0.25
 """For a single parameter: rounding may route a nearly tied token or two to a different expert, which affects
 router and norms of that layer (seen: 0.17)."""
 
