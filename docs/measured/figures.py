@@ -21,7 +21,6 @@ from typing import Any, cast
 from rich.console import Console
 
 from megatron_ampipe.tools.benchmark import result_file, table, training
-from megatron_ampipe.tools.measuring.variant import PLANNED
 
 MEASURED = Path(__file__).resolve().parent
 PAGE = MEASURED.parent / "figures.md"
@@ -44,8 +43,8 @@ GROUPS = {
     "Routing": (r"recording|migration", "routing.md"),
 }
 """Title of a part of the page: names of its raw files, and the page that says what was measured."""
-SUMMARY = dict(zip(GROUPS, ("block", "layers", "training", ""), strict=False))
-"""Parts whose cases are in the table of the README, and what it calls them; of the last one, gloo's rows."""
+SUMMARY = dict(zip(GROUPS, ("block", "layers", "training"), strict=False))
+"""Parts whose cases are in the table of the README, and what it calls them."""
 
 HEAD = f"""# Figures
 
@@ -169,27 +168,22 @@ def stacks(document: Mapping[str, Any]) -> str:
 def with_summary(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
     """The README with its table: the fastest row of each case, where both sides have the same all-to-all."""
     before, rest = text.split(BEGIN)
-    head = ["", "link", "top-k", "Megatron", "compared", "faster", "of the bound", "noise"]
-    rows, gloo = [], []
+    rows = []
     for (title, what), (name, document) in itertools.product(SUMMARY.items(), documents.items()):
         for case in document["cases"] if re.fullmatch(GROUPS[title][0], name) else ():
-            if what and same_transport(document) and not document["emulated"]:
-                fastest = min(case["rows"], key=lambda row: row["ms"])
-                rows.append([what, document["link"], *_line(case, fastest)])
-            if case.get("gloo_all_to_all"):
-                gloo.append(["transport", document["link"], *_line(case, case["gloo_all_to_all"])])
-    rows += gloo
+            if same_transport(document) and not document["emulated"]:
+                rows.append([f"{what}, {document['link']}, top-{case['block']['topk']}", *_fastest(case)])
+    head = ["", "Megatron", "AMPipe", "faster", "of the bound", "noise"]
     summary = markdown(head, rows) if rows else "Not measured yet with the same all-to-all on both sides.\n"
     return f"{before}{BEGIN}\n{summary}\n{END}{rest.split(END, 1)[1]}"
 
 
-def _line(case: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    degree = f" {row['cut']}" * (row["schedule"] not in (PLANNED, "stock-gloo"))
-    share, one = row.get("bound_share"), ", one schedule" * (row.get("stack", 1) > 1)
+def _fastest(case: Mapping[str, Any]) -> list[str]:
+    row = min(case["rows"], key=lambda row: row["ms"])
+    share = row.get("bound_share")
     return [
-        str(case["block"]["topk"]),
         f"{case['stock']['ms'] if 'stock' in case else case['stock_ms']:.0f} ms",
-        f"{row['ms']:.0f} ms ({row['schedule']}{degree}{one})",
+        f"{row['ms']:.0f} ms",
         f"{row['speedup']:.2f}x" + ", no difference seen" * (not row["difference_seen"]),
         "" if share is None else f"{share:.0%}",
         f"{case['control']['spread']:.1%}",
