@@ -367,3 +367,32 @@ def test_a_training_order_is_restricted_to_a_pass_without_losses() -> None:
     restricted = unrolled(build("ampipe", degree=3, features=training), [evaluation])
     check(restricted, [evaluation])
     assert restricted == build("ampipe", degree=3, features=evaluation)
+
+
+def test_every_kind_is_a_row_of_some_block() -> None:
+    restored = (("rebuild", "redispatch"), ("offload", "redispatch"), ("rebuild", "offload_tokens"))
+    everything = BlockFeatures(
+        losses=True,
+        shared=True,
+        chooses=True,
+        chunked_qkv=True,
+        restored=restored,
+        condensed=True,
+        reduces=True,
+        reduces_experts=True,
+        nodes=True,
+        gathers=INTRA,
+        row_links="network",
+        gathers_rows=True,
+        ring_ranks=2,
+    )
+    found = {kind.row for block in (everything, BlockFeatures(dense=True)) for kind in data_flow(block).kinds}
+    assert found == set(kinds.MOE_BLOCK)
+
+
+@pytest.mark.parametrize(
+    "name", ["gather-rows", "regather-rows", "scatter-rows", "gather", "regather", "scatter"]
+)
+def test_a_plan_with_the_former_name_of_a_kind_is_read(name: str) -> None:
+    text = "schedule mine degree 1\nforward comm.intra: {}.0\n"
+    assert from_text(text.format(f"{name}-intra")) == from_text(text.format(name))
