@@ -31,7 +31,9 @@ class BadInput(AMPipeError, ValueError):
 
     def __init__(self, name: str, value: object, *, rule: str, remedy: str) -> None:
         self.name, self.value, self.rule, self.remedy = name, value, rule, remedy
-        super().__init__(f"{name} {_shortened(str(value))}: {rule}. {remedy}")
+        # A flag without a value has an empty one.
+        given = f"{name} {_shortened(str(value))}".removesuffix(" ")
+        super().__init__(f"{given}: {rule}. {remedy}")
 
 
 def _shortened(value: str, most: int = 400) -> str:

@@ -197,7 +197,7 @@ def test_a_slow_network_needs_iproute2(
         (["--layers", "4", "--stack", "1,"], "--stack (empty): must be a whole number of layers"),
         (["--from", "/absent.json"], "--from /absent.json"),
         (["--gloo-all-to-all", "--link", "emulated:1gbit"], "--gloo-all-to-all"),
-        (["--gloo-all-to-all", "--from", "x"], "--gloo-all-to-all : is for what will be measured"),
+        (["--gloo-all-to-all", "--from", "x"], "--gloo-all-to-all: is for what will be measured"),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_starts(

@@ -179,7 +179,7 @@ def test_orders_of_a_training_survive_the_pipe() -> None:
             ["--end-to-end", "--grid", "deepseek", "--cases", "deepseek-8k-grouped"],
             "expert_kind torch-grouped of case deepseek-8k-grouped needs a GPU in a training",
         ),
-        (["--end-to-end", "--pretend-peers"], "--pretend-peers : a training needs real ranks"),
+        (["--end-to-end", "--pretend-peers"], "--pretend-peers: a training needs real ranks"),
         (["--end-to-end", "--plot", "x"], "--plot x: works with results of blocks"),
         (["--end-to-end", "--from", "x"], "--from x: works with results of blocks"),
         (["--end-to-end", "--planned", "x"], "--planned x: works with results of blocks"),
