@@ -62,26 +62,26 @@ class PoisoningExecutor:
         """All other attributes are those of the inner executor."""
         return getattr(self._inner, name)
 
-    def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+    def execute(self, tape: Any, run_call: Any, *rest: Any) -> None:
         """See ``runtime.executors.Executor``."""
         compute = _stream()
 
-        def run(stage: Any) -> Transfer | None:
+        def run(call: Any) -> Transfer | None:
             self._fill_released()
-            if stage.is_communication:
+            if call.stage.is_communication:
                 with _Allocations() as made:
-                    transfer = run_stage(stage)
+                    transfer = run_call(call)
                 here = _stream()
                 for tensor in (*made.tensors, *transfer.outputs):
                     self._watch(tensor, here if made.holds(tensor) else compute)
                 return transfer
             self._delay()
-            run_stage(stage)
+            run_call(call)
             self._delay()
             return None
 
         with mirrored(before=self._before_exchange(compute), travel=self._travel):
-            self._inner.execute(order, needs, run, *rest)
+            self._inner.execute(tape, run, *rest)
 
     def _before_exchange(self, compute: torch.cuda.Stream | None) -> Callable[[Tensor, Tensor], None]:
         def prepare(output: Tensor, input: Tensor) -> None:

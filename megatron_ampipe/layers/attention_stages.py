@@ -19,11 +19,11 @@ from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
 from megatron_ampipe.layers.linear_weights import transfers_apart
-from megatron_ampipe.runtime.block_stages import ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.runtime.row_scatter import RowTransfers
+from megatron_ampipe.runtime.steps import Function
 from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents
 
@@ -36,6 +36,7 @@ class AttentionStages:
     Args:
         modules: What is called.
         chunks: Where the sequence is cut.
+        whole: All of it as one chunk.
         attend: Core attention of a chunk.
         rotary_pos_emb: As Megatron passes it to the layer.
         documents: Of the micro-batch, if rows attend to their own document only.
@@ -48,6 +49,7 @@ class AttentionStages:
         modules: BlockModules,
         *,
         chunks: Sequence[Chunk],
+        whole: Chunk,
         attend: ChunkAttention,
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
@@ -55,7 +57,7 @@ class AttentionStages:
         row_transfers: RowTransfers | None = None,
     ) -> None:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
-        self._chunks, self._whole, self._documents = chunks, Chunk.joined(chunks), documents
+        self._chunks, self._whole, self._documents = chunks, whole, documents
         self._ring_ranks, self._row_transfers = ring_ranks, row_transfers
         self._ring = self._new_ring()
 
@@ -121,7 +123,7 @@ class AttentionStages:
         if self._ring is not None:
             # Views would keep the joint projection.
             return query.contiguous(), key.contiguous(), value.contiguous()
-        if chunk is not None:
+        if chunk is not None and len(self._chunks) > 1:
             # Keys and values are copied into the rows of the sequence. Queries that are a view of the joint
             # projection would keep a second copy of both.
             query = query.contiguous()
@@ -221,7 +223,7 @@ class AttentionStages:
         return self._whole if chunk is None else self._chunks[chunk]
 
 
-COMPUTE: Mapping[StageKind, ComputeFunction] = {
+COMPUTE: Mapping[StageKind, Function] = {
     kinds.INPUT_NORM: AttentionStages.input_norm,
     kinds.QKV: AttentionStages.qkv,
     kinds.ATTEND: AttentionStages.attend,

@@ -28,7 +28,8 @@ from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.layers.routing_records import sees_whole_blocks
 from megatron_ampipe.layers.token_ids import TokenIds
 from megatron_ampipe.layers.two_hop_dispatcher import TwoHopChunk
-from megatron_ampipe.runtime.block_stages import AddedStage, BlockParameters
+from megatron_ampipe.runtime.added_stage import AddedStage
+from megatron_ampipe.runtime.segment import BlockParameters
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
 
 _RECOMPUTED = {

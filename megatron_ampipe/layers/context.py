@@ -8,7 +8,7 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.layers.condense import Condenser
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.block_stages import AddedStage
+from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder

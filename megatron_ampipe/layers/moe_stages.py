@@ -19,11 +19,11 @@ from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.condense import Condensed, Condenser
 from megatron_ampipe.layers.dispatcher import copy_counts
 from megatron_ampipe.layers.expert_products import products_run_by
-from megatron_ampipe.runtime.block_stages import ComputeFunction
 from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.node_hop import collect, spread
 from megatron_ampipe.runtime.rows import take_rows, with_rows
+from megatron_ampipe.runtime.steps import Function
 from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 
@@ -36,6 +36,7 @@ class MoEStages:
     Args:
         modules: What is called.
         chunks: Where the sequence is cut.
+        whole: All of it as one chunk.
         num_tokens: Tokens of this rank in the block, ``S * B``.
         exchange: How often a token is sent.
         wire: Around the transfers of tokens; None to send them as they are.
@@ -48,13 +49,14 @@ class MoEStages:
         modules: BlockModules,
         *,
         chunks: Sequence[Chunk],
+        whole: Chunk,
         num_tokens: int,
         exchange: Exchange = Exchange.ROWS,
         wire: Wire | None = None,
         condenser: Condenser | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
-        self._modules, self._chunks, self._whole = modules, chunks, Chunk.joined(chunks)
+        self._modules, self._chunks, self._whole = modules, chunks, whole
         self._num_tokens, self._token_ids, self._is_again = num_tokens, token_ids, False
         self._kind_of_exchange, self._wire, self._condenser = exchange, wire, condenser
         self._begin()
@@ -300,7 +302,7 @@ class MoEStages:
         return exchange_encoded(self._wire, transports, tensors, trips, combine=combine)
 
 
-COMPUTE: Mapping[StageKind, ComputeFunction] = {
+COMPUTE: Mapping[StageKind, Function] = {
     kinds.CHOOSE: MoEStages.choose,
     kinds.ROUTE: MoEStages.route,
     kinds.CONDENSE: MoEStages.condense,

@@ -7,7 +7,7 @@ one ``TransformerLayer``; in a hybrid model they are two. Used by :mod:`.layer` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,14 +23,16 @@ from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbeddi
 from megatron_ampipe.layers.chunk_sharding import ChunkSharding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer_hooks import refuse_hooks
-from megatron_ampipe.layers.megatron_stages import MegatronStages
+from megatron_ampipe.layers.megatron_stages import MegatronFunctions, MegatronState
 from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.autograd_block import run_blocks
-from megatron_ampipe.runtime.block_stages import CompiledSchedule
 from megatron_ampipe.runtime.collectives import lane_group
+from megatron_ampipe.runtime.compile import Order, compiled
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.row_scatter import RowTransfers
+from megatron_ampipe.runtime.stack_call import StackCall
+from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
@@ -72,6 +74,7 @@ class PipelinedBlock:
             added=context.added,
         )
         self._attend: dict[bool, ChunkAttention] = {}
+        self._features: dict[Hashable, BlockFeatures] = {}
         self._make_groups()
 
     def _make_groups(self) -> None:
@@ -117,6 +120,13 @@ class PipelinedBlock:
 
     def features(self, *, shares_schedule: bool = False) -> BlockFeatures:
         """What the block contains in the current pass."""
+        context, training = self._context, self.modules.moe_layer.training
+        key = context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule
+        if key not in self._features:
+            self._features[key] = self._features_now(shares_schedule=shares_schedule)
+        return self._features[key]
+
+    def _features_now(self, *, shares_schedule: bool) -> BlockFeatures:
         modules = self.modules
         found = replace(
             features_of_settings(
@@ -147,44 +157,49 @@ class PipelinedBlock:
         """Whether the current pass will run again in its backward pass."""
         return self._recomputed and self.modules.moe_layer.training and torch.is_grad_enabled()
 
-    def stages(
+    @cached_property
+    def functions(self) -> MegatronFunctions:
+        """What its stages compute."""
+        return MegatronFunctions(self.modules, self._context.added)
+
+    def state(
         self,
         chunks: Sequence[Chunk],
+        whole: Chunk,
         hidden: Tensor,
         rotary_pos_emb: RotaryEmbedding | None,
         documents: Documents | None,
         token_ids: Tensor | None,
         *,
         shares_schedule: bool = False,
-    ) -> MegatronStages:
-        """The stages of one pass."""
+    ) -> MegatronState:
+        """The state of one pass."""
         self.modules.add_first_weight_gradients()
         features = self.features(shares_schedule=shares_schedule)
         if documents is not None and documents.masked and not self._reads_mask:
             documents = None
-        return MegatronStages(
-            self.modules,
-            chunks=chunks,
-            attention=AttentionStages(
+        return MegatronState(
+            AttentionStages(
                 self.modules,
                 chunks=chunks,
+                whole=whole,
                 attend=self._attention_of_chunks(on_gpu=hidden.is_cuda, documents=documents is not None),
                 rotary_pos_emb=rotary_pos_emb,
                 documents=documents,
                 ring_ranks=self.modules.attention_layer.pg_collection.cp if features.ring else None,
                 row_transfers=self._row_transfers(features) if features.scatters_rows else None,
             ),
-            moe=MoEStages(
+            MoEStages(
                 self.modules,
                 chunks=chunks,
+                whole=whole,
                 num_tokens=hidden.shape[0] * hidden.shape[1],
                 exchange=self._context.pipeline.exchange,
                 wire=self._context.wire,
                 condenser=self._context.condenser,
                 token_ids=token_ids,
             ),
-            added=self._context.added,
-            random=RandomStates() if self.recomputes and self._draws else None,
+            RandomStates() if self.recomputes and self._draws else None,
         )
 
     def _row_transfers(self, features: BlockFeatures) -> RowTransfers:
@@ -238,8 +253,10 @@ class BlockStack:
     def __init__(self, blocks: Sequence[PipelinedBlock], context: AMPipeContext) -> None:
         self._blocks, self._context = blocks, context
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._schedules: dict[tuple[Pipeline, tuple[BlockFeatures, ...]], CompiledSchedule] = {}
+        self._orders: dict[tuple[Pipeline, tuple[BlockFeatures, ...]], Order] = {}
+        self._tapes: dict[Hashable, Tapes] = {}
         self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
+        self._whole: dict[int, Chunk] = {}
         self._sharding: dict[tuple[Chunk, ...], ChunkSharding] = {}
         layer = blocks[0].modules.moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
@@ -300,26 +317,25 @@ class BlockStack:
         documents: Documents | None,
     ) -> Tensor:
         token_ids = self._token_ids(chunks, hidden)
-        return run_blocks(
-            hidden,
-            stages=[
-                block.stages(
-                    chunks,
-                    hidden,
-                    rotary_pos_emb,
-                    documents,
-                    token_ids,
-                    shares_schedule=len(self._blocks) > 1,
+        shares, context = len(self._blocks) > 1, self._context
+        whole = self._whole[hidden.shape[0]]
+        parameters = [block.modules.parameters for block in self._blocks]
+        keep_graph = torch.is_grad_enabled() and (hidden.requires_grad or any(one.all for one in parameters))
+        call = StackCall(
+            [
+                block.state(
+                    chunks, whole, hidden, rotary_pos_emb, documents, token_ids, shares_schedule=shares
                 )
                 for block in self._blocks
             ],
-            schedule=self._schedule(executor),
-            executor=executor,
-            recorder=self._context.recorder,
+            self._tape(executor, chunks, num_rows=hidden.shape[0], keep_graph=keep_graph),
+            executor,
+            context.recorder,
             numbers=self._numbers,
-            parameters=[block.modules.parameters for block in self._blocks],
-            reductions=self._context.reductions,
+            parameters=parameters,
+            reductions=context.reductions if keep_graph else None,
         )
+        return run_blocks(hidden, call, parameters) if keep_graph else call.forward(hidden)
 
     def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
         """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
@@ -342,18 +358,33 @@ class BlockStack:
         if key not in self._chunks:
             length = num_rows * layout.tensor_ranks * layout.context_ranks
             self._chunks[key] = pipeline.chunks(length, layout)
+            self._whole[num_rows] = Chunk.joined(self._chunks[key])
         return self._chunks[key]
 
     def _features(self) -> tuple[BlockFeatures, ...]:
         shares = len(self._blocks) > 1
         return tuple(block.features(shares_schedule=shares) for block in self._blocks)
 
-    def _schedule(self, executor: Executor) -> CompiledSchedule:
+    def _order(self, executor: Executor) -> Order:
         pipeline, layers = self._context.pipeline, self._features()
         key = (pipeline, layers)
-        if key not in self._schedules:
+        if key not in self._orders:
             schedule = pipeline.schedule_of(layers)
             for block in self._blocks:
                 block.modules.require_linears(schedule.backward.weights)
-            self._schedules[key] = CompiledSchedule.of(schedule, layers=layers, executor=executor)
-        return self._schedules[key]
+            self._orders[key] = Order.of(schedule, layers, host_waits=executor.host_waits)
+        return self._orders[key]
+
+    def _tape(self, executor: Executor, chunks: Sequence[Chunk], *, num_rows: int, keep_graph: bool) -> Tapes:
+        """What the current pass runs; made once for each pipeline and number of rows."""
+        pipeline, layers = self._context.pipeline, self._features()
+        key = (pipeline, layers, num_rows, keep_graph)
+        if key not in self._tapes:
+            self._tapes[key] = compiled(
+                self._order(executor),
+                chunks=chunks,
+                functions=[block.functions for block in self._blocks],
+                keep_graph=keep_graph,
+                threads=executor.threads,
+            )
+        return self._tapes[key]

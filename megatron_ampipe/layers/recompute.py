@@ -52,12 +52,20 @@ class RandomStates:
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
 
-    def record(self, key: Any) -> None:
-        """Keep the states of now."""
-        self._states[key] = random._get_all_rng_states()
+    def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
+        """See ``runtime.pass_state.Draws``."""
+        if not again:
+            self._states[key] = random._get_all_rng_states()
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._restored(key):
+                return function(*args, **kwargs)
+
+        return run
 
     @contextlib.contextmanager
-    def restored(self, key: Any) -> Iterator[None]:
+    def _restored(self, key: object) -> Iterator[None]:
         """Draw from the states that were kept, if any were, and go on with those of now."""
         states = self._states.pop(key, None)
         if states is None:

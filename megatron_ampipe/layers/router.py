@@ -269,9 +269,11 @@ class ChunkRouting:
     def _noting(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> Iterator[None]:
         """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts."""
         config, replay = self.config, self._replay
-        self._noted, self._block = losses, block
-        self._forced_std = getattr(config, "moe_router_force_biased", None)
-        if config.moe_expert_capacity_factor is not None or self._forced_std is not None:
+        # Not by ``setattr``, which looks for parameters and modules first.
+        attributes = vars(self)
+        forced_std = getattr(config, "moe_router_force_biased", None)
+        attributes.update(_noted=losses, _block=block, _forced_std=forced_std)
+        if config.moe_expert_capacity_factor is not None or forced_std is not None:
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
         if replay is not None:
@@ -285,7 +287,7 @@ class ChunkRouting:
         try:
             yield
         finally:
-            self.config, self._noted, self._block, self._forced_std = config, None, None, None
+            attributes.update(config=config, _noted=None, _block=None, _forced_std=None)
             if replay is not None:
                 self.router_replay = replay
 

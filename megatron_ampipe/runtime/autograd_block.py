@@ -1,8 +1,7 @@
 """Consecutive transformer blocks as one autograd function whose inside runs by a schedule.
 
-What a stage computes comes from the layers (:class:`~.block_stages.BlockStages`); in which order, from the
-schedule; where, from the executor; :class:`~.stack_call.StackCall` brings them together. Called by
-``layers``.
+What a stage computes comes from the layers (:class:`~.compile.BlockFunctions`); in which order, from the
+tape; where, from the executor; :class:`~.stack_call.StackCall` brings them together. Called by ``layers``.
 """
 
 from __future__ import annotations
@@ -13,62 +12,25 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.block_stages import BlockParameters, BlockStages, CompiledSchedule
-from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.segment import GradientSums, hand_over
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, hand_over
 from megatron_ampipe.runtime.stack_call import StackCall
 
 # S sequence rows, B batch, D hidden size.
 
 
-def run_blocks(
-    hidden: Tensor,
-    *,
-    stages: Sequence[BlockStages],
-    schedule: CompiledSchedule,
-    executor: Executor,
-    recorder: Recorder,
-    numbers: Sequence[int],
-    parameters: Sequence[BlockParameters],
-    reductions: Reductions | None = None,
-) -> Tensor:
+def run_blocks(hidden: Tensor, call: StackCall, parameters: Sequence[BlockParameters]) -> Tensor:
     """Run blocks that share a schedule; differentiable in ``hidden`` and ``parameters``.
 
     Args:
         hidden: ``[S, B, D]``, this rank's rows of the residual stream.
-        stages: What each layer computes.
-        schedule: In which order.
-        executor: On what.
-        recorder: Told of every stage.
-        numbers: Of the layers in Megatron, for the recorder.
+        call: This pass.
         parameters: For each layer all parameters that its stages use.
-        reductions: Of their gradients, if the schedule has stages that start them.
 
     Returns:
-        ``[S, B, D]``. Under ``torch.no_grad`` nothing is kept.
+        ``[S, B, D]``.
     """
-    trained = [
-        BlockParameters(*(tuple(found for found in half if found.requires_grad) for half in one))
-        for one in parameters
-    ]
-    keep_graph = torch.is_grad_enabled() and (
-        hidden.requires_grad or any(half for one in trained for half in one)
-    )
-    call = StackCall(
-        stages,
-        schedule,
-        executor,
-        recorder,
-        numbers=numbers,
-        keep_graph=keep_graph,
-        reductions=reductions,
-    )
-    if not keep_graph:
-        return call.forward(hidden)
     anchor = hidden.new_empty(0).requires_grad_()
-    output: Tensor = _Blocks.apply(call, trained, anchor, hidden, *trained[0].others)
+    output: Tensor = _Blocks.apply(call, parameters, anchor, hidden, *parameters[0].others)
     return output
 
 
@@ -104,7 +66,8 @@ class _Blocks(torch.autograd.Function):
 
         def finished(layer: int, sums: GradientSums, half: bool) -> None:
             parameters = trained[layer].feed_forward if half else trained[layer].others
-            gradients = [sums.take(parameter) for parameter in parameters]
+            first = len(trained[layer].feed_forward) * (not half)
+            gradients = [sums.take(number) for number in range(first, first + len(parameters))]
             if layer == 0 and not half:
                 of_first.extend(gradients)
                 return

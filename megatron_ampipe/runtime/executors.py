@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,37 +22,35 @@ from typing import Protocol
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule.stage_kind import COMPUTE
-from megatron_ampipe.schedule.types import Stage
 
-RunStage = Callable[[Stage], Transfer | None]
-"""Runs a stage. A collective is only started: it has ended when ``wait`` of the returned transfer returns."""
-Order = Sequence[tuple[str, Stage]]
-Needs = Mapping[Stage, tuple[Stage, ...]]
+RunCall = Callable[[Call], Transfer | None]
+"""Runs a call. A collective is only started: it has ended when ``wait`` of the returned transfer returns."""
 
 
 class Executor(Protocol):
-    """Runs the stages of one direction of a block."""
+    """Runs the calls of a tape."""
 
     host_waits: bool
     """Whether issuing a stage can make the host wait for the device; see ``schedule.issue_order``."""
     crosses_streams: bool
     """Whether stages run on several streams, so that ``execute`` needs ``crossing``."""
+    threads: bool
+    """Whether lanes run on several threads."""
 
     def execute(
         self,
-        order: Order,
-        needs: Needs,
-        run_stage: RunStage,
+        tape: Tape,
+        run: RunCall,
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
         """Run all stages once.
 
         Args:
-            order: ``(lane, stage)`` in issue order, the same on every rank.
-            needs: The dependencies of each stage.
-            run_stage: Runs a stage on the calling thread and its current stream; see :data:`RunStage`.
+            tape: What runs, in issue order.
+            run: Runs a call on the calling thread and its current stream; see :data:`RunCall`.
             recorder: Receives the start and end of each stage.
             crossing: Gives the tensors of a stage that are used on several streams; None if there are none.
         """
@@ -64,25 +62,28 @@ class SequentialExecutor:
 
     host_waits = False
     crosses_streams = False
+    threads = False
 
     def execute(
         self,
-        order: Order,
-        needs: Needs,
-        run_stage: RunStage,
+        tape: Tape,
+        run: RunCall,
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
         """See :class:`Executor`."""
-        for lane, stage in order:
-            run_on_host(lane, stage, run_stage, recorder)
+        for call in tape.calls:
+            if recorder.recording:
+                run_on_host(call, run, recorder)
+            elif (transfer := run(call)) is not None:
+                transfer.wait()
 
 
-def run_on_host(lane: str, stage: Stage, run_stage: RunStage, recorder: Recorder) -> None:
-    """Run a stage on the calling thread, wait for its end, and record the time on the host's clock."""
+def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:
+    """Run a call on the calling thread, wait for its end, and record the time on the host's clock."""
     begin = time.perf_counter()
-    finish(run_stage(stage))
-    recorder.add(lane, stage, begin, time.perf_counter())
+    finish(run(call))
+    recorder.add(call.lane, call.stage, begin, time.perf_counter())
 
 
 def finish(transfer: Transfer | None) -> None:
@@ -101,15 +102,15 @@ class ThreadExecutor:
 
     host_waits = False
     crosses_streams = False
+    threads = True
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
 
     def execute(
         self,
-        order: Order,
-        needs: Needs,
-        run_stage: RunStage,
+        tape: Tape,
+        run: RunCall,
         recorder: Recorder,
         crossing: Crossing | None = None,
     ) -> None:
@@ -118,34 +119,34 @@ class ThreadExecutor:
         After a failure no further stage is started in any lane, and the first error is raised. Otherwise a
         collective that the other ranks do not start would end the process with a timeout.
         """
-        in_flight: dict[Stage, Future[None]] = {}
+        in_flight: dict[int, Future[None]] = {}
         failures: list[BaseException] = []
 
-        def wait_for_needs(stage: Stage) -> None:
-            for needed in needs[stage]:
-                if needed in in_flight:
-                    in_flight[needed].result()
+        def wait_for_needs(call: Call) -> None:
+            for position in call.needs:
+                if position in in_flight:
+                    in_flight[position].result()
             if failures:
                 raise failures[0]
 
-        def start(stage: Stage) -> Transfer | None:
-            wait_for_needs(stage)
-            return run_stage(stage)
+        def start(call: Call) -> Transfer | None:
+            wait_for_needs(call)
+            return run(call)
 
         with _collecting(failures):
-            for lane, stage in order:
-                if lane == COMPUTE:
+            for call in tape.calls:
+                if call.lane == COMPUTE:
                     if in_flight:
                         # Otherwise the threads of a lane would wait for the next tick of the scheduler.
                         os.sched_yield()
-                    wait_for_needs(stage)
-                    run_on_host(lane, stage, run_stage, recorder)
+                    wait_for_needs(call)
+                    run_on_host(call, run, recorder)
                 else:
-                    if lane not in self._lanes:
+                    if call.lane not in self._lanes:
                         demote_gloo_threads()
-                        self._lanes[lane] = _Lane(lane)
-                    in_flight[stage] = self._lanes[lane].submit(
-                        _Call(stage, start, recorder, failures, future=Future())
+                        self._lanes[call.lane] = _Lane(call.lane)
+                    in_flight[call.position] = self._lanes[call.lane].submit(
+                        _Started(call, start, recorder, failures, future=Future())
                     )
         for future in in_flight.values():
             future.result()
@@ -183,11 +184,11 @@ def _collecting(failures: list[BaseException]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Call:
+class _Started:
     """One collective of a lane."""
 
-    stage: Stage
-    start: RunStage
+    call: Call
+    start: RunCall
     recorder: Recorder
     failures: list[BaseException]
     future: Future[None]
@@ -210,8 +211,8 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._submitted: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[_Started | None] = queue.SimpleQueue()
         self._free = threading.Semaphore(_MAX_IN_FLIGHT)
         self._last_end = 0.0
         self._threads = [
@@ -223,9 +224,9 @@ class _Lane:
         # A thread that still runs torch code when the interpreter exits aborts the process.
         atexit.register(self._stop)
 
-    def submit(self, call: _Call) -> Future[None]:
-        self._submitted.put(call)
-        return call.future
+    def submit(self, one: _Started) -> Future[None]:
+        self._submitted.put(one)
+        return one.future
 
     def _stop(self) -> None:
         self._submitted.put(None)
@@ -233,41 +234,41 @@ class _Lane:
             thread.join(timeout=1.0)
 
     def _start(self) -> None:
-        while (call := self._submitted.get()) is not None:
+        while (one := self._submitted.get()) is not None:
             self._free.acquire()
             try:
-                with _collecting(call.failures):
-                    call.begin = time.perf_counter()
-                    call.transfer = call.start(call.stage)
-                    if call.transfer is not None and call.transfer.begin is not None:
-                        while call.places < _MAX_IN_FLIGHT:
+                with _collecting(one.failures):
+                    one.begin = time.perf_counter()
+                    one.transfer = one.start(one.call)
+                    if one.transfer is not None and one.transfer.begin is not None:
+                        while one.places < _MAX_IN_FLIGHT:
                             self._free.acquire()
-                            call.places += 1
-                        call.begin = time.perf_counter()
+                            one.places += 1
+                        one.begin = time.perf_counter()
             except BaseException as error:
-                self._free.release(call.places)
-                call.future.set_exception(error)
+                self._free.release(one.places)
+                one.future.set_exception(error)
             else:
-                self._started.put(call)
+                self._started.put(one)
             # Do not keep a finished call alive while the lane waits for the next one.
-            del call
+            del one
         self._started.put(None)
 
     def _wait(self) -> None:
-        while (call := self._started.get()) is not None:
+        while (one := self._started.get()) is not None:
             try:
-                with _collecting(call.failures):
-                    finish(call.transfer)
+                with _collecting(one.failures):
+                    finish(one.transfer)
             except BaseException as error:
-                call.future.set_exception(error)
+                one.future.set_exception(error)
             else:
                 # The recorded stage starts at the earliest when the previous one of the lane has ended.
-                begin, self._last_end = max(call.begin, self._last_end), time.perf_counter()
-                call.recorder.add(self._name, call.stage, begin, self._last_end)
+                begin, self._last_end = max(one.begin, self._last_end), time.perf_counter()
+                one.recorder.add(self._name, one.call.stage, begin, self._last_end)
                 # Release the buffers, and all that the stage references, before the result is set: the
                 # threads of the lane may keep the call itself alive a little longer.
-                del call.transfer, call.start
-                call.future.set_result(None)
+                del one.transfer, one.start
+                one.future.set_result(None)
             finally:
-                self._free.release(call.places)
-            del call
+                self._free.release(one.places)
+            del one

@@ -67,9 +67,15 @@ class KeyValueSums:
         self._zero_unwritten()
         return self._totals
 
+    @property
+    def allocated(self) -> tuple[Tensor, ...]:
+        """The buffers of the sums, if there are any yet."""
+        return self._totals
+
     def rounded(self, total: Tensor, index: int) -> Tensor:
         """A sum in the dtype of the keys (index 0) or values (1)."""
-        return total.to(self._like[index].dtype)
+        dtype = self._like[index].dtype
+        return total if total.dtype == dtype else total.to(dtype)
 
     def _allocate(self) -> None:
         if not self._totals:

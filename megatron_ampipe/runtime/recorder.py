@@ -53,7 +53,8 @@ class Recorder:
     def __init__(self, *, num_iterations: int = 0) -> None:
         self._iterations: deque[_Iteration] = deque(maxlen=num_iterations)
         self.enabled = num_iterations > 0
-        self._recording = False
+        self.recording = False
+        """Whether stages that run now are recorded."""
         self.layers: Sequence[int] = (1,)
         """Numbers of the layers of the pass that runs."""
         self.direction = Direction.FORWARD
@@ -65,24 +66,24 @@ class Recorder:
         """Start recording stages of this training iteration; may be called repeatedly for the same one."""
         if not self.enabled:
             return
-        self._recording = True
+        self.recording = True
         if not self._iterations or self._iterations[-1].number != iteration:
             self._iterations.append(_Iteration(iteration))
 
     def pause(self) -> None:
         """Stop recording until the next call of :meth:`start_iteration`, for example in evaluation."""
-        self._recording = False
+        self.recording = False
 
     def enter(self, layers: Sequence[int], direction: Direction) -> None:
         """Start a pass: stages that follow belong to these layers and this direction."""
         self.layers, self.direction = layers, direction
-        if self._recording:
+        if self.recording:
             self._iterations[-1].num_passes += 1
 
     @contextmanager
     def on_stream(self, lane: str, stage: Stage, stream: torch.cuda.Stream) -> Iterator[None]:
         """Time a stage by events on its stream."""
-        if not self._recording:
+        if not self.recording:
             yield
             return
         if self._iterations[-1].origin is None:
@@ -97,7 +98,7 @@ class Recorder:
 
     def add(self, lane: str, stage: Stage, begin: float, end: float) -> None:
         """Record a stage that was timed by the caller, in seconds of ``time.perf_counter``."""
-        if self._recording:
+        if self.recording:
             self._append(lane, stage, begin, end)
 
     def timeline(self, *, rank: int, labels: dict[str, str], iteration: int | None = None) -> Timeline:

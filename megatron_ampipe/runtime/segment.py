@@ -1,17 +1,18 @@
 """The autograd boundary of one compute stage, and the sums of parameter gradients.
 
 A segment runs a stage on detached inputs and keeps the autograd graph of that stage, so that backward can run
-stage by stage in the order of the schedule. Called by :mod:`megatron_ampipe.runtime.block_call`.
+stage by stage in the order of the schedule. Called by :mod:`.steps`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 from torch.nn import Parameter
 
 
@@ -21,89 +22,109 @@ class Segment:
     Holds edges of the graph, not tensors: a tensor that no operation has saved is freed after its last use.
 
     Args:
-        function: Takes tensors, returns a tuple of tensors.
-        inputs: Its arguments; they are detached here.
-        keep_graph: Whether :meth:`backward` will be called. If not, nothing is kept.
+        function: Takes ``bound``, tensors and ``extra``; returns a tuple of tensors.
+        bound: Its first arguments.
+        extra: Its keyword arguments.
+        inputs: Its other arguments; they are detached here.
         recompute: Keep only the inputs, and run the stage again in :meth:`backward`. Only for stages that
             draw no random numbers and have no side effects.
         releases: :meth:`backward` releases the gradients that it is given after their first use. Only for
             stages with one output.
     """
 
-    __slots__ = ("_function", "_given", "_input_edges", "_inputs", "_output_edges", "values")
+    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "values")
 
     def __init__(
         self,
         function: Callable[..., tuple[Tensor, ...]],
-        *inputs: Tensor,
-        keep_graph: bool,
+        bound: tuple[Any, ...],
+        extra: Mapping[str, Any],
+        inputs: Sequence[Tensor],
+        *,
         recompute: bool = False,
         releases: bool = False,
     ) -> None:
         self._given: list[Tensor | None] | None = [] if releases else None
-        self._function: Callable[..., tuple[Tensor, ...]] | None = None
-        self._inputs: tuple[Tensor, ...] = ()
-        self._input_edges: tuple[GradientEdge, ...] = ()
-        self._output_edges: tuple[GradientEdge | None, ...] = ()
-        if keep_graph and recompute:
-            self._function, self._inputs = function, tuple(tensor.detach() for tensor in inputs)
-        if not keep_graph or recompute:
-            with torch.no_grad():
-                self.values = function(*inputs)
-        else:
-            self.values = self._build_graph(function, inputs)
+        self._again: Callable[[], object] | None = None
+        if not recompute:
+            self.values = self._build_graph(function, bound, extra, inputs)
+            return
+        kept = tuple(tensor.detach() for tensor in inputs)
+        self._again = functools.partial(self._build_graph, function, bound, extra, kept)
+        with torch.no_grad():
+            self.values = function(*bound, *inputs, **extra)
 
     def backward(
-        self, gradients: list[Tensor | None], *, parameters: Sequence[Parameter], sums: GradientSums
-    ) -> tuple[Tensor | None, ...]:
+        self, gradients: list[Tensor | None], *, parameters: Sequence[int], sums: GradientSums
+    ) -> Sequence[Tensor | None]:
         """Compute the gradients and release the graph; can be called once.
 
         Args:
             gradients: One per output; None if nothing depends on that output. Emptied here: where nobody else
                 refers to them, they are freed when they are no longer needed.
-            parameters: The parameters that the stage uses; their gradients are added to ``sums``.
+            parameters: Numbers in ``sums`` of the parameters that the stage uses; their gradients are added.
             sums: Accumulates the parameter gradients of the chunks.
 
         Returns:
             The gradient of each input; None for an input that no output depends on.
         """
-        if self._function is not None:
-            self._build_graph(self._function, self._inputs)
-            self._function, self._inputs = None, ()
+        if self._again is not None:
+            self._again()
+            self._again = None
         if self._given is not None:
             assert len(gradients) == 1, "a stage with several outputs cannot release their gradients"
             self._given += gradients
             gradients[:] = [None if gradients[0] is None else gradients[0].new_empty(0)]
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(self._output_edges, gradients, strict=True)
-            if gradient is not None and edge is not None
-        ]
+        ends, given = [], []
+        for edge, gradient in zip(self._output_edges, gradients, strict=True):
+            if gradient is not None and edge is not None:
+                ends.append(edge)
+                given.append(gradient)
         gradients.clear()
-        assert pairs, "backward of a stage that nothing depends on, or a second backward"
-        computed = torch.autograd.grad(
-            [edge for edge, _ in pairs],
-            [*self._input_edges, *parameters],
-            [gradient for _, gradient in pairs],
-            allow_unused=True,
-        )
+        del gradient
+        assert ends, "backward of a stage that nothing depends on, or a second backward"
         count = len(self._input_edges)
-        for parameter, gradient in zip(parameters, computed[count:], strict=True):
-            sums.add(parameter, gradient)
+        trained = sums.parameters
+        # torch.autograd.grad without the checks that it makes in Python: for a small graph they cost the host
+        # more than its backward, and there is one for every stage of every chunk. The engine checks as well.
+        computed: Sequence[Tensor | None] = _engine_run_backward(
+            tuple(ends),
+            tuple(given),
+            False,
+            False,
+            (*self._input_edges, *[trained[number] for number in parameters]),
+            True,
+            accumulate_grad=False,
+        )
+        for place, number in enumerate(parameters, count):
+            if computed[place] is not None:
+                sums.add(number, computed[place])
         self._output_edges = self._input_edges = ()
         return computed[:count]
 
     def _build_graph(
-        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        bound: tuple[Any, ...],
+        extra: Mapping[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> list[Tensor]:
         with torch.enable_grad():
             detached = with_history(inputs)
-            outputs = function(*detached)
+            outputs = function(*bound, *detached, **extra)
             ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
         # The output edges keep the graph alive, including the node that the input edges point to.
-        self._input_edges = tuple(GradientEdge(tensor.grad_fn, tensor.output_nr) for tensor in detached)
-        self._output_edges = tuple(get_gradient_edge(end) if end.requires_grad else None for end in ends)
-        return tuple(output.detach() for output in outputs)
+        first = detached[0].grad_fn
+        self._input_edges = [GradientEdge(first, number) for number in range(len(detached))]
+        self._output_edges = [None if end.grad_fn is None else _edge(end, end.grad_fn) for end in ends]
+        return [output.detach() for output in outputs]
+
+
+def _edge(end: Tensor, node: Node) -> GradientEdge:
+    """``get_gradient_edge``, quickly where the node itself keeps the graph alive."""
+    if isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(end)
+    return GradientEdge(node, end.output_nr)
 
 
 def with_history(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -167,33 +188,57 @@ class _TakeGradients(torch.autograd.Function):
         return found
 
 
+class BlockParameters(NamedTuple):
+    """The trainable parameters of a block, each once.
+
+    Attributes:
+        feed_forward: Those that only kinds of ``kinds.FEED_FORWARD`` use.
+        others: All others.
+    """
+
+    feed_forward: tuple[Parameter, ...]
+    others: tuple[Parameter, ...]
+
+    @property
+    def all(self) -> tuple[Parameter, ...]:
+        """All of them, in the order of their numbers."""
+        return self.feed_forward + self.others
+
+
 class GradientSums:
     """One gradient per parameter, summed over the stages and chunks of a block.
 
     16-bit gradients are summed in fp32 and rounded once. If Megatron's fused linear layers have already added
     a gradient to ``main_grad``, what they return is a placeholder: it is passed on and never summed.
+
+    Args:
+        parameters: Of the block; others call them by their numbers.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[Parameter, Tensor] = {}
-        self._writable: set[Parameter] = set()
+    __slots__ = ("_sums", "_writable", "parameters")
 
-    def add(self, parameter: Parameter, gradient: Tensor | None) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._writable = [False] * len(parameters)
+
+    def add(self, number: int, gradient: Tensor | None) -> None:
         """Add one stage's gradient; None adds nothing."""
         if gradient is None:
             return
-        if parameter not in self._sums or getattr(parameter, "grad_added_to_main_grad", False):
-            self._sums[parameter] = gradient
-        elif parameter in self._writable:
-            self._sums[parameter].add_(gradient)
+        first = self._sums[number]
+        if first is None or getattr(self.parameters[number], "grad_added_to_main_grad", False):
+            self._sums[number] = gradient
+        elif self._writable[number]:
+            first.add_(gradient)
         else:
             # The first gradient may share memory with another tensor of the graph: never written in place.
-            first = self._sums[parameter]
             is_wide = first.element_size() >= 4
-            self._sums[parameter] = first + gradient if is_wide else first.float().add_(gradient)
-            self._writable.add(parameter)
+            self._sums[number] = first + gradient if is_wide else first.float().add_(gradient)
+            self._writable[number] = True
 
-    def take(self, parameter: Parameter) -> Tensor | None:
+    def take(self, number: int) -> Tensor | None:
         """Remove and return the sum, in the parameter's dtype; None if no stage contributed."""
-        total = self._sums.pop(parameter, None)
-        return None if total is None else total.to(parameter.dtype)
+        total, self._sums[number] = self._sums[number], None
+        dtype = self.parameters[number].dtype
+        return total if total is None or total.dtype == dtype else total.to(dtype)

@@ -1,77 +1,75 @@
-"""Tracks how CUDA streams are ordered, and keeps memory that several streams use until it may be released.
+"""How the streams of a device are ordered in one pass, and how long memory that several use is kept.
 
 The rule, which is stated only here:
 
-    Memory that a stage has used and that several streams use is kept until every stream that still has
-    stages of this pass to run is ordered after that stage.
+    Memory that a call has used and that several streams use is kept until every stream that still has
+    calls of this pass to run is ordered after that call.
 
 Then the next allocation on any stream is ordered after the last use of the memory, for every valid schedule.
-A stream without remaining stages allocates nothing more in this pass, and every pass begins and ends with all
-streams ordered after each other. ``record_stream`` is not used, so memory is released at the same stage in
-every pass, no matter how far the host runs ahead of the device. Pure bookkeeping, without torch; called by
+A stream without remaining calls allocates nothing more in this pass, and every pass begins and ends with all
+streams ordered after each other. ``record_stream`` is not used, so memory is released at the same call in
+every pass, no matter how far the host runs ahead of the device.
+
+A function on what is known before the first batch: nothing is decided when a pass runs. Read by
 :mod:`.cuda_executor`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class StageEnd:
-    """The end of one stage.
+class StreamPlan:
+    """What an executor does around each call of a pass.
 
     Attributes:
-        stream: The stream on which it ran.
-        number: Its position among the stages of that stream, from 1.
-        after: For each stream, how many of its stages are ordered before this end.
+        waits: For each call the earlier ones whose events its stream waits for; waits that others imply are
+            left out.
+        records: Calls after which an event is recorded.
+        releases: For each call the earlier ones whose memory is released before it is issued.
     """
 
-    stream: str
-    number: int
-    after: Mapping[str, int]
+    waits: tuple[tuple[int, ...], ...]
+    records: frozenset[int]
+    releases: tuple[tuple[int, ...], ...]
 
 
-class StreamOrder:
-    """What the host knows about the order of the streams in one pass.
+def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
+    """The plan of a pass.
 
     Args:
-        streams: The stream of every stage that will be issued.
+        streams: Of each call, in the order in which the host issues them.
+        needs: For each call the earlier ones that must have ended before it runs.
     """
-
-    def __init__(self, streams: Iterable[str]) -> None:
-        self._left = Counter(streams)
-        self._after: dict[str, dict[str, int]] = {stream: {stream: 0} for stream in self._left}
-        self._kept: list[tuple[StageEnd, object]] = []
-
-    def is_after(self, stream: str, mark: StageEnd) -> bool:
-        """Whether the next work issued to the stream runs after that end."""
-        return self._after[stream].get(mark.stream, 0) >= mark.number
-
-    def wait(self, stream: str, mark: StageEnd) -> None:
-        """Record that the stream was made to wait for that end."""
-        known = self._after[stream]
-        for other, number in mark.after.items():
-            known[other] = max(known.get(other, 0), number)
-
-    def issue(self, stream: str) -> StageEnd:
-        """Record that one more stage was issued to the stream."""
-        self._left[stream] -= 1
-        known = self._after[stream]
-        known[stream] += 1
-        return StageEnd(stream, known[stream], dict(known))
-
-    def keep(self, mark: StageEnd, memory: object) -> None:
-        """Keep a reference to memory that a stage has used."""
-        self._kept.append((mark, memory))
-
-    def release(self) -> None:
-        """Drop every reference that the rule no longer requires."""
-        busy = [stream for stream, left in self._left.items() if left]
-        self._kept = [
-            (mark, memory)
-            for mark, memory in self._kept
-            if any(not self.is_after(stream, mark) for stream in busy)
+    left = Counter(streams)
+    # For each stream how many calls of every stream are ordered before its next one.
+    after: dict[str, Counter[str]] = {stream: Counter() for stream in left}
+    marks: list[tuple[str, int, Counter[str]]] = []
+    waits: list[tuple[int, ...]] = []
+    releases: list[tuple[int, ...]] = []
+    kept: list[int] = []
+    for stream, needed in zip(streams, needs, strict=True):
+        known, waited = after[stream], []
+        for number in needed:
+            of, place, before = marks[number]
+            if known[of] < place:
+                waited.append(number)
+                known |= before
+        after[stream] = known
+        waits.append(tuple(waited))
+        busy = [other for other, count in left.items() if count]
+        released = [
+            number
+            for number in kept
+            if all(after[other][marks[number][0]] >= marks[number][1] for other in busy)
         ]
+        releases.append(tuple(released))
+        kept = [number for number in kept if number not in released]
+        kept.append(len(marks))
+        left[stream] -= 1
+        known[stream] += 1
+        marks.append((stream, known[stream], known.copy()))
+    return StreamPlan(tuple(waits), frozenset(number for found in waits for number in found), tuple(releases))

@@ -1,9 +1,9 @@
 """Gradients of weights as separate stages: what is kept for them when inputs are differentiated.
 
 A linear layer's backward is two products, and only that for its input is on the critical path. A layer that
-runs within ``BlockStages.weights_apart`` computes that one alone, and :func:`keep_for_weight` notes what the
-other takes. torch's own graph cannot be split for this: Megatron's linear function computes both products
-whichever is asked for. Called by :mod:`.block_call`; layers call :func:`keep_for_weight`.
+runs within ``BlockFunctions.weights_apart`` computes that one alone, and :func:`keep_for_weight` notes what
+the other takes. torch's own graph cannot be split for this: Megatron's linear function computes both products
+whichever is asked for. Called by :mod:`.steps`; layers call :func:`keep_for_weight`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class WeightProducts:
     def add_to(self, sums: GradientSums) -> None:
         """Compute the products, each weight's as one if :func:`is_one_product`, and release all."""
         waiting, self._waiting = self._waiting, {}
+        numbers = {parameter: number for number, parameter in enumerate(sums.parameters)}
         for weight in list(waiting):
             product, rows, gradients = waiting.pop(weight)
             counts = [len(one) for one in gradients]
@@ -65,7 +66,7 @@ class WeightProducts:
                 rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
             while rows:
                 with torch.no_grad():
-                    sums.add(weight, product(rows.pop(0), gradients.pop(0)))
+                    sums.add(numbers[weight], product(rows.pop(0), gradients.pop(0)))
 
 
 def is_one_product(rows: Sequence[int], inputs: int, outputs: int, *, element_bytes: int) -> bool:

@@ -328,10 +328,10 @@ def handed_over(kinds: str = "m", **settings: Any) -> dict[str, Any]:
     computed: dict[str, int] = {}
     take = GradientSums.take
 
-    def noted(sums: GradientSums, parameter: Any) -> Any:
-        total = take(sums, parameter)
+    def noted(sums: GradientSums, number: int) -> Any:
+        total = take(sums, number)
         if total is not None:
-            computed[names[parameter]] = total.data_ptr()
+            computed[names[sums.parameters[number]]] = total.data_ptr()
         return total
 
     with mock.patch.object(GradientSums, "take", noted):
@@ -461,13 +461,13 @@ def no_grad(kinds: str = "m") -> dict[str, Any]:
     """Evaluation saves nothing for backward, and keeps no tensor alive."""
     import torch
 
-    from megatron_ampipe.runtime.block_call import BlockCall
+    from megatron_ampipe.runtime.pass_state import Pass
     from megatron_ampipe.runtime.segment import Segment
     from megatron_ampipe.runtime.stack_call import StackCall
 
     def alive() -> int:
         gc.collect()
-        return sum(isinstance(thing, BlockCall | StackCall | Segment) for thing in gc.get_objects())
+        return sum(isinstance(thing, Pass | StackCall | Segment) for thing in gc.get_objects())
 
     saved = 0
 
@@ -572,12 +572,12 @@ def executed_stages(tell: Callable[[Any], None]) -> Iterator[None]:
     originals = {kind: kind.execute for kind in (SequentialExecutor, ThreadExecutor)}
 
     def telling(original: Callable[..., None]) -> Callable[..., None]:
-        def execute(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], *rest: Any) -> None:
-            def run(stage: Any) -> Any:
-                tell(stage)
-                return run_stage(stage)
+        def execute(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
+            def run(call: Any) -> Any:
+                tell(call.stage)
+                return run_call(call)
 
-            original(self, order, needs, run, *rest)
+            original(self, tape, run, *rest)
 
         return execute
 
@@ -635,15 +635,15 @@ def stage_of_thread() -> Iterator[Callable[[], str]]:
         direction = str(which)
         enter(self, layer, which)
 
-    def naming(self: Any, order: Any, needs: Any, run_stage: Callable[[Any], Any], *rest: Any) -> None:
-        def run(stage: Any) -> Any:
-            now.stage = f"{direction} {stage}"
+    def naming(self: Any, tape: Any, run_call: Callable[[Any], Any], *rest: Any) -> None:
+        def run(call: Any) -> Any:
+            now.stage = f"{direction} {call.stage}"
             try:
-                return run_stage(stage)
+                return run_call(call)
             finally:
                 now.stage = None
 
-        execute(self, order, needs, run, *rest)
+        execute(self, tape, run, *rest)
 
     Recorder.enter, ThreadExecutor.execute = entering, naming
     try:

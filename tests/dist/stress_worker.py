@@ -61,13 +61,14 @@ class _Impatient:
 
     host_waits = False
     crosses_streams = False
+    threads = False
 
-    def execute(self, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
+    def execute(self, tape: Any, run: Any, *rest: Any) -> None:
         """See ``runtime.executors.Executor``."""
         travelling = []
-        for _, stage in order:
-            transfer = run_stage(stage)
-            if transfer is not None and stage.kind == kinds.COUNTS:
+        for call in tape.calls:
+            transfer = run(call)
+            if transfer is not None and call.stage.kind == kinds.COUNTS:
                 transfer.wait()
             elif transfer is not None:
                 travelling.append(transfer)

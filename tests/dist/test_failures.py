@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import (
     MOE_BLOCK,
     Direction,
@@ -67,7 +68,7 @@ def test_a_failing_stage_raises_its_own_error(
 
     runner = executor()
     with pytest.raises(CablePulled) as caught:
-        runner.execute(order, needs, run_stage, Recorder())
+        runner.execute(Tape.of(order, needs), lambda call: run_stage(call.stage), Recorder())
     assert caught.value is error
     lane = next(lane for lane, stage in order if stage == failing)
     expected = [stage for other, stage in order if other == lane]
@@ -94,7 +95,8 @@ def test_a_failure_does_not_wait_for_pending_collectives() -> None:
     try:
         with pytest.raises(CablePulled):
             order = [("comm", dispatch), ("compute", attention)]
-            executor.execute(order, {dispatch: (), attention: ()}, run_stage, Recorder())
+            tape = Tape.of(order, {dispatch: (), attention: ()})
+            executor.execute(tape, lambda call: run_stage(call.stage), Recorder())
         assert time.monotonic() - began < 5
     finally:
         stuck.set()

@@ -6,14 +6,14 @@ Each fault changes one place, and runs on the block :data:`BLOCK`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from megatron_ampipe.runtime import cuda_executor
-from megatron_ampipe.runtime.stream_order import StageEnd, StreamOrder
-from megatron_ampipe.schedule import Stage
+from megatron_ampipe.runtime import cuda_executor, tape
+from megatron_ampipe.runtime.stream_order import StreamPlan, stream_plan
 from tests.streams.cases import IssueOrder, block, lazy_issue
 from tests.streams.model import DEVICE, ModelStream
 
@@ -37,42 +37,51 @@ class Fault:
     data_parallel: bool = False
 
 
-class _NeverWaits(StreamOrder):
-    """Assumes that the communication stream is ordered after all computation."""
-
-    def is_after(self, stream: str, mark: StageEnd) -> bool:
-        return (stream == "comm" and mark.stream == "compute") or super().is_after(stream, mark)
+Planned = Callable[[Sequence[str], StreamPlan], StreamPlan]
+"""From the stream of each call and the plan to another plan."""
 
 
-class _ReleasesEarly(StreamOrder):
-    def release(self) -> None:
-        self._kept.clear()
+def _never_waits(streams: Sequence[str], plan: StreamPlan) -> StreamPlan:
+    """The communication stream does not wait for computation."""
+    waits = tuple(
+        tuple(one for one in waited if (stream, streams[one]) != ("comm", "compute"))
+        for stream, waited in zip(streams, plan.waits, strict=True)
+    )
+    return dataclasses.replace(plan, waits=waits)
 
 
-class _DropsComputation(StreamOrder):
+def _releases_early(streams: Sequence[str], plan: StreamPlan) -> StreamPlan:
+    return dataclasses.replace(plan, releases=((), *((number,) for number in range(len(streams) - 1))))
+
+
+def _drops_computation(streams: Sequence[str], plan: StreamPlan) -> StreamPlan:
     """Keeps the memory that collectives use, but not what computation uses."""
+    releases = tuple(
+        (*released, *([number - 1] if number and streams[number - 1] == "compute" else []))
+        for number, released in enumerate(plan.releases)
+    )
+    return dataclasses.replace(plan, releases=releases)
 
-    def keep(self, mark: StageEnd, memory: object) -> None:
-        if mark.stream != "compute":
-            super().keep(mark, memory)
 
+def _replaced(change: Planned) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    def planned(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> StreamPlan:
+        return change(streams, stream_plan(streams, needs))
 
-def _replaced(order: type[StreamOrder]) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    return lambda: mock.patch.object(cuda_executor, "StreamOrder", order)
+    return lambda: mock.patch.object(tape, "stream_plan", planned)
 
 
 def _wrong_stream() -> contextlib.AbstractContextManager[object]:
     """Run ``attention.1`` on the communication stream."""
     issue = cuda_executor.CudaExecutor._issue
 
-    def issued(self: Any, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
-        def run(stage: Stage) -> Any:
-            if str(stage) != "attention.1":
-                return run_stage(stage)
+    def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
+        def run(call: Any) -> Any:
+            if str(call.stage) != "attention.1":
+                return run_call(call)
             with DEVICE.using(self._streams["comm"]):
-                return run_stage(stage)
+                return run_call(call)
 
-        issue(self, order, needs, run, *rest)
+        issue(self, calls, run, *rest)
 
     return mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued)
 
@@ -83,10 +92,10 @@ def _event_before_work() -> Iterator[None]:
     issue = cuda_executor.CudaExecutor._issue
     record = ModelStream.record_event
 
-    def issued(self: Any, order: Any, needs: Any, run_stage: Any, *rest: Any) -> None:
-        def run(stage: Stage) -> Any:
+    def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
+        def run(call: Any) -> Any:
             early["event"] = record(DEVICE.current)
-            return run_stage(stage)
+            return run_call(call)
 
         early: dict[str, Any] = {}
 
@@ -95,7 +104,7 @@ def _event_before_work() -> Iterator[None]:
             return early.pop("event", late) if stream is DEVICE.default else late
 
         with mock.patch.object(ModelStream, "record_event", recorded):
-            issue(self, order, needs, run, *rest)
+            issue(self, calls, run, *rest)
 
     with mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued):
         yield
@@ -110,14 +119,14 @@ def _nodes_of_another_stream() -> contextlib.AbstractContextManager[object]:
 
 FAULTS = {
     "a missing event": Fault(
-        _replaced(_NeverWaits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
+        _replaced(_never_waits), r"forward combine\.1: .* reads what forward expert\.1: .* has used"
     ),
     "an early free": Fault(
-        _replaced(_ReleasesEarly), r"allocated by forward route\.\d: .* was released and may be reused by"
+        _replaced(_releases_early), r"allocated by forward route\.\d: .* was released and may be reused by"
     ),
     "a wrong stream": Fault(_wrong_stream, r"attention\.1: .* reads what .*qkv\.1.* has used"),
     "a dropped hold": Fault(
-        _replaced(_DropsComputation),
+        _replaced(_drops_computation),
         r"allocated by forward dispatch\.\d: new_empty was released .* not ordered after backward expert\.\d",
         issue=lazy_issue,
     ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.stream_order import StreamOrder
+from megatron_ampipe.runtime.stream_order import StreamPlan
+from megatron_ampipe.runtime.tape import Tape
 from tests.streams.cases import block
 
 SIZES = {"ffn_hidden_size": 32, "moe_router_topk": 2}
@@ -24,6 +26,11 @@ def peaks(name: str) -> tuple[int, int, int]:
 
     with mock.patch.object(CudaExecutor, "crosses_streams", False):
         nothing = peak()
-    with mock.patch.object(StreamOrder, "release", lambda self: None):
+    plan = Tape.stream_plan.func
+
+    def keeping(tape: Tape) -> StreamPlan:
+        return dataclasses.replace(plan(tape), releases=((),) * len(tape.calls))
+
+    with mock.patch.object(Tape, "stream_plan", property(keeping)):
         everything = peak()
     return peak(), nothing, everything

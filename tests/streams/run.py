@@ -18,7 +18,8 @@ from megatron_ampipe.launch.attach import accumulating_on_training_stream
 from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
 from megatron_ampipe.layers.pipelined_block import PipelinedBlock
-from megatron_ampipe.runtime import block_stages
+from megatron_ampipe.runtime import compile as compiler
+from megatron_ampipe.runtime import segment
 from megatron_ampipe.schedule import Exchange, Pipeline, kinds
 from tests.dist import logged_losses
 from tests.dist.blocks import build_layers, transformer_config
@@ -71,6 +72,7 @@ def modelled_device() -> Iterator[Tracker]:
         side = ModelStream(name="dtoh")
         stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side))
         stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
+        stack.enter_context(mock.patch.object(segment, "_engine_run_backward", tracker.differentiate))
         stack.enter_context(Peers().pretended())
         stack.enter_context(tracker)
         stack.enter_context(HostCalls(tracker))
@@ -152,7 +154,7 @@ def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def _issued_by(issue: IssueOrder | None) -> Iterator[None]:
-    with mock.patch.object(block_stages, "issue_order", issue) if issue else contextlib.nullcontext():
+    with mock.patch.object(compiler, "issue_order", issue) if issue else contextlib.nullcontext():
         yield
 
 
@@ -195,13 +197,14 @@ def _name_stages(executor: Any) -> None:
     """Tell the device which stage is being issued; the executor is otherwise unchanged."""
     execute = executor.execute
 
-    def named(order: Any, needs: Any, run_stage: Any, *rest: Any, **options: Any) -> None:
-        direction = "forward" if any(stage.kind == kinds.COUNTS for stage in needs) else "backward"
+    def named(tape: Any, run_call: Any, *rest: Any, **options: Any) -> None:
+        counts = any(call.stage.kind == kinds.COUNTS for call in tape.calls)
+        direction = "forward" if counts else "backward"
 
-        def run(stage: Any) -> Any:
-            with _stage(f"{direction} {stage}"):
-                return run_stage(stage)
+        def run(call: Any) -> Any:
+            with _stage(f"{direction} {call.stage}"):
+                return run_call(call)
 
-        execute(order, needs, run, *rest, **options)
+        execute(tape, run, *rest, **options)
 
     executor.execute = named

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,12 +130,14 @@ class Tracker(TorchDispatchMode):
         if memory is not None:
             memory.owner = None
 
-    def request(self, inputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-        """Check a call of ``torch.autograd.grad``: gradients at accumulation nodes of another stream.
+    def differentiate(self, *args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
+        """Call the engine as a stage does, and check for gradients at accumulation nodes of another stream.
 
         The engine then records an event, has that stream wait for it, and calls ``record_stream``: when the
         memory is released no longer follows from the order of the stages.
         """
+        gradients: Sequence[Tensor | None] = _engine_run_backward(*args, **kwargs)
+        inputs = args[4]
         for tensor, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None and isinstance(tensor, Tensor):
                 stream = get_gradient_edge(tensor).node.metadata.get("stream", DEVICE.current)
@@ -144,6 +146,7 @@ class Tracker(TorchDispatchMode):
                         f"{DEVICE.stage}: a gradient on {DEVICE.current.name} is accumulated on "
                         f"{stream.name}, and released when that is done"
                     )
+        return gradients
 
     def _gone(self, key: int) -> None:
         memory = self._memory.pop(key, None)
@@ -216,10 +219,6 @@ class HostCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if function == self._is_cuda:
             return not self._tracker._is_host(args[0])
-        if function is torch.autograd.grad:
-            gradients = function(*args, **kwargs)
-            self._tracker.request(args[1], gradients)
-            return gradients
         if function is torch.Tensor.expand_as:
             # How data parallelism gets the accumulation node of a parameter, which belongs to this stream.
             expanded = function(*args, **kwargs)

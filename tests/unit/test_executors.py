@@ -13,6 +13,7 @@ import torch
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_threads
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import kinds
 from megatron_ampipe.schedule.stage_kind import COMM
 from megatron_ampipe.schedule.types import Stage
@@ -54,13 +55,13 @@ def test_buffers_of_a_collective_are_released_before_its_result_is_set() -> None
         time.sleep(0.05)
         events.append("released")
 
-    def run_stage(stage: Stage) -> Transfer:
+    def run(_: Any) -> Transfer:
         received = torch.empty(1)
         weakref.finalize(received, record_release)
         return Transfer((received,))
 
     stage = Stage(kinds.DISPATCH, 0)
-    ThreadExecutor().execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
+    ThreadExecutor().execute(Tape.of([(COMM, stage)], {stage: ()}), run, Recorder())
     events.append("ended")
     assert events == ["released", "ended"]
 
@@ -69,8 +70,8 @@ def test_a_lane_fails_if_what_a_stage_started_is_no_transfer() -> None:
     """Its thread would otherwise end without a word, and the pass would wait forever."""
     executor, stage = ThreadExecutor(), Stage(kinds.DISPATCH, 0)
 
-    def execute(run_stage: Any) -> None:
-        executor.execute([(COMM, stage)], {stage: ()}, run_stage, Recorder())
+    def execute(run: Any) -> None:
+        executor.execute(Tape.of([(COMM, stage)], {stage: ()}), run, Recorder())
 
     for _ in range(3):
         with pytest.raises(AttributeError, match="begin"):

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.tools.measuring import peak_memory
 
@@ -40,13 +41,13 @@ def test_other_threads_of_an_executor_are_watched() -> None:
     order = [("compute", stages[0]), ("comm", stages[1])]
     threads, made = set(), []
 
-    def stage(_: Stage) -> None:
+    def stage(_: object) -> None:
         threads.add(threading.get_ident())
         made.append(torch.empty(KIB, dtype=torch.uint8))
 
     def run() -> None:
         made.clear()
-        watched.execute(order, {one: () for one in stages}, stage, Recorder())
+        watched.execute(Tape.of(order, {one: () for one in stages}), stage, Recorder())
 
     watched = peak_memory.WatchedExecutor(ThreadExecutor(), meter)
     assert peak_memory.peak_bytes(run, passes=2, known=(), meter=meter) == 2 * KIB

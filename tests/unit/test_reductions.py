@@ -15,6 +15,7 @@ from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions, WaitedOnce
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
     BlockFeatures,
@@ -200,7 +201,8 @@ def test_nothing_in_the_lane_shares_the_wire_with_a_reduction(empty: bool) -> No
         return Transfer(()) if empty else Transfer((), begin=lambda: [wire.send("reduce")])
 
     order = [(COMM, stage) for stage in stages]
-    ThreadExecutor().execute(order, {stage: () for stage in stages}, run_stage, Recorder())
+    tape = Tape.of(order, {stage: () for stage in stages})
+    ThreadExecutor().execute(tape, lambda call: run_stage(call.stage), Recorder())
     names = [stage.name for stage in stages if stage.kind != REDUCE or not empty]
     assert wire.begun == names and not wire.busy
     assert frozenset(("combine.2", "combine.1")) in wire.shared
@@ -221,7 +223,6 @@ def test_what_a_reduction_fails_with_is_raised() -> None:
         return Transfer((), begin=failing) if stage.kind == REDUCE else Transfer(())
 
     with pytest.raises(ConnectionError, match="peer is gone"):
-        ThreadExecutor().execute(
-            [(COMM, stage) for stage in stages], {stage: () for stage in stages}, run_stage, Recorder()
-        )
+        tape = Tape.of([(COMM, stage) for stage in stages], {stage: () for stage in stages})
+        ThreadExecutor().execute(tape, lambda call: run_stage(call.stage), Recorder())
     assert ran == stages[:1]

@@ -43,16 +43,16 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype))
     gradients = chunk_gradients(dtype)
     before = [gradient.clone() for gradient in gradients]
-    sums = GradientSums()
+    sums = GradientSums([parameter])
     with Allocations() as allocations:
         for gradient in gradients:
-            sums.add(parameter, gradient)
+            sums.add(0, gradient)
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     assert allocations.sizes_bytes(*gradients) == [40 * 30 * wide.itemsize]
     assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True)), (
         "the inputs may share memory and must not change"
     )
-    total = sums.take(parameter)
+    total = sums.take(0)
     assert total is not None and total.dtype == dtype
     exact = torch.stack([gradient.double() for gradient in gradients]).sum(dim=0)
     # Rounded once, for every dtype.
@@ -62,13 +62,13 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
 def test_a_single_gradient_is_returned_without_a_copy() -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30))
     (gradient,) = chunk_gradients(torch.float32, count=1)
-    sums = GradientSums()
+    sums = GradientSums([parameter])
     with Allocations() as allocations:
-        sums.add(parameter, None)
-        sums.add(parameter, gradient)
-        assert sums.take(parameter) is gradient
+        sums.add(0, None)
+        sums.add(0, gradient)
+        assert sums.take(0) is gradient
     assert allocations.sizes_bytes(gradient) == []
-    assert sums.take(parameter) is None
+    assert sums.take(0) is None
 
 
 class Look(torch.autograd.Function):
@@ -95,14 +95,14 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     def stage(tensor: torch.Tensor) -> tuple[torch.Tensor]:
         return (Look.apply(tensor @ weight, notes) * 2,)
 
-    segment = Segment(stage, inputs, keep_graph=True, recompute=recompute, releases=releases)
+    segment = Segment(stage, (), {}, [inputs], recompute=recompute, releases=releases)
     gradient = torch.randn(4, 3)
     expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
     gradients: list[torch.Tensor | None] = [gradient]
     notes.append(weakref.ref(gradient.untyped_storage()))
     del gradient
-    sums = GradientSums()
-    (found,) = segment.backward(gradients, parameters=[weight], sums=sums)
+    sums = GradientSums([weight])
+    (found,) = segment.backward(gradients, parameters=[0], sums=sums)
     assert notes[1:] == [not releases]
-    assert torch.equal(found, expected) and torch.equal(sums.take(weight), of_weight)
+    assert torch.equal(found, expected) and torch.equal(sums.take(0), of_weight)
     assert gradients == []

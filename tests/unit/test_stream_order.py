@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 
 from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.stream_order import StreamOrder
+from megatron_ampipe.runtime.stream_order import stream_plan
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from tests.streams.model import DEVICE, ModelEvent, ModelStream
 
 
-class Memory:
-    """An object with weak references, to see its release."""
-
-
 def test_memory_is_kept_until_every_stream_with_remaining_work_is_after_its_use() -> None:
-    order = StreamOrder(["compute", "comm", "compute", "comm", "comm"])
-    order.issue("compute")
-    memory = Memory()
-    gone = weakref.ref(memory)
-    used = order.issue("comm")
-    order.keep(used, memory)
-    del memory
-    order.release()
-    assert gone() is not None
-    order.wait("compute", used)
-    # Now compute is after its use; comm always was.
-    order.release()
-    assert gone() is None
+    plan = stream_plan(["compute", "comm", "compute", "comm", "comm"], [(), (), (1,), (), ()])
+    # Before the third call, compute waits for the use on comm; comm always was after it.
+    assert plan.waits == ((), (), (1,), (), ())
+    assert plan.releases == ((), (), (1,), (), (3,))
 
 
-def test_a_stream_without_remaining_stages_does_not_delay_a_release() -> None:
-    order = StreamOrder(["compute", "comm"])
-    memory = Memory()
-    gone = weakref.ref(memory)
-    order.keep(order.issue("comm"), memory)
-    del memory
-    order.release()
-    assert gone() is not None
-    order.issue("compute")
-    order.release()
-    assert gone() is None
+def test_a_stream_without_remaining_calls_does_not_delay_a_release() -> None:
+    plan = stream_plan(["comm", "compute", "compute", "compute"], [(), (), (), ()])
+    # Compute never waits for comm, so what comm has used is kept; comm has nothing left to allocate.
+    assert plan.releases == ((), (), (1,), (2,))
+    assert stream_plan(["comm", "comm"], [(), ()]).releases == ((), (0,))
 
 
-def test_waits_are_transitive() -> None:
-    order = StreamOrder(["a", "b", "c", "a"])
-    first = order.issue("a")
-    order.wait("b", first)
-    second = order.issue("b")
-    assert not order.is_after("c", first)
-    order.wait("c", second)
-    assert order.is_after("c", first)
-    assert not order.is_after("a", second)
+def test_waits_are_transitive_and_not_repeated() -> None:
+    plan = stream_plan(["a", "b", "c", "a", "c"], [(), (0,), (1, 0), (), (0,)])
+    assert plan.waits == ((), (0,), (1,), (), ())
+    assert plan.records == {0, 1}
 
 
 def test_only_tensors_of_collectives_and_their_views_are_reported() -> None:
@@ -89,12 +64,11 @@ def test_collectives_and_counts_use_high_priority_streams(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
     route, counts, dispatch = (Stage(kind, 0) for kind in (kinds.ROUTE, kinds.COUNTS, kinds.DISPATCH))
     ran_on: dict[Stage, ModelStream] = {}
-    CudaExecutor().execute(
+    tape = Tape.of(
         [(COMPUTE, route), (COMM, counts), (COMM, dispatch)],
         {route: (), counts: (route,), dispatch: (route, counts)},
-        lambda stage: ran_on.update({stage: DEVICE.current}),
-        Recorder(),
     )
+    CudaExecutor().execute(tape, lambda call: ran_on.update({call.stage: DEVICE.current}), Recorder())
     assert ran_on[route] is DEVICE.default
     assert len(set(ran_on.values())) == 3
     assert ran_on[counts].priority == ran_on[dispatch].priority == min(ModelStream.priority_range())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import Executor, Order, ThreadExecutor
+from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE
 from megatron_ampipe.tools.checkup.overlap_figures import hidden_share, verdict
@@ -96,11 +97,11 @@ class _Work:
         """What a rank holds to exchange, its own part included."""
         return _CHUNKS * self._rows.numel() * self._rows.element_size()
 
-    def run(self, order: Order) -> None:
+    def run(self, order: Sequence[tuple[str, Stage]]) -> None:
         """Every stage of the order, by the executor; waited for on the device."""
-        needs: dict[Stage, tuple[Stage, ...]] = {stage: () for _, stage in order}
+        tape = Tape.of(order, {stage: () for _, stage in order})
         with torch.no_grad():
-            self._executor.execute(order, needs, self._run_stage, self._recorder)
+            self._executor.execute(tape, self._run, self._recorder)
         self._synchronize()
 
     def slowest(self, call: Callable[[], None]) -> float:
@@ -114,8 +115,8 @@ class _Work:
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
         return float(taken)
 
-    def _run_stage(self, stage: Stage) -> Transfer | None:
-        if stage.kind == kinds.DISPATCH:
+    def _run(self, call: Call) -> Transfer | None:
+        if call.stage.kind == kinds.DISPATCH:
             return self._exchange()
         for _ in range(self._products_per_chunk):
             torch.mm(self._matrix, self._matrix, out=self._product)
@@ -141,7 +142,7 @@ class _Work:
             taken_s = self._timed(communication)
         self._products_per_chunk = max(1, round(taken_s / self._timed(computation)))
 
-    def _timed(self, order: Order) -> float:
+    def _timed(self, order: Sequence[tuple[str, Stage]]) -> float:
         """The better of two: the first one may set things up."""
         return min(self.slowest(lambda: self.run(order)) for _ in range(2))
 

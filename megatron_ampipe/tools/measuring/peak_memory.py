@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.executors import Executor, Needs, Order, RunStage
+from megatron_ampipe.runtime.executors import Executor, RunCall
 from megatron_ampipe.runtime.host_memory import is_host_memory
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.schedule import Stage
+from megatron_ampipe.runtime.tape import Call, Tape
 
 
 class TensorMeter:
@@ -95,30 +95,24 @@ class WatchedExecutor:
 
     host_waits = False
     crosses_streams = False
+    threads = True
 
     def __init__(self, executor: Executor, meter: TensorMeter) -> None:
         self._executor, self._meter = executor, meter
 
-    def execute(
-        self,
-        order: Order,
-        needs: Needs,
-        run_stage: RunStage,
-        recorder: Recorder,
-        crossing: Crossing | None = None,
-    ) -> None:
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """Every stage once, as the other executor runs it."""
         computing = threading.get_ident()
 
-        def run(stage: Stage) -> Transfer | None:
-            self._meter.where.stage = str(stage)
+        def watched(call: Call) -> Transfer | None:
+            self._meter.where.stage = str(call.stage)
             # A mode is active in one thread only.
             if threading.get_ident() == computing:
-                return run_stage(stage)
+                return run(call)
             with Watch(self._meter):
-                return run_stage(stage)
+                return run(call)
 
-        self._executor.execute(order, needs, run, recorder, crossing)
+        self._executor.execute(tape, watched, recorder, crossing)
 
 
 def peak_bytes(

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.executors import Needs, Order, RunStage, finish, run_on_host
+from megatron_ampipe.runtime.executors import RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, stage_from_text
 
 
@@ -34,6 +35,7 @@ class StageTimer:
 
     host_waits = False
     crosses_streams = False
+    threads = False
 
     def __init__(self, *, saved_bytes: int = 0) -> None:
         self._saved_bytes = saved_bytes
@@ -41,28 +43,25 @@ class StageTimer:
         """By direction and stage of a whole pass, the names of the stages it waited for."""
         self.queue = FullQueue()
 
-    def execute(
-        self,
-        order: Order,
-        needs: Needs,
-        run_stage: RunStage,
-        recorder: Recorder,
-        crossing: Crossing | None = None,
-    ) -> None:
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """Every stage once, each recorded while nothing else runs."""
 
         def name(stage: Stage) -> str:
             return _name(stage, recorder.layers[stage.layer])
 
         self.needs.setdefault(recorder.direction.value, {}).update(
-            {name(stage): list(map(name, found)) for stage, found in needs.items()}
+            {
+                name(call.stage): [name(tape.calls[position].stage) for position in call.needs]
+                for call in tape.calls
+            }
         )
         on_cuda = torch.cuda.is_available()
         collectives = dict.fromkeys(
-            stage for _, stage in order if stage.is_communication and not stage.kind.copies
+            call.stage for call in tape.calls if call.stage.is_communication and not call.stage.kind.copies
         )
         first_collective = next(iter(collectives), None)
-        for lane, stage in order:
+        for call in tape.calls:
+            stage = call.stage
             if stage in collectives:
                 if on_cuda:
                     torch.cuda.synchronize()
@@ -73,11 +72,11 @@ class StageTimer:
                 # By events: with a host's clock the wait for the device would be part of every stage.
                 with (
                     self.queue.ahead_of(stage.kind.name, recorder.direction.value),
-                    recorder.on_stream(lane, stage, torch.cuda.current_stream()),
+                    recorder.on_stream(call.lane, stage, torch.cuda.current_stream()),
                 ):
-                    finish(run_stage(stage))
+                    finish(run(call))
             else:
-                run_on_host(lane, stage, run_stage, recorder)
+                run_on_host(call, run, recorder)
 
 
 _FIRST_S, _LEAST_S, _MOST_S = 5e-3, 2e-4, 1e-2

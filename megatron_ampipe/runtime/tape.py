@@ -1,0 +1,99 @@
+"""A schedule made ready to run: a flat list of calls, whose steps are bound to numbered slots.
+
+Made by :mod:`.compile`, read by the executors. Printed (``str``), it is what one debugs with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ampipe.runtime.moves import Move
+from megatron_ampipe.runtime.steps import Step
+from megatron_ampipe.runtime.stream_order import StreamPlan, stream_plan
+from megatron_ampipe.schedule import Direction, Stage, stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One stage of a tape.
+
+    Attributes:
+        position: In the tape.
+        lane: Where it runs.
+        stage: What runs.
+        needs: Positions of the calls that must have ended before.
+        steps: The same of each of its chunks; of several chunks at once for a transfer. Reductions of
+            gradients of parameters have none: :mod:`.stack_call` starts them.
+        ends: Blocks of which no stage is left when it has run.
+        ends_half: Whether the gradients of the feed-forward half of its block are complete then.
+    """
+
+    position: int
+    lane: str
+    stage: Stage
+    needs: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+    ends: bool = False
+    ends_half: bool = False
+
+
+class Tape:
+    """The calls of one pass, in the order in which a host issues them, which is the same on every rank."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)
+
+    @classmethod
+    def of(cls, order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> Tape:
+        """A tape without steps: for who runs stages himself."""
+        positions = {stage: position for position, (_, stage) in enumerate(order)}
+        return cls(
+            [
+                Call(position, lane, stage, tuple(positions[one] for one in needs[stage]))
+                for position, (lane, stage) in enumerate(order)
+            ]
+        )
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """The stream of a device on which each call runs."""
+        return tuple(stream_of(call.lane, call.stage) for call in self.calls)
+
+    @cached_property
+    def stream_plan(self) -> StreamPlan:
+        """What an executor does around each call on a device with streams."""
+        return stream_plan(self.streams, [call.needs for call in self.calls])
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{call.position:4} {call.lane:8} {step}"
+            for call in self.calls
+            for step in call.steps or (call.stage,)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tapes:
+    """Both passes of blocks that share a schedule.
+
+    Attributes:
+        passes: Of each direction the tape; the backward one has no calls where nothing is differentiated.
+        num_slots: That a pass of one micro-batch needs.
+        hidden: Slot of what the first block is given.
+        output: Slot of what the last block returns.
+        above: Slot of the gradient of that.
+        gradient: Slot of the gradient of ``hidden``, when :attr:`finish` was done.
+        finish: What is done after the backward pass.
+        again: Blocks whose forward stages run again in the backward pass.
+    """
+
+    passes: Mapping[Direction, Tape]
+    num_slots: int
+    hidden: int
+    output: int
+    above: int
+    gradient: int
+    finish: tuple[Move, ...]
+    again: frozenset[int]
