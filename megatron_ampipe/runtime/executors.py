@@ -75,8 +75,8 @@ class SequentialExecutor:
         for call in tape.calls:
             if recorder.recording:
                 run_on_host(call, run, recorder)
-            elif (transfer := run(call)) is not None:
-                transfer.wait()
+            else:
+                finish(run(call))
 
 
 def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:
