@@ -64,9 +64,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     head = "| block | " + " | ".join("Megatron" if d == "0" else f"degree {d}" for d in degrees) + " |"
     rows = [
         f"| {name} | "
-        + " | ".join(
-            f"{by_degree[d]['all']} ({sum(by_degree[d]['waits'].values())})" for d in degrees
-        )
+        + " | ".join(f"{by_degree[d]['all']} ({sum(by_degree[d]['waits'].values())})" for d in degrees)
         + " |"
         for name, by_degree in found.items()
     ]
