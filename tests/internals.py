@@ -1684,9 +1684,9 @@ HEAD = """\
 
 Every name of Megatron that the package imports, subclasses, mirrors or replaces, without `megatron.`.
 Written by `python -m tests.internals > docs/internals.md` from `tests/internals.py`, which also lists the
-files that use a name, what a change breaks, and the facts that `tests/megatron/test_megatron_names.py` checks.
-The last column is empty for names in Megatron 0.17 to 0.20; otherwise it lists the versions, with a star where
-a fact differs, which `compat.py` handles or only AMPipe's entry point needs.
+files that use a name, what a change breaks, and the facts that `tests/megatron/test_megatron_names.py`
+checks. The last column is empty for names in Megatron 0.17 to 0.20; otherwise it lists the versions, with a
+star where a fact differs, which `compat.py` handles or only AMPipe's entry point needs.
 
 | name | what for | seen in |
 |---|---|---|"""

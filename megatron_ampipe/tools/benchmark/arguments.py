@@ -76,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exchange = (
         "how the all-to-all groups copies of a token: rows (one per expert, as Megatron), ranks (one per "
-        "rank with some of them), nodes (one per node, with --nodes), several of these, or auto for all; each is measured in cases where it saves something"
+        "rank with some of them), nodes (one per node, with --nodes), several of these, or auto for all; "
+        "each is measured in cases where it saves something"
     )
     wire = (
         f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "
