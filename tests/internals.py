@@ -18,7 +18,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from tests.internals_seen import versions_with
+from tests.internals_seen import recorded, versions_with
 
 Definition = ast.FunctionDef | ast.ClassDef
 Fact = Callable[["Subject"], Iterator[str]]
@@ -1682,26 +1682,23 @@ INTERNALS = [
 HEAD = """\
 # Megatron internals
 
-Every name of Megatron that the package imports, subclasses, mirrors or replaces. Written by
-`python -m tests.internals > docs/internals.md` from `tests/internals.py`, whose facts
-`tests/megatron/test_megatron_names.py` checks against the installed Megatron, 0.19. *Seen in* says in which
-versions the name was found; a star means that something that the facts state is different there, which
-`compat.py` handles or only AMPipe's entry point needs. 0.20 is Megatron's main branch
-([commit](checkout.md#which-megatron)). Names are without `megatron.`, files within `megatron_ampipe/`.
+Every name of Megatron that the package imports, subclasses, mirrors or replaces, without `megatron.`.
+Written by `python -m tests.internals > docs/internals.md` from `tests/internals.py`, which also lists the
+files that use a name, what a change breaks, and the facts that `tests/megatron/test_megatron_names.py`
+checks. The last column is empty for names in Megatron 0.17 to 0.20; otherwise it lists the versions, with a
+star where a fact differs, which `compat.py` handles or only AMPipe's entry point needs.
 
-| name | used in | what for | if it changes | seen in |
-|---|---|---|---|---|"""
+| name | what for | seen in |
+|---|---|---|"""
 
 
 def render() -> Iterator[str]:
     """The page, line by line."""
     yield HEAD
+    everywhere = ", ".join(recorded())
     for internal in INTERNALS:
-        files = " ".join(f"`{path}`" for path in internal.used_in.split())
-        yield (
-            f"| `{internal.name}` | {files} | {internal.used_for} | {internal.if_changed} "
-            f"| {versions_with(internal.name)} |"
-        )
+        seen = versions_with(internal.name).replace(everywhere, "")
+        yield f"| `{internal.name}` | {internal.used_for} | {seen} |"
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 :func:`ampipe_time` is the closed form of AMPipe's appendix C, :class:`FsmoeLayer` the four cases of FSMoE
 section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1, :func:`mpipemoe_cost` its
 equation 10. Each takes times or sizes as its
-paper does. ``docs/planner.md`` shows where they differ from the simulator. Plans of two hops name FSMoE's
+paper does. ``docs/planner.md`` says where they differ from the simulator. Plans of two hops name FSMoE's
 case (``plan/fsmoe.py``); the planner uses none of this to choose.
 """
 

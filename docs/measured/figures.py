@@ -2,8 +2,8 @@
 
     python docs/measured/figures.py
 
-Every raw file has a section: table, command, commit, machine, load and versions. Files of ``ampipe bench``
-have the rows of ``ampipe bench --from``, those of the scripts here their numbers as they are stored.
+Each claim is a section: one table of results, then where its raw files come from: command, commit, date,
+machine and load. Samples, stages and losses stay in the raw files.
 """
 
 from __future__ import annotations
@@ -13,47 +13,30 @@ import json
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-
-from rich.console import Console
-
-from megatron_ampipe.tools.benchmark import result_file, table, training
+from typing import Any
 
 MEASURED = Path(__file__).resolve().parent
 PAGE = MEASURED.parent / "figures.md"
 README = MEASURED.parents[1] / "README.md"
 COMMAND = "python docs/measured/figures.py"
 BEGIN, END = f"<!-- begin: {COMMAND} -->\n", "<!-- end -->\n"
+MIB = 1 << 20
 
-GROUPS = {
-    "Blocks": (r"cpu-small-.*", "measured.md"),
-    "Several layers as one schedule": (r"layers-(?!training).*", "measured.md"),
-    "Whole trainings": (r"layers-training-.*", "measured.md"),
-    "Transport": (r"transport.*", "measured.md"),
-    "Exchanges": (r"exchange-.*|nodes-.*", "measured.md"),
-    "Exchanges of small blocks": (r"choice-.*|2dh-.*", "nodes.md"),
-    "Rows of tensor-parallel attention": (r"attention_rows", "nodes.md"),
-    "Weight gradients": (r"lancet-.*", "weights.md"),
-    "Memory": (r"memory-.*", "memory.md"),
-    "Gradient reductions": (r"reductions-.*", "reductions.md"),
-    "Casts and condensed tokens": (r"condense.*", "wire.md"),
-    "Routing": (r"recording|migration", "routing.md"),
-}
-"""Title of a part of the page: names of its raw files, and the page that says what was measured."""
-SUMMARY = dict(zip(GROUPS, ("block", "layers", "training"), strict=False))
-"""Parts whose cases are in the table of the README, and what it calls them."""
+Document = Mapping[str, Any]
+Documents = Mapping[str, Document]
+"""Raw files by their name, without its ending."""
+Rows = list[list[str]]
 
 HEAD = f"""# Figures
 
-Written by `{COMMAND}` from the raw files in [measured/](measured/): change those, not this page.
-[How it was measured](measured.md) explains the columns. Commands have the paths of their day.
+Written by `{COMMAND}` from the raw files in [measured/](measured/), which hold every sample: change
+those, not this page. [How it was measured](measured.md) says what is compared. Times are medians in ms, with
+the fastest degree in parentheses. Megatron's times are left out where its layers used another all-to-all.
+*Of the bound*: lower bound over measured time. *Spread*: how far Megatron's layer, measured twice, differs.
 """
-OTHER = (
-    "- Megatron's layer used another all-to-all than AMPipe: its times are left out; compare AMPipe's rows.\n"
-)
+ABSENT = "not stored"
 
 
 def main() -> None:
@@ -64,85 +47,72 @@ def main() -> None:
 
 
 def read_all() -> dict[str, dict[str, Any]]:
-    """Every raw file by its name, without its ending."""
+    """Every raw file."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(MEASURED.glob("*.json"))}
 
 
-def page(documents: Mapping[str, Mapping[str, Any]]) -> str:
+def page(documents: Documents) -> str:
     """The text of ``docs/figures.md``.
 
     Raises:
-        ValueError: a raw file belongs to no part, or to several.
+        ValueError: A raw file belongs to no claim, or to several.
     """
-    of_groups: dict[str, list[str]] = {title: [] for title in GROUPS}
     for name in documents:
-        titles = [title for title, (pattern, _) in GROUPS.items() if re.fullmatch(pattern, name)]
+        titles = [title for title, (pattern, _, _) in CLAIMS.items() if re.fullmatch(pattern, name)]
         if len(titles) != 1:
-            raise ValueError(f"{name}.json belongs to {len(titles)} parts of GROUPS, and needs one")
-        of_groups[titles[0]].append(name)
+            raise ValueError(f"{name}.json belongs to {len(titles)} claims, and needs one")
     parts = [HEAD]
-    for title, names in of_groups.items():
-        if names:
-            parts.append(f"\n## {title}\n\nWhat was measured: [{GROUPS[title][1]}]({GROUPS[title][1]}).\n")
-        parts += [f"\n### {name}\n\n{section(documents[name])}" for name in names]
+    for title, (pattern, what, table) in CLAIMS.items():
+        chosen = {name: each for name, each in documents.items() if re.fullmatch(pattern, name)}
+        if chosen:
+            parts.append(
+                f"\n## {title}\n\nExplained in [{what}]({what}).\n\n{table(chosen)}\n{sources(chosen)}"
+            )
     return "".join(parts)
 
 
-def section(document: Mapping[str, Any]) -> str:
-    """The table of one raw file, and where it comes from."""
-    if document.get("format") not in (result_file.FORMAT, training.FORMAT):
-        return stored_tables(document) + "\n" + provenance(document)
-    end = OTHER * (not same_transport(document)) + stacks(document)
-    return bench_table(document) + "\n" + provenance(document) + end
+def sources(documents: Documents) -> str:
+    """The words that all commands share, then a row for each file with the rest of its command."""
+    commands = {name: command_of(document) for name, document in documents.items()}
+    shared = [chunk for chunk in next(iter(commands.values())) if all(chunk in c for c in commands.values())]
+    rows = [
+        [
+            f"[{name}](measured/{name}.json)",
+            *provenance(document),
+            " ".join(chunk for chunk in commands[name] if chunk not in shared),
+        ]
+        for name, document in documents.items()
+    ]
+    head = ["file", "commit", "date", "machine", "load", "command" if not shared else "and"]
+    return f"Command: `{' '.join(shared)}`\n\n" * bool(shared) + without_empty(head, rows)
 
 
-def provenance(document: Mapping[str, Any]) -> str:
-    """Command, commit, machine, load and versions, or that the file does not have them."""
+def command_of(document: Document) -> list[str]:
+    """The command as words, each flag together with its values; without the name of the output."""
     words = document.get("command", [])
-    command = words if isinstance(words, str) else shlex.join(words)
-    command = (
-        re.sub(r"/(?:home|root|work|tmp)/(\S+/)*", "", f"`{command}`") if words else "Command not stored"
-    )
-    versions = {key: text for key, text in document.get("versions", {}).items() if key != "megatron-ampipe"}
-    commit, _, dirty = versions.pop("commit", "not stored").partition("-")
-    state = "" if commit == "not stored" else ", not clean" if dirty else ", clean"
-    program = ", ".join(f"{name} {version}" for name, version in versions.items()) or "versions not stored"
-    on = [one["hardware"] for one in (document, *document.get("runs", {}).values()) if "hardware" in one]
-    machines = sorted({f"{found['cpu']}, {found['usable_cores']} cores" for found in on}) or ["not stored"]
-    loads = [found[key][0] for key in ("load_average", "load_average_after") for found in on if key in found]
-    load = f"; load {loads[0]} before" if loads else ""
-    load += f", {loads[-1]} after" if len(loads) > 1 else ""
-    begin = document.get("begin", "time not stored")[:16]
-    return (
-        f"- {command}\n- Commit {commit}{state}; {begin}; {program}.\n"
-        f"- {'**Different machines**' if len(machines) > 1 else 'Machine'}: {'; '.join(machines)}{load}.\n"
-    )
+    text = words if isinstance(words, str) else shlex.join(words)
+    text = re.sub(r"/(?:home|root|work|tmp)/(\S+/)*", "", text)
+    chunks = re.split(r" (?=--)", re.sub(r"(--json \S+|\S+\.json) ?", "", text))
+    return [chunk.strip() for chunk in chunks if chunk.strip()]
 
 
-def same_transport(document: Mapping[str, Any]) -> bool:
-    """True if Megatron's layers and AMPipe's had one all-to-all: on a CPU, in files that have a control."""
+def provenance(document: Document) -> list[str]:
+    """Commit, date, machine, and load before and after."""
+    commit, _, dirty = document.get("versions", {}).get("commit", ABSENT).partition("-")
+    runs = [one["hardware"] for one in (document, *document.get("runs", {}).values()) if "hardware" in one]
+    machines = sorted({f"{each['cpu']}, {each['usable_cores']} cores" for each in runs})
+    loads = [each[key][0] for key in ("load_average", "load_average_after") for each in runs if key in each]
+    return [
+        commit + " (modified)" * bool(dirty),
+        document.get("begin", "")[:10],
+        " and ".join(machines) or ABSENT,
+        " to ".join(f"{load:.1f}" for load in (loads[0], loads[-1])[: len(loads)]) if loads else "",
+    ]
+
+
+def same_transport(document: Document) -> bool:
+    """True if Megatron's layers and AMPipe's had the same all-to-all: on a CPU, in files with a control."""
     return document["device"] != "cpu" or all("control" in case for case in document["cases"])
-
-
-def bench_table(document: Mapping[str, Any]) -> str:
-    """The rows of ``ampipe bench --from``; without Megatron's times if it used another all-to-all."""
-    printed: list[Any] = []
-    console = cast(Console, SimpleNamespace(print=printed.append))
-    (training if document["format"] == training.FORMAT else table).show(document, console)
-    columns = printed[0].columns
-    head = [str(column.header) for column in columns]
-    rows = [list(map(str, cells)) for cells in zip(*(column.cells for column in columns), strict=True)]
-    if not same_transport(document):
-        speedup = head.index("speedup")
-        times = [i for i, name in enumerate(head) if name in ("ms", "iterations/s", "10-90 %", "speedup")]
-        of_rows = [row for case in document["cases"] for row in (None, *case["rows"])]
-        for cells, row in zip(rows, of_rows, strict=True):
-            if row is None or is_megatron(row):
-                cells[:] = ["" if i in times else cell for i, cell in enumerate(cells)]
-        for cells in (head, *rows):
-            del cells[speedup : speedup + 2]
-    said = "".join(f"\n{line[0].upper()}{line[1:]}.\n" for line in printed[1:])
-    return markdown(head, rows) + said
 
 
 def is_megatron(row: Mapping[str, Any]) -> bool:
@@ -151,26 +121,249 @@ def is_megatron(row: Mapping[str, Any]) -> bool:
     return own and row.get("stages_us_by_rank") is None
 
 
-def stacks(document: Mapping[str, Any]) -> str:
-    """The fastest row of layers that share a schedule over the fastest one block by block."""
-    text = ""
-    for case in document["cases"]:
-        slowest_first = sorted(case["rows"], key=lambda row: -row["ms"])
-        best = {row.get("stack", 1): row["ms"] for row in slowest_first}
-        if len(best) > 1:
-            one, blocks = best[max(best)], best[1]
-            seen = abs(blocks / one - 1) > case["control"]["spread"] if "control" in case else True
-            text += f"- {case['name']}: one schedule ({one:.0f} ms) is {blocks / one:.2f} times as fast as "
-            text += f"block by block ({blocks:.0f} ms){', no difference seen' * (not seen)}.\n"
-    return text
+def variants(column: Callable[[Mapping[str, Any]], str]) -> Callable[[Documents], str]:
+    """A table with a row for each case and a column for each variant, at its fastest degree."""
+
+    def table(documents: Documents) -> str:
+        cases = [(name, doc, case) for name, doc in documents.items() for case in doc["cases"]]
+        rows_of = [
+            [row for row in case["rows"] if same_transport(doc) or not is_megatron(row)]
+            for _, doc, case in cases
+        ]
+        columns = list(dict.fromkeys(column(row) for rows in rows_of for row in rows))
+        lines = []
+        for (name, document, case), rows in zip(cases, rows_of, strict=True):
+            best = [
+                min((row for row in rows if column(row) == each), key=lambda row: row["ms"], default=None)
+                for each in columns
+            ]
+            lines.append([name, case["name"], *map(_time, best), *_comparison(document, case, rows)])
+        return without_empty(["file", "case", *columns, *COMPARISON], lines)
+
+    return table
 
 
-def with_summary(text: str, documents: Mapping[str, Mapping[str, Any]]) -> str:
+COMPARISON = ["Megatron", "faster", "of the bound", "spread", "prediction off by", "its choice slower by"]
+
+
+def _comparison(document: Document, case: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    row = min(rows, key=lambda row: row["ms"])
+    fair, share = same_transport(document), row.get("bound_share")
+    off = [abs(each["error"]) for each in rows if each.get("error") is not None]
+    loss = case.get("choice", {}).get("loss")
+    return [
+        f"{_stock_ms(case):.0f}" if fair else "",
+        f"{row['speedup']:.2f}x{_unseen(row)}" if fair else "",
+        "" if share is None else f"{share:.0%}",
+        f"{case['control']['spread']:.1%}" if "control" in case else "",
+        f"{statistics.median(off):.0%}, at most {max(off):.0%}" if off else "",
+        "" if loss is None else f"{loss:.0%}",
+    ]
+
+
+def _unseen(row: Mapping[str, Any]) -> str:
+    return "" if row.get("difference_seen", True) else ", no difference seen"
+
+
+def _stock_ms(case: Mapping[str, Any]) -> float:
+    return case["stock"]["ms"] if "stock" in case else case["stock_ms"]
+
+
+def _time(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms']:.0f}" + f" ({row['degree']})" * (row["schedule"] != "planned")
+
+
+def memory(documents: Documents) -> str:
+    """Peaks of each strategy, and the time that it takes more than ``keep`` within a repeat."""
+    lines = []
+    for name, document in documents.items():
+        for case in document["cases"]:
+            keep = next((row["samples_ms"] for row in case["rows"] if row["memory"] == "keep"), None)
+            lines.append([name, "Megatron", "", "", f"{case['stock_peak_bytes'] / MIB:.1f}", ""])
+            for row in case["rows"]:
+                more = [b / a - 1 for a, b in zip(keep, row["samples_ms"], strict=True)] if keep else [0.0]
+                cells = [f"{statistics.median(more):.1%}", f"{min(more):.0%} to {max(more):.0%}"]
+                lines.append(
+                    [
+                        name,
+                        row["memory"],
+                        *(cells if keep and row["memory"] != "keep" else ["", ""]),
+                        f"{row['peak_bytes'] / MIB:.1f}",
+                        f"{row['predicted_peak_bytes'] / MIB:.1f}",
+                    ]
+                )
+    return markdown(["file", "strategy", "more time", "range", "peak MiB", "predicted"], lines)
+
+
+def covered(documents: Documents) -> str:
+    """How much of the weight gradients' time ``lancet`` hides under the dispatch of the backward pass."""
+    lines = [
+        [
+            name,
+            case,
+            *(f"{row[key]:.1f}" for key in ("products ms", "covered ms")),
+            " to ".join(f"{each:.1f}" for each in row["covered, quartiles ms"]),
+            f"{row['share covered']:.0%}",
+        ]
+        for name, document in documents.items()
+        for case, row in document["cases"].items()
+    ]
+    return markdown(["file", "case", "products", "hidden", "quartiles", "share"], lines)
+
+
+def attention_rows(documents: Documents) -> str:
+    """Time that stages for the rows of tensor-parallel attention save."""
+    [places] = (document["places"] for document in documents.values())
+    return markdown(
+        ["ranks:link", *next(iter(places.values()))],
+        [[place, *(f"{row['saved']:.1%} saved" for row in ways.values())] for place, ways in places.items()],
+    )
+
+
+def reductions(documents: Documents) -> str:
+    """Iteration times with Megatron's overlap of gradient reductions, and with placed reductions."""
+    ways = ("after the pass", "overlapped", "placed")
+    lines = []
+    for name, document in documents.items():
+        ms = document["median ms"]
+        times = [f"{ms[way]:.0f}" if way in ms else "" for way in ways]
+        lines.append([name.removeprefix("reductions-"), *times, f"{ms['overlapped'] / ms['placed']:.2f}x"])
+    return markdown(["file", *ways, "overlapped/placed"], lines)
+
+
+def reductions_predicted(documents: Documents) -> str:
+    """Predicted times of a backward pass together with its reductions."""
+    [document] = documents.values()
+    settings = {name: value["ways"] for name, value in document.items() if name != "command"}
+    return markdown(
+        ["setting", *(way["name"] for way in next(iter(settings.values())))],
+        [
+            [name, *(f"{way['pass_ms'] + way['left_ms']:.0f}" for way in ways)]
+            for name, ways in settings.items()
+        ],
+    )
+
+
+def condensed(documents: Documents) -> str:
+    """Losses of trainings that send fewer rows, or rows in fewer bits."""
+    [document] = documents.values()
+    seeds = sorted({run["seed"] for run in document["runs"].values()})
+    lines = []
+    for setting, runs in _by_setting(document).items():
+        losses = {run["seed"]: statistics.mean(run["lm_loss"][-len(run["lm_loss"]) // 10 :]) for run in runs}
+        shares = [share for run in runs for share in run["condensed_share"]]
+        lines.append(
+            [
+                setting,
+                *(f"{losses[seed]:.4f}" for seed in seeds),
+                f"{statistics.mean(shares):.0%}" if shares else "",
+            ]
+        )
+    return markdown(["setting", *(f"loss, seed {seed}" for seed in seeds), "rows not sent"], lines)
+
+
+def condensed_speed(documents: Documents) -> str:
+    """Speed and bytes of such trainings."""
+    [document] = documents.values()
+    lines = []
+    for setting, runs in _by_setting(document).items():
+        if setting != "Megatron":
+            rates = [f"{1e3 / statistics.median(run['ms']):.2f}" for run in runs]
+            shares = [share for run in runs for share in run["condensed_share"]]
+            lines.append(
+                [
+                    setting,
+                    *rates,
+                    f"{runs[0]['bytes_per_iteration'] / 1e6:.3f}",
+                    f"{statistics.mean(shares):.0%}" if shares else "",
+                ]
+            )
+    return markdown(["setting", "iterations/s", "repeated", "MB", "rows not sent"], lines)
+
+
+def _by_setting(document: Document) -> dict[str, list[Mapping[str, Any]]]:
+    settings: dict[str, list[Mapping[str, Any]]] = {}
+    for run in document["runs"].values():
+        settings.setdefault(run["setting"], []).append(run)
+    return settings
+
+
+def recording(documents: Documents) -> str:
+    """Iterations that record their routing, and all others."""
+    [document] = documents.values()
+    kinds = ("recorded", "others")
+    return markdown(
+        ["degree", *kinds, "bytes of a file"],
+        [
+            [degree, *(f"{row[kind]['median']:.0f}" for kind in kinds), f"{row['file_bytes']:.0f}"]
+            for degree, row in document["degrees"].items()
+        ],
+    )
+
+
+def migration(documents: Documents) -> str:
+    """Rows that moving sequences between ranks would save, as shares of both all-to-alls."""
+    [document] = documents.values()
+    lines = []
+    for training, of_training in document["trainings"].items():
+        for phase, of_phase in of_training["phases"].items():
+            for ranks, found in of_phase["ranks"].items():
+                for exchange in ("rows", "ranks") if of_training["topk"] > 1 else ("rows",):
+                    every, missing = (found["saved"][f"{exchange}, {which}"] for which in ("all", "missing"))
+                    lines.append(
+                        [training, phase, ranks, exchange]
+                        + [f"{100 * every[key]:.1f}" for key in MIGRATION]
+                        + [f"{100 * missing['of both']:.1f}"]
+                    )
+    head = [
+        "training",
+        "phase",
+        "ranks",
+        "exchange",
+        "Luffy's rule, %",
+        "equal shares",
+        "at most",
+        "missing rows",
+    ]
+    return markdown(head, lines)
+
+
+MIGRATION = ("of both", "at most, equal shares", "at most")
+
+SCHEDULE = variants(lambda row: row["schedule"])
+STACK = variants(lambda row: f"stack of {row['stack']}")
+EXCHANGE = variants(lambda row: "planned" if row["schedule"] == "planned" else row["exchange"])
+
+CLAIMS: Mapping[str, tuple[str, str, Callable[[Documents], str]]] = {
+    "Blocks": (r"cpu-small-.*", "measured.md", SCHEDULE),
+    "Several layers as one schedule": (r"layers-(?!training).*", "measured.md", STACK),
+    "Whole trainings": (r"layers-training-.*", "measured.md", STACK),
+    "Exchanges": (r"exchange-.*|nodes-.*", "measured.md", EXCHANGE),
+    "Exchanges of small blocks": (r"choice-.*|2dh-.*", "nodes.md", EXCHANGE),
+    "Rows of tensor-parallel attention": (r"attention_rows", "nodes.md", attention_rows),
+    "Weight gradients": (r"lancet-(?!covers).*", "weights.md", SCHEDULE),
+    "Weight gradients hidden under a dispatch": (r"lancet-covers-.*", "weights.md", covered),
+    "Memory": (r"memory-.*", "memory.md", memory),
+    "Gradient reductions": (r"reductions-(?!predicted).*", "reductions.md", reductions),
+    "Predicted gradient reductions": (r"reductions-predicted", "reductions.md", reductions_predicted),
+    "Casts and condensed tokens": (r"condense", "wire.md", condensed),
+    "Speed of casts and condensed tokens": (r"condense_speed_small", "wire.md", condensed_speed),
+    "Recording": (r"recording", "routing.md", recording),
+    "Sequences that move": (r"migration", "routing.md", migration),
+}
+"""Title of a claim: names of its raw files, the page that explains it, and its table."""
+SUMMARY = dict(zip(CLAIMS, ("block", "layers", "training"), strict=False))
+"""Claims whose cases are in the table of the README, and what it calls them."""
+
+
+def with_summary(text: str, documents: Documents) -> str:
     """The README with its table: the fastest row of each case, where both sides have the same all-to-all."""
     before, rest = text.split(BEGIN)
     rows = []
     for (title, what), (name, document) in itertools.product(SUMMARY.items(), documents.items()):
-        for case in document["cases"] if re.fullmatch(GROUPS[title][0], name) else ():
+        for case in document["cases"] if re.fullmatch(CLAIMS[title][0], name) else ():
             if same_transport(document) and not document["emulated"]:
                 rows.append([f"{what}, {document['link']}, top-{case['block']['topk']}", *_fastest(case)])
     head = ["", "Megatron", "AMPipe", "faster", "of the bound", "noise"]
@@ -182,66 +375,23 @@ def _fastest(case: Mapping[str, Any]) -> list[str]:
     row = min(case["rows"], key=lambda row: row["ms"])
     share = row.get("bound_share")
     return [
-        f"{case['stock']['ms'] if 'stock' in case else case['stock_ms']:.0f} ms",
+        f"{_stock_ms(case):.0f} ms",
         f"{row['ms']:.0f} ms",
-        f"{row['speedup']:.2f}x" + ", no difference seen" * (not row["difference_seen"]),
+        f"{row['speedup']:.2f}x{_unseen(row)}",
         "" if share is None else f"{share:.0%}",
         f"{case['control']['spread']:.1%}",
     ]
 
 
-CONTAINERS = {"trainings", "phases", "ranks", "saved", "places", "cases", "degrees", "runs", "ways"}
-NOT_SHOWN = {"command", "flags", "variants", "orders", "hardware", "versions", "setting", "seed", "name"}
-# Not a bound, although old files call it one: a run has beaten it.
-NOT_SHOWN |= {"share that is complete last", "no place is faster than ms"}
-MEGATRON = {("cases", "stock"), ("runs", "Megatron, repeat 1"), ("runs", "Megatron, repeat 2")}
-"""Where scripts store times of Megatron's layers: first and last part of a place."""
-
-
-def stored_tables(document: Mapping[str, Any]) -> str:
-    """Every number that a script stored: a row for each place, and a table for rows with the same keys."""
-    places: dict[tuple[str, ...], dict[str, str]] = {}
-    for (*place, key), text in _leaves(document, ()):
-        places.setdefault(tuple(place), {})[key] = text
-    alone = places.pop((), {})
-    tables: dict[tuple[str, ...], list[list[str]]] = {}
-    for place, cells in places.items():
-        name = ", ".join(part for part in place if part not in CONTAINERS)
-        tables.setdefault(tuple(cells), []).append([name, *cells.values()])
-    parts = [markdown(["", *keys], rows) for keys, rows in tables.items()]
-    parts += ["- " + "; ".join(f"{key}: {text}" for key, text in alone.items()) + ".\n"] * bool(alone)
-    return "\n".join(parts)
-
-
-def _leaves(value: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    if isinstance(value, dict):
-        for key, of_key in value.items():
-            if key not in NOT_SHOWN and (*place[:1], key) not in MEGATRON:
-                yield from _leaves(of_key, (*place, key))
-    elif isinstance(value, list) and value and isinstance(value[0], dict) and "name" in value[0]:
-        for of_name in value:
-            yield from _leaves(of_name, (*place, of_name["name"]))
-    elif isinstance(value, list) and value and isinstance(value[0], int | float):
-        if place[-1] == "lm_loss":
-            last = statistics.mean(value[-(len(value) // 10) :])
-            yield (*place[:-1], "mean lm_loss of the last tenth"), f"{last:.4f}"
-        else:
-            median, least, most = map(_number, (statistics.median(value), min(value), max(value)))
-            yield place, f"{median} ({least} to {most}; {len(value)})"
-    elif isinstance(value, str | int | float) and "\n" not in str(value):
-        yield place, _number(value)
-
-
-def _number(value: float | str) -> str:
-    if isinstance(value, str | int):
-        return str(value)
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def without_empty(head: Sequence[str], rows: Rows) -> str:
+    """A table without the columns that have no cell."""
+    kept = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
+    return markdown([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; numbers are aligned to the right."""
-    texts = ("", "case", "layer", "layers of", "link", "compared")
-    lines = [head, ["---" if name in texts else "--:" for name in head], *rows]
+    """A table; all columns but the first are aligned to the right."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -93,7 +93,7 @@ def choose_memory(
         raise BadInput(
             FLAG,
             budget,
-            rule=f"is met by no strategy: {least.memory} holds least, and is predicted to hold "
+            rule=f"is too small: the leanest strategy, {least.memory}, needs about "
             f"{size_to_text(least.peak_bytes)}",
             remedy=f"Use at least {FLAG} {size_to_text(least.peak_bytes)}, --recompute-granularity full, a "
             "shorter sequence, or more ranks.",

@@ -147,7 +147,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
             return BadInput(
                 "argument",
                 unknown,
-                rule="belongs to no flag",
+                rule="is unexpected",
                 remedy="A switch such as --swiglu takes no value, and a value with spaces needs quotes.",
             )
         near = did_you_mean(unknown.split()[0].partition("=")[0], known, most=3)

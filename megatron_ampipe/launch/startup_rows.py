@@ -114,7 +114,7 @@ def nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
         return []
     note = (
         f"--expert-model-parallel-size {args.expert_model_parallel_size}: one rank has all experts, so no "
-        "token travels and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or use "
+        "token is sent and nothing can be hidden. AMPipe will not help; add expert-parallel ranks, or use "
         "--ampipe-degree 1"
     )
     return [("note", note)]

@@ -116,9 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_exchanges,
         default=(Exchange.ROWS,),
         metavar="E,E",
-        help=f"how often a token may be sent, as --ampipe-exchange: {', '.join(Exchange)}, several of these, "
-        f"or {ALL_EXCHANGES} for all that the layout allows; the first is kept unless another is predicted "
-        "to save more than 1 %% (default: rows)",
+        help="how the all-to-all groups copies of a token, as --ampipe-exchange: "
+        f"{', '.join(Exchange)}, several of these, or {ALL_EXCHANGES} for all that the layout allows; the "
+        "first is kept unless another is predicted to save more than 1 %% (default: rows)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan, for --ampipe-plan FILE")
     parser.add_argument(

@@ -398,7 +398,7 @@ _FLAGS = (
         "degree-nan", "train --ampipe-degree nan", "--ampipe-degree 'nan': is neither a whole number nor auto"
     ),
     Row("degree-empty", "train --ampipe-degree ''", "is neither a whole number nor auto"),
-    Row("degree-two-words", "train --ampipe-degree 4 4", "argument 4: belongs to no flag. A switch such as"),
+    Row("degree-two-words", "train --ampipe-degree 4 4", "argument 4: is unexpected. A switch such as"),
     Row(
         "degree-no-word", "train --ampipe-degree", "--ampipe-degree (no value): expected one argument. Write"
     ),

@@ -158,7 +158,7 @@ WRONG = {
         "--lr (no value): expected one argument. Write a value after the flag", words=("--lr", "--swiglu")
     ),
     "flag-switch-with-value": Wrong(
-        "argument true: belongs to no flag. A switch such as --swiglu takes no value",
+        "argument true: is unexpected. A switch such as --swiglu takes no value",
         words=("--swiglu", "true"),
     ),
     "flag-choice": Wrong("Use one of: ", words=("--ckpt-format", "zip")),

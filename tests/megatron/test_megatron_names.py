@@ -100,8 +100,8 @@ def test_megatron_is_as_we_rely_on_it(
     files = ", ".join(f"megatron_ampipe/{path}" for path in BY_NAME[name].used_in.split())
     complaints = found[version][name]
     assert not complaints, (
-        f"megatron.{name} has changed in {version}: {'; '.join(complaints)}. {files} depend on it: see its "
-        "row in docs/internals.md, adapt them, then its facts in tests/internals.py."
+        f"megatron.{name} has changed in {version}: {'; '.join(complaints)}. {files} depend on it "
+        f"({BY_NAME[name].if_changed}): adapt them, then its facts in tests/internals.py."
     )
 
 

@@ -62,7 +62,7 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--", "--swiglu", "--ampipe-degree", "4", "more"], "argument more: belongs to no flag. "),
+        (["--", "--swiglu", "--ampipe-degree", "4", "more"], "argument more: is unexpected. "),
         (["--", "--ampipe-degree", "x"], "--ampipe-degree 'x': is neither a whole number nor auto"),
         (
             ["--", "--ampipe-degre", "4"],

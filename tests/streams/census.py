@@ -59,14 +59,12 @@ def _counted(run: Any) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The calls and waits of a forward and a backward pass together, as a table."""
+    """The calls, and waits in parentheses, of a forward and a backward pass together, as a table."""
     degrees = ("0", *map(str, DEGREES))
     head = "| block | " + " | ".join("Megatron" if d == "0" else f"degree {d}" for d in degrees) + " |"
     rows = [
         f"| {name} | "
-        + " | ".join(
-            f"{by_degree[d]['all']} calls, {sum(by_degree[d]['waits'].values())} waits" for d in degrees
-        )
+        + " | ".join(f"{by_degree[d]['all']} ({sum(by_degree[d]['waits'].values())})" for d in degrees)
         + " |"
         for name, by_degree in found.items()
     ]

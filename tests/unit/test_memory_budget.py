@@ -129,13 +129,13 @@ def test_a_budget_that_only_a_copying_strategy_meets_selects_that_one(degree: in
     the others is named."""
     pipeline = Pipeline.of(degree)
     file = with_copies(tmp_path / "slow.yaml", us_per_mb=1e5)
-    with pytest.raises(BadInput, match="is met by no strategy: S3 holds least") as error:
+    with pytest.raises(BadInput, match="is too small: the leanest strategy, S3,") as error:
         choose_memory(run(), pipeline, "1MiB", file)
     least = str(error.value).partition("--ampipe-memory-budget ")[2].partition("Use at least")[2].split()[1]
     found = choose_memory(run(), pipeline, least.rstrip(","), file)
     assert "S3" in of_chunks(found.memory) and set(of_chunks(found.memory)) <= {"S3", "redispatch"}
     assert "slower than keep: predicted peak of the layers' activations " + least.rstrip(",") in found.reason
-    with pytest.raises(BadInput, match="is met by no strategy: redispatch holds least"):
+    with pytest.raises(BadInput, match="is too small: the leanest strategy, redispatch,"):
         choose_memory(run(), pipeline, least.rstrip(","), "a800x8-20gbps")
 
 
@@ -144,8 +144,8 @@ def test_a_budget_that_none_meets_stops_with_the_least_that_would_do() -> None:
     with pytest.raises(BadInput) as error:
         choose_memory(run(), PIPELINE, "1MiB")
     assert str(error.value).startswith(
-        "--ampipe-memory-budget 1MiB: is met by no strategy: redispatch holds least, and is predicted to "
-        f"hold {least}. Use at least --ampipe-memory-budget {least}, "
+        "--ampipe-memory-budget 1MiB: is too small: the leanest strategy, redispatch, needs about "
+        f"{least}. Use at least --ampipe-memory-budget {least}, "
     )
 
 

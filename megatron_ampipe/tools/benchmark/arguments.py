@@ -75,12 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for each chunk (keep/rebuild/rebuild/rebuild); several are compared"
     )
     exchange = (
-        "how often a token is sent: rows (for each of its experts, as Megatron), ranks (once to each rank "
-        "that has some of them), nodes (once to each node, with --nodes), several of these, or auto for all; "
+        "how the all-to-all groups copies of a token: rows (one per expert, as Megatron), ranks (one per "
+        "rank with some of them), nodes (one per node, with --nodes), several of these, or auto for all; "
         "each is measured in cases where it saves something"
     )
     wire = (
-        f"what rows become while they travel: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "
+        f"how rows are cast for the transfer: {UNCHANGED}, {', '.join(SHIPPED_WIRES)} or a class; several "
         "are compared, their numbers with those of Megatron's layers"
     )
     rounds = f"trainings of each kind, in turns (default: {ROUNDS}; with --end-to-end only)"
