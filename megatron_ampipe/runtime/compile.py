@@ -234,7 +234,25 @@ class _Compiler:
             gradient=gradient,
             finish=tuple(finish),
             again=frozenset(block.layer for block in self._blocks if block.recomputed and self._keep),
+            names=self._names(),
         )
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the slots: what is in them, of which chunk, of which block (``@1`` is the second)."""
+        names = ["none", "zero", *(f"t{slot}" for slot in range(FIRST_FREE, self._num_slots))]
+        for (what, layer, *key), slot in self._slots.items():
+            words = [str(what)]
+            for part in key:
+                if part is True:
+                    words.insert(0, "again")
+                elif isinstance(part, Source):
+                    words += [str(part.giver), part.name] if part.giver is not None else [part.name]
+                elif type(part) is int:
+                    words[-1] += f".{part}"
+                elif isinstance(part, str | StageKind):
+                    words.append(str(part))
+            names[slot] = " ".join(words).removeprefix("value ") + (f"@{layer}" if layer else "")
+        return tuple(names)
 
     def _calls(self, direction: Direction) -> list[Call]:
         issued, needs = self._order.issued[direction], self._order.needs[direction]

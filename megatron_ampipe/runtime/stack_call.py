@@ -18,7 +18,7 @@ from megatron_ampipe.runtime.pass_state import BlockState, Pass
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums
-from megatron_ampipe.runtime.steps import ZERO
+from megatron_ampipe.runtime.steps import ZERO, Step
 from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, Stage, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
@@ -122,6 +122,16 @@ class StackCall:
         assert self._reductions is not None, "this pass was not given what its schedule reduces"
         return self._reductions.start_until(self._asked[stage.kind, stage.layer])
 
+    def _described(self, step: Step) -> str:
+        """A step, and the sizes of what it has not freed yet."""
+        names, slots = self._tapes.names, self._state.slots
+        sizes = [
+            f"{names[slot]} {list(slots[slot].shape)}"
+            for slot in dict.fromkeys((*step.taken, *step.given))
+            if isinstance(slots[slot], Tensor)
+        ]
+        return "\n".join([step.text(names), *([f"there are {', '.join(sizes)}"] if sizes else [])])
+
     def _execute(
         self, direction: Direction, end: Callable[[int], None], end_half: Callable[[int], None] | None = None
     ) -> None:
@@ -132,7 +142,11 @@ class StackCall:
                 return self._reduce(call.stage)
             transfer = None
             for step in call.steps:
-                transfer = step.run(state)
+                try:
+                    transfer = step.run(state)
+                except Exception as error:
+                    error.add_note(f"{direction} pass, call {call.position}: {self._described(step)}")
+                    raise
             if call.ends_half and end_half is not None:
                 end_half(call.stage.layer)
             if call.ends:

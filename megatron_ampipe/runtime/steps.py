@@ -128,19 +128,26 @@ class Step(ABC):
         """Tell of tensors that the step reads or writes."""
         crossing.note_use(tensors)
 
-    def __str__(self) -> str:
-        """As a line of a printed tape."""
-        moves = [f"{type(move).__name__}{move.slots}" for move in self.before]
-        parts = [*moves, f"{type(self).__name__} {self.stage}({', '.join(map(_text, self.takes))})"]
+    def text(self, names: Sequence[str]) -> str:
+        """As lines of a printed tape: moves, what the function takes and gives, moves, what is freed.
+
+        Args:
+            names: Of all slots.
+        """
+
+        def named(one: Take | Give) -> str:
+            rows = "" if one.rows is None else f"[{one.rows.start}:{one.rows.stop}]"
+            return names[one.slot] + rows
+
+        def moved(move: Move) -> str:
+            return f"{type(move).__name__}({', '.join(names[slot] for slot in move.slots)})"
+
+        call = f"{self.stage}: {type(self).__name__}({', '.join(map(named, self.takes))})"
         if self.gives:
-            parts.append(f"-> {', '.join(map(_text, self.gives))}")
-        parts += [f"{type(move).__name__}{move.slots}" for move in self.after]
-        freed = ", ".join(f"s{slot}" for slot in (*self.frees, *self.drops))
-        return "  ".join(parts) + (f"  frees {freed}" if freed else "")
-
-
-def _text(one: Take | Give) -> str:
-    return f"s{one.slot}" if one.rows is None else f"s{one.slot}[{one.rows.start}:{one.rows.stop}]"
+            call += f" -> {', '.join(map(named, self.gives))}"
+        freed = [names[slot] for slot in (*self.frees, *self.drops)]
+        lines = [*map(moved, self.before), call, *map(moved, self.after)]
+        return "\n".join([*lines, *([f"frees {', '.join(freed)}"] if freed else [])])
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """A schedule made ready to run: a flat list of calls, whose steps are bound to numbered slots.
 
-Made by :mod:`.compile`, read by the executors. Printed (``str``), it is what one debugs with.
+Made by :mod:`.compile`, read by the executors. Printed (``ampipe plan --tape``), it is what one debugs with.
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ class Tape:
         """What an executor does around each call on a device with streams."""
         return stream_plan(self.streams, [call.needs for call in self.calls])
 
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{call.position:4} {call.lane:8} {step}"
-            for call in self.calls
-            for step in call.steps or (call.stage,)
-        )
+    def text(self, names: Sequence[str]) -> str:
+        """Call by call: its lane, the calls that it waits for, and its steps (:meth:`~.steps.Step.text`)."""
+        lines = []
+        for call in self.calls:
+            waits = f", after {', '.join(map(str, call.needs))}" if call.needs else ""
+            lines.append(f"{call.position} on {call.lane}{waits}")
+            for text in [step.text(names) for step in call.steps] or [str(call.stage)]:
+                lines += [f"    {line}" for line in text.splitlines()]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Tapes:
         gradient: Slot of the gradient of ``hidden``, when :attr:`finish` was done.
         finish: What is done after the backward pass.
         again: Blocks whose forward stages run again in the backward pass.
+        names: Of the slots, to be printed.
     """
 
     passes: Mapping[Direction, Tape]
@@ -97,3 +101,8 @@ class Tapes:
     gradient: int
     finish: tuple[Move, ...]
     again: frozenset[int]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Both passes."""
+        return "\n".join(f"{direction}\n{tape.text(self.names)}" for direction, tape in self.passes.items())

@@ -6,7 +6,7 @@ The checker, the issue order, the planner and the runtime all read it from here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,22 +100,30 @@ def data_flow(features: BlockFeatures) -> DataFlow:
     for kind, values in recalled.items():
         for _, source in values:
             recallers[source] = (*recallers.get(source, ()), kind)
-    once = frozenset(
-        kind
-        for kind in kinds
-        if not kind.is_differentiated
-        or (
-            kind.scope is Scope.CHUNK
-            and not kind.lane.computes
-            and all(
-                value in taker.by_shape and taker.scope is Scope.CHUNK
-                for value, source in given[kind]
-                for taker in takers.get(source, ())
-            )
-        )
-    )
     output = latest[HIDDEN_STATES.name]
+    once = _once(kinds, takers, given)
     return DataFlow(kinds, sources, takers, output, taken, given, recalled, recallers, once)
+
+
+def _once(
+    kinds: Sequence[StageKind],
+    takers: Mapping[Source, Sequence[StageKind]],
+    given: Mapping[StageKind, Sequence[tuple[Value, Source]]],
+) -> frozenset[StageKind]:
+    """:attr:`DataFlow.once`, from the last row to the first: a transfer that runs again sends what it takes."""
+    found: set[StageKind] = set()
+    for kind in reversed(kinds):
+        by_shape = all(
+            value in taker.by_shape
+            and taker.scope is Scope.CHUNK
+            and (taker.lane.computes or taker in found)
+            for value, source in given[kind]
+            for taker in takers.get(source, ())
+        )
+        is_transfer = kind.scope is Scope.CHUNK and not kind.lane.computes
+        if not kind.is_differentiated or (is_transfer and by_shape):
+            found.add(kind)
+    return frozenset(found)
 
 
 def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:

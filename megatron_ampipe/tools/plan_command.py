@@ -29,7 +29,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import ALL_EXCHANGES, ALL_LAYERS, Exchange, parse_exchanges, parse_stack
 from megatron_ampipe.timeline import Timeline
-from megatron_ampipe.tools import plan_answer, plan_routing, plan_timeline, timeline_picture
+from megatron_ampipe.tools import plan_answer, plan_routing, plan_tape, plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
 from megatron_ampipe.yaml_lines import value_of
 
@@ -47,6 +47,8 @@ examples:
       each token sent for each of its experts, or once to each rank or node: the one predicted to be fastest
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --output plan.yaml --picture timeline
       on figures measured on your machines; writes the plan, and a picture of the predicted timeline
+  ampipe plan --model mixtral-8x7b --cluster dgx-h100 --trace-of 2 --tape tape.txt
+      what a rank runs at degree 2: every call with its tensors, what it waits for and what it frees
   ampipe plan --model mixtral-8x7b --cluster measured.yaml --trace predicted.json --trace-of 4
       the predicted timeline of a run with --ampipe-degree 4, to compare with its traces by ampipe draw
 
@@ -145,6 +147,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "chunks, for example 4 or 4:2,moe-only (default: the choice)",
     )
     parser.add_argument(
+        "--tape",
+        type=Path,
+        metavar="FILE",
+        help="write what a rank runs, of the choice or of --trace-of: every call with what it takes, gives, "
+        "waits for and frees (needs torch)",
+    )
+    parser.add_argument(
         "--grad-reduce",
         choices=(STOCK, PLACED),
         default=STOCK,
@@ -238,7 +247,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -> Timeline | None:
     """What ``--trace`` and ``--picture`` show; None if neither was asked for."""
-    if arguments.trace is None and arguments.picture is None:
+    if arguments.trace is None and arguments.picture is None and arguments.tape is None:
         degree = None if arguments.trace_of is None else arguments.trace_of.degree
         reduce = None if arguments.grad_reduce == STOCK else arguments.grad_reduce
         for flag, value in (("--trace-of", degree), ("--grad-reduce", reduce)):
@@ -247,7 +256,7 @@ def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -
                     flag,
                     value,
                     rule="chooses the timeline that is written, and none is written",
-                    remedy="Add --trace FILE or --picture NAME.",
+                    remedy="Add --trace FILE, --picture NAME or --tape FILE.",
                 )
         return None
     _check_grad_reduce(predictor, arguments)
@@ -256,6 +265,8 @@ def _timeline(predictor: Predictor, plan: Plan, arguments: argparse.Namespace) -
     shown = sharing_layers(predictor, pipeline.stack) if pipeline.stack != 1 else predictor.of_layers(1)
     if arguments.grad_reduce == PLACED:
         shown = shown.with_reductions()
+    if arguments.tape is not None:
+        outputs.write_text(arguments.tape, plan_tape.text(shown, pipeline))
     return plan_timeline.predicted_timeline(shown, pipeline, source=source)
 
 

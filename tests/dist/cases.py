@@ -964,6 +964,10 @@ LAUNCHES = [
     ),
     Case("latent-experts-tp", parallel=TP, batch=3, memory="redispatch", model=LATENT_EXPERTS | SEVERAL_AUX),
     Case(
+        "latent-experts-of-tensor-ranks-recompute", parallel=TP_EXPERTS, batch=3, recompute=UNIFORM,
+        model=LATENT_EXPERTS,
+    ),
+    Case(
         "latent-experts-stack-recompute", layers="mdm", stack=0, recompute=UNIFORM,
         model=LATENT_EXPERTS | {"moe_shared_expert_intermediate_size": None, "add_bias_linear": True},
     ),

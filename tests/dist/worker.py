@@ -21,6 +21,10 @@ def start() -> tuple[int, int]:
     host.install()
     import torch
 
+    from tests import tapes
+
+    tapes.check_all()
+
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(

@@ -1,8 +1,8 @@
 """Makes the golden texts. Blocks are settings of Megatron, pipelines are flags: both outlive types of code.
 
-Only :func:`schedules_of` knows names of the package; plans are answers of the command. The refusals are those
-of ``docs/supported.md``. The collectives of each parity case are in ``collectives.json``: the parity test
-compares them, and rewrites them with ``AMPIPE_TEST_WRITE=1``.
+Only :func:`schedule_of` and :func:`schedules_of` know names of the package; plans are answers of the command.
+The refusals are those of ``docs/supported.md``. The collectives of each parity case are in
+``collectives.json``: the parity test compares them, and rewrites them with ``AMPIPE_TEST_WRITE=1``.
 """
 
 from __future__ import annotations
@@ -102,13 +102,16 @@ def pipelines() -> Iterator[dict[str, Any]]:
         yield {"schedule": "ampipe", "degree": 2, "exchange": exchange, "memory": "redispatch"}
 
 
-def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
-    """The text of a schedule, the order in which lanes are issued included; or why there is none."""
+def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[Any, list[Any], Any]:
+    """The schedule of a block, or of several; the features of each block; the pipeline.
+
+    Raises:
+        BadInput: there is none.
+    """
     from dataclasses import replace
 
     from megatron_ampipe.block_features import features_of_settings
-    from megatron_ampipe.errors import BadInput
-    from megatron_ampipe.schedule import Direction, Exchange, Pipeline, issue_order, needs_of, to_text
+    from megatron_ampipe.schedule import Exchange, Pipeline
 
     flags = dict(pipeline)
     layers = flags.pop("layers", 1)
@@ -127,16 +130,24 @@ def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
         features, **{name: block[name] for name in own[1:5] if name in block and not features.dense}
     )
     exchange = Exchange(flags.pop("exchange", "rows"))
+    chosen = Pipeline.of(flags.pop("degree"), exchange=exchange, stack=layers, **flags)
+    trained = [chosen.trained(features)] * layers
+    if block.get("dense"):
+        # Only next to a layer with experts.
+        with_experts = features_of_settings(
+            settings, capacity_scope="sequence", router_scope="sequence", shares_schedule=layers > 1
+        )
+        trained[1::2] = [chosen.trained(with_experts)] * (layers // 2)
+    return chosen.schedule_of(trained), trained, chosen
+
+
+def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
+    """The text of a schedule, the order in which lanes are issued included; or why there is none."""
+    from megatron_ampipe.errors import BadInput
+    from megatron_ampipe.schedule import Direction, issue_order, needs_of, to_text
+
     try:
-        chosen = Pipeline.of(flags.pop("degree"), exchange=exchange, stack=layers, **flags)
-        trained = [chosen.trained(features)] * layers
-        if block.get("dense"):
-            # Only next to a layer with experts.
-            with_experts = features_of_settings(
-                settings, capacity_scope="sequence", router_scope="sequence", shares_schedule=layers > 1
-            )
-            trained[1::2] = [chosen.trained(with_experts)] * (layers // 2)
-        schedule = chosen.schedule_of(trained)
+        schedule, trained, _ = schedule_of(block, pipeline)
     except (BadInput, AssertionError) as error:
         return f"refused: {type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}\n"
     lines = [to_text(schedule)]

@@ -1,0 +1,118 @@
+"""Tapes of all golden blocks: what they say is safe, printed as text, and found wrong where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.runtime.compile import Order, compiled
+from megatron_ampipe.runtime.stream_order import stream_plan
+from megatron_ampipe.runtime.tape import Tapes
+from megatron_ampipe.schedule import Direction, SequenceLayout
+from megatron_ampipe.tools.plan_tape import Unnamed
+from tests import tapes
+from tests.golden.write import BLOCKS, pipelines, schedule_of
+
+ROWS = 64
+
+
+def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph: bool = True) -> Tapes | None:
+    """The tapes of a golden block; None if there is no such schedule."""
+    try:
+        schedule, layers, chosen = schedule_of(BLOCKS[block], pipeline)
+    except (BadInput, AssertionError):
+        return None
+    context = BLOCKS[block].get("context_parallel_size", 1)
+    layout = SequenceLayout(context_ranks=context)
+    return compiled(
+        Order.of(schedule, layers, host_waits=not threads),
+        chunks=chosen.chunks(ROWS * context, layout),
+        functions=[Unnamed()] * len(layers),
+        keep_graph=keep_graph,
+        threads=threads,
+    )
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["one thread", "threads"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_a_tape_says_is_safe(block: str, threads: bool) -> None:
+    found = [
+        tapes_of(block, pipeline, threads=threads)
+        for pipeline in pipelines()
+        if not (BLOCKS[block].get("dense") and pipeline.get("layers", 1) == 1)
+    ]
+    checked = [one for one in found if one is not None]
+    assert checked
+    for one in checked:
+        tapes.check(one, threads=threads)
+        assert str(one).count("\n") > len(one.passes[Direction.FORWARD].calls)
+
+
+def test_nothing_is_compiled_for_a_backward_pass_that_there_is_not() -> None:
+    found = tapes_of("plain", {"schedule": "ampipe", "degree": 2}, threads=False, keep_graph=False)
+    assert found is not None and found.passes[Direction.BACKWARD].calls == ()
+    tapes.check(found, threads=False)
+    assert "segment" not in str(found)
+
+
+def test_what_is_freed_too_early_is_found() -> None:
+    found = tapes_of("plain", {"schedule": "ampipe", "degree": 2}, threads=True)
+    assert found is not None
+    call = next(call for call in found.passes[Direction.FORWARD].calls if str(call.stage) == "attention.0")
+    hidden = next(slot for slot, name in enumerate(found.names) if name == "hidden")
+    (step,) = call.steps
+    step.frees += (hidden,)
+    with pytest.raises(AssertionError, match=r"hidden is used in \w+\.1 after it was freed"):
+        tapes.check(found, threads=True)
+
+
+def test_what_another_lane_may_still_read_is_found() -> None:
+    found = tapes_of("plain", {"schedule": "ampipe", "degree": 2}, threads=True)
+    assert found is not None
+    calls = {str(call.stage): call for call in found.passes[Direction.FORWARD].calls}
+    (dispatch,), (expert,) = calls["dispatch.1"].steps, calls["expert.0"].steps
+    tokens = dispatch.takes[0].slot
+    dispatch.frees = tuple(slot for slot in dispatch.frees if slot != tokens)
+    expert.frees += (tokens,)
+    with pytest.raises(AssertionError, match=r"route tokens\.1 is (used|freed)"):
+        tapes.check(found, threads=True)
+
+
+@pytest.mark.parametrize("change", ["waits", "releases"])
+def test_a_wrong_plan_of_streams_is_found(change: str) -> None:
+    streams, needs = ["compute", "comm", "compute", "comm"], [(), (0,), (), (2,)]
+    plan = stream_plan(streams, needs)
+    tapes.check_streams(streams, needs, plan)
+    wrong = {"waits": ((), (), (), ()), "releases": ((), (), (1,), ())}[change]
+    with pytest.raises(AssertionError, match=r"wait|released"):
+        tapes.check_streams(streams, needs, dataclasses.replace(plan, **{change: wrong}))
+
+
+def test_a_failing_step_says_what_it_was_given() -> None:
+    from megatron_ampipe.runtime.executors import SequentialExecutor
+    from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.runtime.segment import BlockParameters
+    from megatron_ampipe.runtime.stack_call import StackCall
+
+    class State:
+        halves, draws = (None, None), None
+
+    found = tapes_of("plain", {"schedule": "ampipe", "degree": 2}, threads=False)
+    assert found is not None
+    call = StackCall(
+        [State()],  # type: ignore[list-item]
+        found,
+        SequentialExecutor(),
+        Recorder(),
+        numbers=[1],
+        parameters=[BlockParameters((), ())],
+    )
+    with pytest.raises(TypeError) as caught:
+        call.forward(torch.zeros(ROWS, 1, 4))
+    (note,) = caught.value.__notes__
+    assert note.startswith("forward pass, call 0: qkv.0: Compute(hidden[0:32]) -> ")
+    assert note.endswith(f"there are hidden [{ROWS}, 1, 4]")
