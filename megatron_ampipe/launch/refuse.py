@@ -49,13 +49,19 @@ def refuse_as_bad_input() -> Iterator[None]:
         path = place.tb_frame.f_code.co_filename
         if not isinstance(error, _CHECKS) and raised_in("megatron_ampipe", error):
             raise
-        line = linecache.getline(path, place.tb_lineno).strip()
         raise BadInput(
             "arguments",
             "(refused by Megatron)",
-            rule=str(error).strip().rstrip(".") or line,
+            rule=reason_of(error),
             remedy=f"The check is at {path}:{place.tb_lineno}.",
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception's message in one line; of one without a message, the line that raised it."""
+    place = origin(error)
+    line = linecache.getline(place.tb_frame.f_code.co_filename, place.tb_lineno)
+    return " ".join((str(error).strip() or line).split()).rstrip(".")
 
 
 def raised_in(package: str, error: BaseException) -> bool:
