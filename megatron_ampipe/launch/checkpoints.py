@@ -34,8 +34,8 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         # Megatron itself checks object stores.
         if "://" in folder:
             return
-        if Path(folder).is_file():
-            raise BadInput(flag, folder, rule="is a file", remedy="Name the folder that a run saved to.")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise BadInput(flag, folder, rule="is no folder", remedy="Name the one that a run saved to.")
         tracker = Path(folder) / TRACKER
         if not (tracker.is_file() or step):
             continue

@@ -76,6 +76,7 @@ def raised_in(package: str, error: BaseException) -> bool:
 def origin(error: BaseException) -> TracebackType:
     """The innermost frame."""
     place = error.__traceback__
+    assert place is not None
     while place.tb_next is not None:
         place = place.tb_next
     return place
@@ -84,16 +85,22 @@ def origin(error: BaseException) -> TracebackType:
 def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
 
-    def error(message: str) -> NoReturn:
-        raise _parser_error(message, parser)
-
-    parser.error = error
+    raise_parser_errors(parser)
     _check_what_is_parsed(parser)
     for action in parser._actions:
         _name_choices(action)
         _repair_help(action)
     if int(os.environ.get("RANK", "0")) != 0:
-        parser.print_help = lambda file=None: None
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+
+
+def raise_parser_errors(parser: argparse.ArgumentParser) -> None:
+    """Make ``parser`` raise :class:`BadInput` for what it refuses, and do nothing else."""
+
+    def error(message: str) -> NoReturn:
+        raise _parser_error(message, parser)
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +115,7 @@ def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
             refuse_values(found)
         return found, rest
 
-    parser.parse_known_args = parsing
+    parser.parse_known_args = parsing  # type: ignore[method-assign]
 
 
 def _repair_help(action: argparse.Action) -> None:
@@ -164,7 +171,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
         return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
     rule, _, choices = rule.partition(" (choose from ")
     rule, _, value = rule.partition(": ")
-    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else _REMEDIES.get(rule)
-    return BadInput(
-        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its type."
-    )
+    remedy = _REMEDIES.get(rule, f"Write {flag} with a value of its type.")
+    if choices:
+        remedy = f"Use one of: {choices.removesuffix(')')}."
+    return BadInput(flag, value or "(no value)", rule=rule, remedy=remedy)
