@@ -18,6 +18,8 @@ from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.flag_values import refuse_values
 from megatron_ampipe.spelling import did_you_mean
 
+NO_VALUE = "(no value)"
+"""Shown for a flag of which argparse names no value."""
 _CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)
 
 
@@ -174,4 +176,4 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
     remedy = _REMEDIES.get(rule, f"Write {flag} with a value of its type.")
     if choices:
         remedy = f"Use one of: {choices.removesuffix(')')}."
-    return BadInput(flag, value or "(no value)", rule=rule, remedy=remedy)
+    return BadInput(flag, value or NO_VALUE, rule=rule, remedy=remedy)

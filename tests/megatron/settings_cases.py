@@ -61,8 +61,8 @@ WRONG = {
         "moe-layer-freq: [0, 1]",
     ),
     "no-pattern": Wrong("moe-layer-freq: 'often': invalid moe_freq_type value", "moe-layer-freq: often"),
-    "too-few": Wrong("rampup-batch-size: (no value): expected 3 arguments", "rampup-batch-size: [1, 2]"),
-    "empty-list": Wrong("recompute-modules: (no value): expected at least one", "recompute-modules: []"),
+    "too-few": Wrong("rampup-batch-size: expected 3 arguments", "rampup-batch-size: [1, 2]"),
+    "empty-list": Wrong("recompute-modules: expected at least one", "recompute-modules: []"),
     "list-in-list": Wrong("takes only numbers and text", "recompute-modules: [[moe]]"),
     "no-value": Wrong(
         "{line}2: load: (empty): takes only numbers and text, and words",

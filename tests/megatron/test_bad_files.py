@@ -19,7 +19,7 @@ import numpy
 import pytest
 
 from tests.megatron.checkout.layout import lay_out
-from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment, pretrain
+from tests.megatron.launcher import MOCK_DATA, REPOSITORY, TINY_GPT, TINY_MOE, environment, launch, pretrain
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
 
 pytestmark = pytest.mark.timeout(600)
@@ -148,12 +148,6 @@ DATASETS = {
         lambda prefix: overwrite(_bin(prefix), 2 * 1000, b"\x2c\x01"),
         DATA,
         "--data-path {path}: holds the token 300, and --vocab-size 256 allows 0 to 255. Use --vocab-size 301",
-    ),
-    "cache-in-a-file": Bad(
-        nothing,
-        DATA + " --data-cache-path {path}.idx/cache",
-        "the data cannot be opened ([Errno 20] Not a directory: '{path}.idx/cache'). Name another file, or a",
-        "loads",
     ),
 }
 
@@ -310,3 +304,15 @@ def test_dataset(name: str, results: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint(name: str, results: dict[str, Any], folder: Path) -> None:
     _check(CHECKPOINTS[name], f"load-{name}", results, folder)
+
+
+@pytest.mark.timeout(120)
+def test_what_the_first_rank_alone_finds_ends_the_others(tmp_path: Path) -> None:
+    """It builds the datasets' index while the others wait for it."""
+    prefix = tmp_path / "text"
+    write_dataset(prefix, [300] * 8)
+    words = [*DATA.format(path=prefix).split(), "--data-cache-path", f"{prefix}.idx/cache"]
+    run = launch(*FLAGS, *words, "--expert-model-parallel-size", "2", timeout_s=90)
+    assert run.exit_code != 0
+    assert f"([Errno 20] Not a directory: '{prefix}.idx/cache'). Name another file, or a folder" in run.error
+    assert "exitcode  : 2 " in run.output and "Traceback" not in run.output

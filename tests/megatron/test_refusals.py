@@ -127,7 +127,7 @@ OTHERS = {
     ),
     "train-iters-negative": (
         [*ACCEPTED, "--train-iters", "-5"],
-        "error: --train-iters -5: must be at least 1. Use for example 1000;",
+        "error: --train-iters -5: must be at least 1. Use 1 or more, or",
     ),
     "topk-0-at-degree-1": (
         [*ACCEPTED, "--ampipe-degree", "1", "--moe-router-topk", "0"],

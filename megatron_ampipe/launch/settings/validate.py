@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.refuse import raise_parser_errors
+from megatron_ampipe.launch.refuse import NO_VALUE, raise_parser_errors
 from megatron_ampipe.launch.settings.entries import OWN_SECTION, Entry
 from megatron_ampipe.spelling import did_you_mean
 from megatron_ampipe.yaml_lines import number_of
@@ -113,4 +113,5 @@ def _parse(entry: Entry, action: argparse.Action, words: tuple[str, ...]) -> Non
     try:
         parser.parse_args(words)
     except BadInput as error:
-        raise entry.refuse(error.rule, error.remedy, value=error.value) from error
+        shown = None if error.value == NO_VALUE else error.value
+        raise entry.refuse(error.rule, error.remedy, value=shown) from error
