@@ -112,8 +112,8 @@ def _open(flag: str, prefix: str) -> Any:
     except Exception as error:
         rule = f"Megatron cannot read {path} ({reason_of(error)})"
         raise BadInput(flag, prefix, rule=rule, remedy=_COPY_AGAIN) from error
-    if (first, last) != (0, len(index)) or len(index) == 0:
-        raise BadInput(flag, prefix, rule=f"{path} lists no documents, or is damaged", remedy=_COPY_AGAIN)
+    if (first, last) != (0, len(index)) or not index.sequence_lengths.any():
+        raise BadInput(flag, prefix, rule=f"{path} lists no tokens, or is damaged", remedy=_COPY_AGAIN)
     described = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
     if described != size:
         rule = f"{path} describes {described} bytes, and {data} has {size}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import command_line, ending, host, pretrain, script
+from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE, Launch
 from tests.rendezvous import meeting_place
 
@@ -31,8 +32,9 @@ def check(words: list[str]) -> dict[str, Any]:
         args = parse_args(command_line.add_arguments)
         validate_args(args, pretrain.TOKENIZER_DEFAULT)
         try:
-            check_data_paths(args)
-            check_checkpoint(args)
+            with refuse_as_bad_input():
+                check_data_paths(args)
+                check_checkpoint(args)
         except BadInput as error:
             return {"code": error.exit_code, "errors": [f"error: {error}"], "traceback": False, "output": ""}
     return {"code": PROCESS_GROUP_MADE, "errors": [], "traceback": False, "output": ""}

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
 from megatron_ampipe.shipped import config_names
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
-from tests.megatron.test_bad_files import TRACKER, write_dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +127,12 @@ def write_files(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     (folder / "traces/rank0.trace.json").mkdir()
     (folder / "tree-2/megatron/core/package_info.py").write_bytes(b"\xff\xfe\x00")
-    for name in ("a", "idx-pipe"):
-        write_dataset(folder / name, [300] * 8)
-    (folder / "idx-pipe.idx").unlink()
-    os.mkfifo(folder / "idx-pipe.idx")
-    for name in ("tracker-nines", "tracker-binary", "iteration-file"):
-        (folder / name).mkdir()
-    (folder / "tracker-nines" / TRACKER).write_text(_NINES)
-    (folder / "tracker-binary" / TRACKER).write_bytes(bytes(range(256)))
-    (folder / "iteration-file" / TRACKER).write_text("3")
-    (folder / "iteration-file/iter_0000003").write_text("")
 
 
 _PLAN = "plan --cluster dgx-h100 --model {here}/"
 _ON = "plan --model mixtral-8x7b --cluster "
 _CONFIG = "config --ampipe-config {here}/"
 _DRAW = "draw --output {here}/out/p {here}/"
-_DATA = "train --ampipe-degree 2 --split 100,0,0 --data-path "
-_LOAD = "train --ampipe-degree 2 --load {here}/"
 _FROM_PLAN = "train --ampipe-plan {here}/"
 _NO_PIPE = "cannot be read (not a regular file)"
 _NO_TRACE = "is not a trace written by AMPipe. Give a file that a run with --ampipe-trace-dir wrote"
@@ -153,7 +140,6 @@ _TORCHRUN = "Start the run with torchrun, which sets it, or unset it."
 
 CONTROLS = (
     Row("train-by-plan", _FROM_PLAN + "good.plan", "", PROCESS_GROUP_MADE),
-    Row("train-on-data", _DATA + "{here}/a", "", PROCESS_GROUP_MADE),
     Row("plan", _ON + "{here}/good.cluster", "choice: ", 0),
     Row("draw", _DRAW + "good.trace", "wrote ", 0),
     Row("config", _CONFIG + "good.yaml", "num-layers: 2", 0),
@@ -247,11 +233,6 @@ _PLANS = (
     Row("plan-not-a-number", _FROM_PLAN + "nan.plan", "predicted_ms 'NaN': must be a number, at least 0,"),
     Row("plan-hidden-share", _FROM_PLAN + "hidden.plan", "hidden_share 7: is a share, from 0 to 1. Write"),
     Row("plan-loop", _FROM_PLAN + "loop.plan", "can never finish: compute waits at route.0 for attention.0;"),
-    Row(
-        "plan-twice-the-stage",
-        _FROM_PLAN + "repeat.plan",
-        "(forward) runs attention.0 2 times instead of once.",
-    ),
     Row("plan-degree-digits", _FROM_PLAN + "nines.plan", "is not 'schedule NAME degree N' or"),
     Row("plan-pipe", _FROM_PLAN + "pipe", f"plan {{here}}/pipe: {_NO_PIPE}. Give a file"),
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
@@ -268,11 +249,6 @@ _PLANS = (
         "good.trace:1: traceEvents",
     ),
     Row(
-        "save-plan-pipe",
-        "train --ampipe-degree auto --ampipe-save-plan {here}/pipe",
-        "cannot be written (it is no plain file).",
-    ),
-    Row(
         "save-plan-in-a-file",
         "train --ampipe-degree auto --ampipe-save-plan {here}/empty/p",
         "cannot be written (File exists).",
@@ -287,26 +263,12 @@ _FLAGS = (
     Row(
         "degree-nan", "train --ampipe-degree nan", "--ampipe-degree 'nan': is neither a whole number nor auto"
     ),
-    Row("degree-empty", "train --ampipe-degree ''", "is neither a whole number nor auto"),
     Row("degree-two-words", "train --ampipe-degree 4 4", "argument 4: belongs to no flag. A switch such as"),
     Row(
         "degree-no-word", "train --ampipe-degree", "--ampipe-degree (no value): expected one argument. Write"
     ),
-    Row("degree-digits", f"train --ampipe-degree {_NINES}", "is neither a whole number nor auto"),
-    Row(
-        "chunks-empty",
-        "train --ampipe-chunks ''",
-        "--ampipe-chunks (empty): is not a list of numbers separa",
-    ),
-    Row(
-        "chunks-semicolon", "train --ampipe-chunks '0.5;0.5'", "is not a list of numbers separated by commas"
-    ),
     Row(
         "chunks-nan", "train --ampipe-chunks nan,nan", "--ampipe-chunks nan,nan: every share must be above 0."
-    ),
-    Row("chunks-zero", "train --ampipe-chunks 0.5,0.5,0", "every share must be above 0. Use for example"),
-    Row(
-        "chunks-percent", "train --ampipe-chunks 50%,50%", "--ampipe-chunks 50%,50%: is not a list of numbers"
     ),
     Row(
         "chunks-sum",
@@ -323,15 +285,7 @@ _FLAGS = (
         "train --ampipe-degree 4 --ampipe-backward-degree 0",
         "must be a divisor or a multiple of the degree of the forward",
     ),
-    Row(
-        "backward-auto",
-        "train --ampipe-degree 4 --ampipe-backward-degree auto",
-        "'auto': invalid int value. Give",
-    ),
     Row("stack-word", "train --ampipe-degree 4 --ampipe-stack every", "--ampipe-stack every: must be a"),
-    Row("stack-empty", "train --ampipe-degree 4 --ampipe-stack ''", "--ampipe-stack (empty): must be"),
-    Row("stack-negative", "train --ampipe-degree 4 --ampipe-stack -2", "--ampipe-stack -2: must be a"),
-    Row("stack-digits", f"train --ampipe-degree 4 --ampipe-stack {_NINES}", "at least 1, or all. Use"),
     Row(
         "schedule-case",
         "train --ampipe-degree 2 --ampipe-schedule AMPipe",
@@ -348,34 +302,14 @@ _FLAGS = (
         "cannot be written to (File exists).",
     ),
     Row(
-        "board-file",
-        "train --ampipe-degree 2 --tensorboard-dir {here}/empty",
-        "cannot be written to (Not a directory).",
-    ),
-    Row(
         "save-file",
         "train --ampipe-degree 2 --save {here}/empty --save-interval 2",
         "cannot be written to (Not a directory).",
     ),
     Row(
-        "save-empty",
-        "train --ampipe-degree 2 --save '' --save-interval 2",
-        "--save (empty): is empty, so that",
-    ),
-    Row(
         "router-hash-mtp",
         "train --ampipe-router hash --mtp-num-layers 1 --position-embedding-type rope",
         "--mtp-num-layers 1: with --ampipe-router hash, layers of multi-token prediction embed later",
-    ),
-    Row(
-        "router-hash-drops",
-        "train --ampipe-degree 2 --ampipe-router hash --moe-expert-capacity-factor 1",
-        "--moe-token-drop-policy probs: with --ampipe-router hash, all weights are equal",
-    ),
-    Row(
-        "router-hash-balancing",
-        "train --ampipe-degree 2 --ampipe-router hash --moe-router-load-balancing-type sinkhorn",
-        "--moe-router-load-balancing-type sinkhorn: with --ampipe-router hash, experts are a fixed function",
     ),
     Row(
         "router-hash-loss",
@@ -402,61 +336,6 @@ _FLAGS = (
         "train --ampipe-degree 2 --moe-layer-freq __import__(0)",
         "invalid moe_freq_type value.",
     ),
-    Row(
-        "config-pipe",
-        "train --ampipe-config {here}/pipe",
-        "pipe: is neither a file nor a built-in configuration.",
-    ),
-)
-_DATASETS = (
-    Row(
-        "data-with-suffix",
-        _DATA + "{here}/a.bin",
-        "Megatron cannot read {here}/a.bin.idx ([Errno 2] No such file",
-    ),
-    Row("data-idx-is-pipe", _DATA + "{here}/idx-pipe", "idx-pipe.idx ([Errno 22] not a regular file: "),
-    Row(
-        "data-weight-negative",
-        _DATA + "-1 {here}/a 2 {here}/a",
-        "--data-path -1 2: weights of a blend must be",
-    ),
-    Row(
-        "data-list-nowhere",
-        "train --ampipe-degree 2 --split 100,0,0 --data-args-path {here}/no",
-        "(refused by Megatron): [Errno 2] No such file or directory: '{here}/no'. The check is at ",
-    ),
-    Row(
-        "data-parts-list",
-        "train --ampipe-degree 2 --split 100,0,0 --per-split-data-args-path {here}/list.json",
-        "(refused by Megatron): ",
-    ),
-    Row(
-        "data-split-infinite",
-        _DATA + "{here}/a --split 1e999,1,0",
-        "is not up to three shares, for training,",
-    ),
-)
-_CHECKPOINTS = (
-    Row(
-        "load-tracker-digits",
-        _LOAD + "tracker-nines",
-        "holds neither the number of an iteration nor 'release'. ",
-    ),
-    Row(
-        "load-tracker-binary",
-        _LOAD + "tracker-binary",
-        f"{TRACKER} cannot be read ('utf-8' codec can't decode",
-    ),
-    Row(
-        "load-iteration-file",
-        _LOAD + "iteration-file",
-        "iter_0000003 cannot be read ([Errno 20] Not a directory: ",
-    ),
-    Row(
-        "load-empty",
-        "train --ampipe-degree 2 --load ''",
-        "--load (empty): is empty, so that a run would",
-    ),
 )
 _VARIABLES = (
     Row(
@@ -473,5 +352,5 @@ _VARIABLES = (
     ),
 )
 ROWS = (
-    *_YAML, *_PLANNER, *_TRACES, *_TOOLS, *_PLANS, *_FLAGS, *_DATASETS, *_CHECKPOINTS, *_VARIABLES
+    *_YAML, *_PLANNER, *_TRACES, *_TOOLS, *_PLANS, *_FLAGS, *_VARIABLES
 )  # fmt: skip
