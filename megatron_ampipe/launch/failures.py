@@ -11,18 +11,20 @@ import errno
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.errors import AMPipeError, RunFailed
-from megatron_ampipe.launch.checkpoint_files import TRACKER
+from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
+from megatron_ampipe.launch.checkpoints import TRACKER, refused
 from megatron_ampipe.launch.refuse import origin, raised_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITER = ("PytorchStreamWriter", "unexpected pos")
 """Torch's messages where a write fails; they give no reason."""
 _READER = "PytorchStreamReader"
+_DATASETS = "megatron.core.datasets"
 _LOST_PEER = ("timed out", "timeout", "connection closed by peer", "connection reset by peer")
 _GLOO = "gloo/transport"
 """Where gloo's errors come from, which are plain ``RuntimeError``; those of NCCL and stores have a type."""
@@ -42,18 +44,22 @@ def known_cause(error: BaseException) -> AMPipeError | None:
     """
     if isinstance(error, AMPipeError | KeyboardInterrupt):
         return None
-    if isinstance(error, SystemExit):
-        return _stopped_by_megatron(error)
-    for part in _chain(error):
-        if isinstance(part, OSError) and part.errno in _DISK_ERRORS:
-            return _unwritable(part.filename or "a file", os.strerror(part.errno))
     said = str(error)
     # torch's own, of a checkpoint that all ranks write or read together. It is no Exception.
     is_of_checkpoint = type(error).__name__ == "CheckpointException"
-    if _READER in said or (is_of_checkpoint and error.args[:1] == ("read",)):
-        return _unreadable(error)
+    if _READER in said or (is_of_checkpoint and error.args[:1] == ("read",)) or _refused_in_loading(error):
+        return refused(_arguments(), f"the checkpoint cannot be loaded ({_reason(error)})")
+    for part in _chain(error):
+        if isinstance(part, OSError) and part.errno in _DISK_ERRORS:
+            return _unwritable(part.filename or "a file", os.strerror(part.errno))
+        if isinstance(part, OSError) and _passed(part, module=_DATASETS):
+            rule = f"the data cannot be opened ({part})"
+            remedy = "Name another file, or a folder in which the datasets' index can be written."
+            return BadInput("--data-path, --data-cache-path", "", rule=rule, remedy=remedy)
     if is_of_checkpoint or any(words in said for words in _WRITER):
         return _unwritable("a checkpoint", _reason(error))
+    if isinstance(error, SystemExit):
+        return _stopped_by_megatron(error)
     return None
 
 
@@ -125,16 +131,29 @@ def _unwritable(what: str, reason: str) -> RunFailed:
     )
 
 
-def _unreadable(error: BaseException) -> RunFailed:
-    folder = getattr(_arguments(), "load", None)
-    return RunFailed(
-        f"the checkpoint in {folder} could not be read ({_reason(error)}). Take another one with "
-        "--ckpt-step, or name another folder."
+def _refused_in_loading(error: BaseException) -> bool:
+    """Whether Megatron or torch gave up a checkpoint. What AMPipe's own code or a lack of memory raises is no
+    fault of a checkpoint."""
+    if not _passed(error, module="megatron.training.checkpointing", function="load_checkpoint"):
+        return False
+    is_other = raised_in("megatron_ampipe", error) or lost_a_peer(error) or "out of memory" in str(error)
+    return getattr(error, "code", None) is None and not is_other
+
+
+def _passed(error: BaseException, *, module: str, function: str = "") -> bool:
+    """Whether an exception has passed a function, of a module or a package."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(
+        f"{frame.f_globals.get('__name__')}.".startswith(f"{module}.")
+        and function in ("", frame.f_code.co_name)
+        for frame in frames
     )
 
 
 def _reason(error: BaseException) -> str:
     """The first line of the first of the failures that torch has gathered from the ranks."""
+    if isinstance(error, SystemExit):
+        return "Megatron has printed the reason above, on rank 0"
     gathered = getattr(error, "failures", None)
     if gathered == {}:
         return "another rank failed"

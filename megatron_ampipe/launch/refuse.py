@@ -18,6 +18,8 @@ from megatron_ampipe.errors import AMPipeError, BadInput
 from megatron_ampipe.flag_values import refuse_values
 from megatron_ampipe.spelling import did_you_mean
 
+NO_VALUE = "(no value)"
+"""Shown for a flag of which argparse names no value."""
 _CHECKS = (AssertionError, ValueError, NotImplementedError, OSError)
 
 
@@ -49,13 +51,19 @@ def refuse_as_bad_input() -> Iterator[None]:
         path = place.tb_frame.f_code.co_filename
         if not isinstance(error, _CHECKS) and raised_in("megatron_ampipe", error):
             raise
-        line = linecache.getline(path, place.tb_lineno).strip()
         raise BadInput(
             "arguments",
             "(refused by Megatron)",
-            rule=str(error).strip().rstrip(".") or line,
+            rule=reason_of(error),
             remedy=f"The check is at {path}:{place.tb_lineno}.",
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception's message in one line; of one without a message, the line that raised it."""
+    place = origin(error)
+    line = linecache.getline(place.tb_frame.f_code.co_filename, place.tb_lineno)
+    return " ".join((str(error).strip() or line).split()).rstrip(".")
 
 
 def raised_in(package: str, error: BaseException) -> bool:
@@ -70,6 +78,7 @@ def raised_in(package: str, error: BaseException) -> bool:
 def origin(error: BaseException) -> TracebackType:
     """The innermost frame."""
     place = error.__traceback__
+    assert place is not None
     while place.tb_next is not None:
         place = place.tb_next
     return place
@@ -78,16 +87,22 @@ def origin(error: BaseException) -> TracebackType:
 def report_parser_errors(parser: argparse.ArgumentParser) -> None:
     """Make ``parser`` raise :class:`BadInput`, instead of printing 800 flags on every rank."""
 
-    def error(message: str) -> NoReturn:
-        raise _parser_error(message, parser)
-
-    parser.error = error
+    raise_parser_errors(parser)
     _check_what_is_parsed(parser)
     for action in parser._actions:
         _name_choices(action)
         _repair_help(action)
     if int(os.environ.get("RANK", "0")) != 0:
-        parser.print_help = lambda file=None: None
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+
+
+def raise_parser_errors(parser: argparse.ArgumentParser) -> None:
+    """Make ``parser`` raise :class:`BadInput` for what it refuses, and do nothing else."""
+
+    def error(message: str) -> NoReturn:
+        raise _parser_error(message, parser)
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +117,7 @@ def _check_what_is_parsed(parser: argparse.ArgumentParser) -> None:
             refuse_values(found)
         return found, rest
 
-    parser.parse_known_args = parsing
+    parser.parse_known_args = parsing  # type: ignore[method-assign]
 
 
 def _repair_help(action: argparse.Action) -> None:
@@ -158,7 +173,7 @@ def _parser_error(message: str, parser: argparse.ArgumentParser) -> BadInput:
         return BadInput("arguments", "(incomplete)", rule=message, remedy="Run with --help for the list.")
     rule, _, choices = rule.partition(" (choose from ")
     rule, _, value = rule.partition(": ")
-    remedy = f"Use one of: {choices.removesuffix(')')}." if choices else _REMEDIES.get(rule)
-    return BadInput(
-        flag, value or "(no value)", rule=rule, remedy=remedy or f"Write {flag} with a value of its type."
-    )
+    remedy = _REMEDIES.get(rule, f"Write {flag} with a value of its type.")
+    if choices:
+        remedy = f"Use one of: {choices.removesuffix(')')}."
+    return BadInput(flag, value or NO_VALUE, rule=rule, remedy=remedy)

@@ -152,10 +152,10 @@ class TrainingSession:
             command_line.record_settings(self._resolved, self._adjustments, script=self._script)
 
     def _check_run(self, args: Any) -> None:
+        from megatron_ampipe.flag_values import check_required
         from megatron_ampipe.launch.checkpoints import check_checkpoint
         from megatron_ampipe.launch.data_paths import check_data_paths
         from megatron_ampipe.launch.dataset_helpers import use_built_helpers
-        from megatron_ampipe.launch.required_flags import check_required
 
         use_built_helpers()
         check_required(args)

@@ -6,6 +6,7 @@ Made by :mod:`.planner` from a workload and a cluster, written and read as YAML.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -132,24 +133,12 @@ class Plan:
             path: Path of the file.
             head: A comment for the first line, such as the command that made it.
         """
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         record = _PlanFile(
+            **values | {"schedule": to_text(self.schedule), "exchange": self.exchange.value},
             format=FORMAT,
             forward_degree=self.forward_degree,
             backward_degree=self.backward_degree,
-            shares=self.shares,
-            stack=self.stack,
-            memory=self.memory,
-            exchange=self.exchange.value,
-            num_layers=self.num_layers,
-            stock_ms=self.stock_ms,
-            predicted_ms=self.predicted_ms,
-            stages_forward_ms=self.stages_forward_ms,
-            stages_backward_ms=self.stages_backward_ms,
-            hidden_share=self.hidden_share,
-            memory_gib=self.memory_gib,
-            reason=self.reason,
-            made_for=self.made_for,
-            schedule=to_text(self.schedule),
         )
         write_record(path, record, head=head)
 
@@ -186,22 +175,9 @@ class Plan:
         if min(found.shares) <= 0 or abs(total - 1) > SHARE_TOLERANCE:
             rule = f"must be above 0 with a sum of 1; the sum is {total:g}"
             refuse(path, lines["shares"], "shares", rule, "Write for example [0.5, 0.5].")
-        return cls(
-            schedule=schedule,
-            shares=tuple(share / total for share in found.shares),
-            stack=found.stack,
-            memory=found.memory,
-            exchange=Exchange(found.exchange),
-            num_layers=found.num_layers,
-            stock_ms=found.stock_ms,
-            predicted_ms=found.predicted_ms,
-            stages_forward_ms=found.stages_forward_ms,
-            stages_backward_ms=found.stages_backward_ms,
-            hidden_share=found.hidden_share,
-            memory_gib=found.memory_gib,
-            reason=found.reason,
-            made_for=found.made_for,
-        )
+        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(cls)}
+        values |= {"schedule": schedule, "exchange": Exchange(found.exchange)}
+        return cls(**values | {"shares": tuple(share / total for share in found.shares)})
 
 
 FORMAT: Literal["ampipe-plan-1"] = "ampipe-plan-1"

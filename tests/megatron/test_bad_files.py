@@ -1,4 +1,4 @@
-"""Unusable datasets and checkpoints are refused before the first process group, with file and remedy.
+"""Unusable datasets and checkpoints are refused with file and remedy, most before the first process group.
 
 The launches share one process (:mod:`.bad_files_worker`), and the checkpoints are copies of a real one.
 """
@@ -6,6 +6,7 @@ The launches share one process (:mod:`.bad_files_worker`), and the checkpoints a
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import pytest
@@ -68,13 +69,13 @@ class Bad:
             or the folder of a checkpoint of iteration 2.
         flags: Flags to add to the command line; ``{path}`` is the argument of ``spoil``.
         expected: A part of the error line; None if nothing is wrong.
-        is_launched: Run a complete launch, not only the checks.
+        runs: How far: only the checks, a launch up to its process group, or one that loads a checkpoint.
     """
 
     spoil: Callable[[Path], object]
     flags: str
     expected: str | None
-    is_launched: bool = False
+    runs: Literal["checks", "starts", "loads"] = "checks"
 
 
 def nothing(_path: Path) -> None:
@@ -91,124 +92,81 @@ def _bin(prefix: Path) -> Path:
 
 DATA = "--data-path {path} --split 100,0,0"
 DATASETS = {
-    "well": Bad(nothing, DATA, None, is_launched=True),
+    "well": Bad(nothing, DATA, None, "starts"),
+    "parts": Bad(nothing, "--train-data-path {path} --valid-data-path {path} --eval-iters 1", None),
     "split-99": Bad(
         nothing,
-        "--data-path {path} --split 99,1,0",
-        "--split 99,1,0: gives validation none of the 8 documents of {path}. Use --split 7,1,0, or make more "
-        "documents of the same text: ampipe data --document-bytes.",
-        is_launched=True,
+        "{script} --data-path {path} --split 99,1,0",
+        "--split 99,1,0: gives validation 0 of the 8 documents of {path}, which have 0 tokens, and it "
+        "needs 65. Use --split 100,0,0 and --eval-iters 0, or use ampipe data --document-bytes for more.",
+        "starts",
     ),
-    "split-99-degree-4": Bad(
-        nothing,
-        "--data-path {path} --split 99,1,0 --ampipe-degree 4",
-        "--split 99,1,0: gives validation none",
-        is_launched=True,
-    ),
-    "split-default": Bad(
-        nothing, "--data-path {path}", "--split 969, 30, 1: gives validation none of the 8 documents"
-    ),
-    "split-remedy": Bad(nothing, "--data-path {path} --split 7,1,0", None),
-    "split-remedy-of-three": Bad(nothing, "--data-path {path} --split 6,1,1", None),
     "split-100-evaluated": Bad(
         nothing,
         "--data-path {path} --split 100,0,0 --eval-iters 1",
-        "--split 100,0,0: leaves nothing for validation, and --eval-iters 1 asks for it. Add --eval-iters 0",
-    ),
-    "split-nothing-to-train": Bad(
-        nothing, "--data-path {path} --split 0,100,0", "--split 0,100,0: leaves nothing to train on"
+        "--split 100,0,0: leaves nothing for validation, and --eval-iters 1 asks for it. Give it documents",
     ),
     "split-words": Bad(
         nothing, "--data-path {path} --split most,some", "--split most,some: is not up to three"
     ),
-    "split-negative": Bad(nothing, "--data-path {path} --split=-99,1", "--split -99,1: is not up to three"),
-    "split-zeros": Bad(nothing, "--data-path {path} --split 0,0,0", "--split 0,0,0: is not up to three"),
-    "split-of-one": Bad(
-        lambda prefix: write_dataset(prefix, [2000]),
-        "--data-path {path} --split 1,1",
-        "--split 1,1: gives training none of the 1 documents of {path}. Use --split 100,0,0 with ",
-    ),
-    "short-validation": Bad(
-        lambda prefix: write_dataset(prefix, [300, 300, 5]),
-        "--data-path {path} --split 2,1,0",
-        "--split 2,1,0: validation gets 1 documents of {path}, which have 5 tokens together, and it needs 65",
-    ),
     "empty-documents": Bad(
         lambda prefix: write_dataset(prefix, [0, 0, 300]),
         "--data-path {path} --split 2,1,0",
-        "--split 2,1,0: training gets 2 documents of {path}, which have 0 tokens together, and it needs 1",
+        "--split 2,1,0: gives training 2 of the 3 documents of {path}, which have 0 tokens, and it needs 1. ",
     ),
     "parts-without-validation": Bad(
         nothing,
         "--train-data-path {path} --eval-iters 1",
-        "--valid-data-path (not given): validation has no data, and --eval-iters 1 asks for it.",
+        "--valid-data-path (not given): leaves nothing for validation, and --eval-iters 1 asks for it.",
     ),
-    "parts": Bad(nothing, "--train-data-path {path} --valid-data-path {path} --eval-iters 1", None),
     "idx-missing": Bad(
-        lambda prefix: _idx(prefix).unlink(), DATA, "--data-path {path}: the file {path}.idx is not there."
-    ),
-    "idx-empty": Bad(lambda prefix: cut(_idx(prefix), bytes_left=0), DATA, "{path}.idx is empty."),
-    "idx-cut-header": Bad(
-        lambda prefix: cut(_idx(prefix), bytes_left=20),
+        lambda prefix: _idx(prefix).unlink(),
         DATA,
-        "{path}.idx is cut off: it has 20 bytes, and its header alone takes 34.",
+        "--data-path {path}: Megatron cannot read {path}.idx ([Errno 2] No such file or directory: ",
+    ),
+    "idx-pipe": Bad(
+        lambda prefix: _idx(prefix).unlink() or os.mkfifo(_idx(prefix)),
+        DATA,
+        "Megatron cannot read {path}.idx ([Errno 22] not a regular file: '{path}.idx'). Copy or make the",
+    ),
+    "no-tokens": Bad(
+        lambda prefix: write_dataset(prefix, [0, 0]), DATA, "{path}.idx lists no tokens, or is damaged."
+    ),
+    "weight-negative": Bad(
+        nothing,
+        "--data-path -1 {path} 2 {path} --split 100,0,0",
+        "--data-path -1 2: weights of a blend must be at least 0, and one of them above. Write for example",
+    ),
+    "list-nowhere": Bad(
+        nothing,
+        "--data-args-path {path}/no --split 100,0,0",
+        "arguments (refused by Megatron): [Errno 2] No such file or directory: '{path}/no'. The check is at ",
+    ),
+    "idx-empty": Bad(
+        lambda prefix: cut(_idx(prefix), bytes_left=0),
+        DATA,
+        "{path}.idx (bad header, cannot read: {path}.idx)",
     ),
     "idx-cut": Bad(
         lambda prefix: cut(_idx(prefix), bytes_left=100),
         DATA,
-        "{path}.idx is cut off: its header names 8 sequences, which take 202 bytes, and it has 100.",
-    ),
-    "idx-random": Bad(
-        lambda prefix: _idx(prefix).write_bytes(numpy.random.default_rng(0).bytes(300)),
-        DATA,
-        "{path}.idx is no index of Megatron's: its first bytes are ",
-    ),
-    "idx-version": Bad(
-        lambda prefix: overwrite(_idx(prefix), 9, b"\x07"), DATA, "byte 9 of {path}.idx says version 7"
-    ),
-    "idx-token-type": Bad(
-        lambda prefix: overwrite(_idx(prefix), 17, b"\x63"),
-        DATA,
-        "byte 17 of {path}.idx says type of token",
-    ),
-    "idx-random-length": Bad(
-        lambda prefix: overwrite(_idx(prefix), HEADER_BYTES + 4 * 3, b"\xff\xff\xff\x7f"),
-        DATA,
-        "sequence 3 of {path}.idx has 2147483647 tokens from byte 1800 on, and {path}.bin has 4800 bytes.",
-    ),
-    "idx-of-another": Bad(
-        lambda prefix: write_dataset(prefix, [300] * 7) or _bin(prefix).write_bytes(bytes(4800)),
-        DATA,
-        "{path}.idx describes 4200 bytes, and {path}.bin has 4800.",
+        "{path}.idx (buffer is smaller than requested size). Copy or make the dataset again, or name another",
     ),
     "bin-cut": Bad(
         lambda prefix: cut(_bin(prefix), bytes_left=4000),
         DATA,
-        "sequence 6 of {path}.idx has 300 tokens from byte 3600 on, and {path}.bin has 4000 bytes.",
+        "{path}.idx describes 4800 bytes, and {path}.bin has 4000. Copy or make the dataset again, or name",
     ),
-    "bin-empty": Bad(lambda prefix: cut(_bin(prefix), bytes_left=0), DATA, "and {path}.bin has 0 bytes."),
     "vocabulary": Bad(
         lambda prefix: describe(prefix, 8),
         DATA + " --vocab-size 128",
-        "--data-path {path}: holds tokens up to 255, as {path}.json says, and --vocab-size 128 ends at 127. "
-        "Use --vocab-size 256.",
+        "--data-path {path}: holds the token 255, and --vocab-size 128 allows 0 to 127. Use --vocab-size 256",
     ),
     "vocabulary-of-another": Bad(lambda prefix: describe(prefix, 9), DATA + " --vocab-size 128", None),
     "token": Bad(
         lambda prefix: overwrite(_bin(prefix), 2 * 1000, b"\x2c\x01"),
         DATA,
-        "the token 300 at byte 2000 of {path}.bin is not in the vocabulary: --vocab-size 256 goes from 0 to ",
-    ),
-    "token-negative": Bad(
-        lambda prefix: write_dataset(prefix, [300] * 8, dtype=numpy.int32, token=-1),
-        DATA,
-        "the token -1 at byte 0 of {path}.bin is not in the vocabulary",
-    ),
-    "launcher-split": Bad(
-        nothing,
-        "{script} --data-path {path} --split 99,1,0",
-        "--split 99,1,0: gives validation none of the 8",
-        is_launched=True,
+        "--data-path {path}: holds the token 300, and --vocab-size 256 allows 0 to 255. Use --vocab-size 301",
     ),
 }
 
@@ -225,96 +183,68 @@ def _saved(folder: Path) -> Path:
 
 LOAD = "--load {path} "
 CHECKPOINTS = {
-    "well": Bad(nothing, LOAD, None, is_launched=True),
-    "longer": Bad(
-        nothing,
-        LOAD + "--train-iters 6",
-        "--train-iters 6: the learning rate of the checkpoint {path}/iter_0000002 was planned with 4.0 "
-        "iterations. Add --override-opt-param-scheduler",
-    ),
-    "longer-overridden": Bad(nothing, LOAD + "--train-iters 6 --override-opt-param-scheduler", None),
-    "lr": Bad(nothing, LOAD + "--lr 3e-4", "--lr 0.0003: the learning rate of the checkpoint"),
+    "well": Bad(nothing, LOAD, None, "starts"),
+    "new-folder": Bad(nothing, "--load {path}/new", None),
     "tracker-word": Bad(
         say("two\n"),
-        LOAD,
-        "--load {path}: {path}/latest_checkpointed_iteration.txt says 'two', which is neither the number of "
-        "an iteration nor release. Saved here: 2. Write one of these into ",
-    ),
-    "tracker-empty": Bad(say(""), LOAD, "says '', which is neither"),
-    "tracker-negative": Bad(say("-1"), LOAD, "says '-1', which is neither"),
-    "tracker-word-in-launcher": Bad(
-        say("two"), "{script} " + LOAD, "says 'two', which is neither", is_launched=True
+        "{script} " + LOAD,
+        "--load {path}: {path}/latest_checkpointed_iteration.txt holds neither the number of an iteration "
+        "nor 'release'. Give the flags of the model that was saved, or write the number of another ",
+        "starts",
     ),
     "tracker-word-read-for-arguments": Bad(
-        say("two"), LOAD + "--use-checkpoint-args", "arguments (refused by Megatron): ", is_launched=True
+        say("two"), LOAD + "--use-checkpoint-args", "arguments (refused by Megatron): ", "starts"
     ),
-    "tracker-of-nothing": Bad(say("3"), LOAD, "asks for iter_0000003, and there is no such folder"),
-    "step-of-nothing": Bad(
-        nothing, LOAD + "--ckpt-step 7", "--ckpt-step 7 asks for iter_0000007, and there is no such folder"
-    ),
-    "a-file": Bad(nothing, "--load {path}/" + TRACKER, "latest_checkpointed_iteration.txt: is a file"),
-    "new-folder": Bad(nothing, "--load {path}/new", None),
-    "missing-and-asked-for": Bad(
-        nothing,
-        "--load {path}/new --exit-on-missing-checkpoint",
-        "--load {path}/new: holds no checkpoint, and --exit-on-missing-checkpoint asks for one.",
-    ),
-    "foreign": Bad(
-        lambda folder: shutil.rmtree(_saved(folder)) or _saved(folder).mkdir(),
+    "tracker-binary": Bad(
+        lambda folder: (folder / TRACKER).write_bytes(bytes(range(256))),
         LOAD,
-        "{path}/iter_0000002 holds no checkpoint of Megatron's: .metadata is missing in it.",
+        "--load {path}: {path}/latest_checkpointed_iteration.txt cannot be read ('utf-8' codec can't decode",
     ),
+    "tracker-of-nothing": Bad(
+        say("3"),
+        LOAD,
+        "--load {path}: {path}/iter_0000003 cannot be read ([Errno 2] No such file or directory: '{path}/it",
+    ),
+    "a-file": Bad(nothing, "--load {path}/" + TRACKER, "latest_checkpointed_iteration.txt: is no folder"),
     "settings-not-json": Bad(
-        lambda folder: (_saved(folder) / "metadata.json").write_text("{"), LOAD, "metadata.json is not JSON"
-    ),
-    "settings-of-another": Bad(
-        lambda folder: (_saved(folder) / "metadata.json").write_text("[]"),
+        lambda folder: (_saved(folder) / "metadata.json").write_text("{"),
         LOAD,
-        "metadata.json does not say in which format the checkpoint is",
+        "{path}/iter_0000002 cannot be read (Expecting property name",
     ),
     "index-cut": Bad(
         lambda folder: cut(_saved(folder) / ".metadata", bytes_left=5000),
         LOAD,
-        "{path}/iter_0000002/.metadata is cut off or damaged (5000 bytes; ",
+        "--load {path}: {path}/iter_0000002 cannot be read (pickle data was truncated). Give the flags of ",
     ),
-    "index-random": Bad(
-        lambda folder: (_saved(folder) / ".metadata").write_bytes(numpy.random.default_rng(1).bytes(500)),
-        LOAD,
-        "{path}/iter_0000002/.metadata is cut off or damaged (500 bytes; ",
-    ),
-    "shard-missing": Bad(
-        lambda folder: (_saved(folder) / "__0_0.distcp").unlink(),
-        LOAD,
-        "{path}/iter_0000002/__0_0.distcp is missing.",
+    "missing-and-asked-for": Bad(
+        nothing,
+        "--load {path}/new --exit-on-missing-checkpoint",
+        "--load {path}/new: the checkpoint cannot be loaded (Megatron has printed the reason above",
+        "loads",
     ),
     "shard-cut": Bad(
         lambda folder: cut(_saved(folder) / "__0_0.distcp", bytes_left=70000),
         LOAD,
-        "{path}/iter_0000002/__0_0.distcp is cut off: it has 70000 bytes, and ",
-    ),
-    "shard-random": Bad(
-        lambda folder: overwrite(_saved(folder) / "__0_0.distcp", 0, b"\0" * 64),
-        LOAD,
-        "{path}/iter_0000002/__0_0.distcp is damaged: at byte 0 it has ",
+        "--load {path}: the checkpoint cannot be loaded (",
+        "loads",
     ),
     "hidden-size": Bad(
         nothing,
         LOAD + "--hidden-size 128",
-        "--hidden-size 128: the checkpoint {path}/iter_0000002 was saved with 64. Use --hidden-size 64, or",
-        is_launched=True,
+        "--load {path}: the checkpoint cannot be loaded (",
+        "loads",
     ),
-    "num-experts": Bad(
+    "longer": Bad(
         nothing,
-        LOAD + "--num-experts 8 --ampipe-degree 4",
-        "--num-experts 8: the checkpoint {path}/iter_0000002 was saved with 4.",
+        LOAD + "--train-iters 6",
+        "--load {path}: the checkpoint cannot be loaded (OptimizerParamScheduler: class input value 24 and ",
+        "loads",
     ),
     "legacy-cut": Bad(
         lambda folder: legacy(folder, b"PK\x03\x04" + bytes(50)),
         LOAD,
-        "mp_rank_00/model_optim_rng.pt is cut off after 54 bytes or damaged",
-    ),
-    "legacy-random": Bad(
-        lambda folder: legacy(folder, b"hello"), LOAD, "model_optim_rng.pt was not written by torch.save"
+        "--load {path}: the checkpoint cannot be loaded (Megatron has printed the reason above",
+        "loads",
     ),
 }
 
@@ -360,7 +290,7 @@ def results(folder: Path) -> dict[str, Any]:
             scripts = [flags.pop(0)] if flags[0] == script else []
             made_up = MOCK_DATA if kind == "load" else []
             words = [*scripts, *FLAGS, *made_up, *flags]
-            command_lines[f"{kind}-{name}"] = (case.is_launched, words)
+            command_lines[f"{kind}-{name}"] = (case.runs, words)
     report = folder / "report.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron.bad_files_worker", json.dumps(command_lines)],
@@ -397,3 +327,16 @@ def test_dataset(name: str, results: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint(name: str, results: dict[str, Any], folder: Path) -> None:
     _check(CHECKPOINTS[name], f"load-{name}", results, folder)
+
+
+def test_what_the_first_rank_alone_finds_ends_the_others(tmp_path: Path) -> None:
+    """It builds the datasets' index while the others wait for it, here without a launcher that ends them."""
+    prefix = tmp_path / "text"
+    write_dataset(prefix, [300] * 8)
+    words = [*DATA.format(path=prefix).split(), "--data-cache-path", f"{prefix}.idx/cache"]
+    run = pretrain(*FLAGS, *words, "--expert-model-parallel-size", "2", timeout_s=90)
+    assert run.exit_code == 2
+    first, second = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    assert first.endswith("a folder in which the datasets' index can be written.")
+    assert f": the data cannot be opened ([Errno 20] Not a directory: '{prefix}.idx/cache'). Name an" in first
+    assert second.startswith("error: rank 1 failed: it has lost a peer, see above.")

@@ -23,14 +23,12 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def command_line(row: Row, here: Path) -> list[str]:
-    """The command line of a row; a launch gets flags that train at degree 1, with mock data by default."""
+    """The command line of a row; a launch gets flags that train at degree 1, with mock data."""
     tool, *words = (word.replace("{here}", str(here)) for word in shlex.split(row.words))
     if tool != TRAIN:
         return [tool, *words]
     at = ACCEPTED.index("--ampipe-degree")
     base = [*ACCEPTED[:at], *ACCEPTED[at + 2 :]]
-    if any("data-" in word and "-path" in word for word in words):
-        base.remove("--mock-data")
     return [tool, *base, *words]
 
 

@@ -201,11 +201,11 @@ def _launch_alone(*arguments: str) -> Run:
         (["--num-layerss", "2"], "there is no such flag. Did you mean --num-layers"),
         ([*TINY_GPT, "--num-layers", "two"], "--num-layers 'two': invalid int value"),
         ([*TINY_GPT, "--ckpt-format", "zip"], "--ckpt-format 'zip': invalid choice. Use one of: "),
-        ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "--hidden-size 65: does not divide it"),
+        ([*TINY_GPT, "--mock-data", "--hidden-size", "65"], "hidden_size % args.num_attention_heads"),
         ([*TINY_GPT, "--mock-data", "--recompute-granularity", "full"], "(refused by Megatron)"),
         (
             [*TINY_GPT, "--data-path", "/nowhere/text"],
-            "--data-path /nowhere/text: the file /nowhere/text.bin",
+            "--data-path /nowhere/text: Megatron cannot read /nowhere/text.idx",
         ),
         ([*TINY_GPT], "--data-path (not given): a run needs data"),
         ([*TINY_GPT[:-2], "--mock-data", "--distributed-backend", "nccl"], "--distributed-backend nccl:"),

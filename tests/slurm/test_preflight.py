@@ -37,7 +37,7 @@ def test_megatron_refuses_a_value_of_a_file_with_its_line(tmp_path: Path) -> Non
     (tmp_path / "run.yaml").write_text("train-iters: 10\nlr: abc\n")
     done = sbatch(tmp_path, "--model", "mixtral-8x7b", "--run", "run.yaml", without_torch=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("ampipe: run.yaml:2: lr: abc: takes a number. ")
+    assert done.stderr.startswith("ampipe: run.yaml:2: lr: 'abc': invalid float value. ")
     assert done.stderr.endswith("To submit it anyway, add --no-check.\n")
 
 
@@ -72,7 +72,10 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             ["--model", "own.yaml"],
             "own.yaml:2: ampipe.degre: there is no such setting of AMPipe. Did you mean degree",
         ),
-        (["--model", "value.yaml"], "value.yaml:2: ampipe.degree: four: is neither a whole number nor auto."),
+        (
+            ["--model", "value.yaml"],
+            "value.yaml:2: ampipe.degree: 'four': is neither a whole number nor auto.",
+        ),
         (
             ["--model", "model.yaml"],
             "--expert-model-parallel-size 32: does not divide the 8 experts of --num-experts. Use for exam",

@@ -46,6 +46,24 @@ def fail_to_load() -> int:
     raise CheckpointException("read", {0: (RuntimeError("PytorchStreamReader failed\nmore"), None)})
 
 
+def load_checkpoint(line: str, module: str = "torch") -> int:
+    """Raise in a function of ``module`` that Megatron's has called."""
+    inner: dict[str, Any] = {"__name__": module}
+    exec(f"def read():\n    {line}", inner)
+    outer: dict[str, Any] = {"__name__": "megatron.training.checkpointing", "read": inner["read"]}
+    exec("def load_checkpoint():\n    read()", outer)
+    outer["load_checkpoint"]()
+    return 0
+
+
+def run_out_of_memory_in_loading() -> int:
+    return load_checkpoint("raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')")
+
+
+def fail_by_ourselves_in_loading() -> int:
+    return load_checkpoint("raise ValueError('a fault')", "megatron_ampipe.layers.spec")
+
+
 def wait_for_a_worker() -> int:
     raise RuntimeError("DataLoader timed out after 30 seconds")
 
@@ -95,6 +113,8 @@ WAYS: dict[str, Callable[[], int]] = {
     "fill_disk": fill_disk,
     "fail_to_save": fail_to_save,
     "fail_to_load": fail_to_load,
+    "run_out_of_memory_in_loading": run_out_of_memory_in_loading,
+    "fail_by_ourselves_in_loading": fail_by_ourselves_in_loading,
     "wait_for_a_worker": wait_for_a_worker,
     "wait_for_a_server": wait_for_a_server,
     "leave_as_megatron": leave_as_megatron,

@@ -96,8 +96,16 @@ def test_a_full_disk_is_named_with_the_last_checkpoint(
 
 def test_a_checkpoint_that_cannot_be_read_is_named(ended: dict[str, Ended]) -> None:
     found = ended["fail_to_load"]
-    assert found.code == 3
-    assert "the checkpoint in /loaded could not be read (PytorchStreamReader failed)." in found.output
+    assert found.code == 2
+    assert found.output.startswith(
+        "\nerror: --load /loaded: the checkpoint cannot be loaded (PytorchStreamReader failed). Name the"
+    )
+
+
+@pytest.mark.parametrize("name", ["run_out_of_memory_in_loading", "fail_by_ourselves_in_loading"])
+def test_what_is_no_fault_of_a_checkpoint_keeps_its_traceback(ended: dict[str, Ended], name: str) -> None:
+    assert ended[name].code == 3
+    assert ended[name].output.startswith("Traceback")
 
 
 def test_megatrons_silent_exit_is_no_success(ended: dict[str, Ended]) -> None:

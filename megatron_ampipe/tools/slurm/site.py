@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.records import refuse
-from megatron_ampipe.spelling import nearest
+from megatron_ampipe.launch.settings.entries import Entry
+from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
+from megatron_ampipe.launch.settings.validate import ParserFlags
 from megatron_ampipe.tools.whole_numbers import at_least
-from megatron_ampipe.yaml_lines import LinedMapping, load
+from megatron_ampipe.yaml_lines import load
 
 NONE = "none"
 """The value that removes the site's value, or the default."""
@@ -131,25 +132,20 @@ def settle(arguments: argparse.Namespace, path: Path | None) -> None:
 def _read(path: Path) -> dict[str, Any]:
     remedy = "Write one 'key: value' on each line, such as 'partition: gpu'; docs/slurm.md has an example."
     document = load(path, what="--site", remedy=remedy, scalars_as_text=True)
-    return {key: _value(path, document, key) for key in document}
-
-
-def _value(path: Path, document: LinedMapping, key: str) -> Any:
-    line = document.lines[key]
-    option = OPTIONS.get(key)
-    if option is None:
-        refuse(path, line, key, "is not a setting of a site", nearest(key, OPTIONS))
-    found = document[key]
-    if isinstance(found, list) and not option.repeats:
-        refuse(path, line, key, "takes one value, and this is a list", f"Write '{key}: value'.")
-    values = found if isinstance(found, list) else [found]
-    for value in values:
-        if not isinstance(value, str) or not value.strip():
-            shown = value if value is not None and value != "" else "(empty)"
-            remedy = f"Write '{key}: {option.metavar}', in quotes where YAML would read something else."
-            refuse(path, line, f"{key}: {shown}", "is not text or a number", remedy)
-    try:
-        made = [option.kind(value) for value in values]
-    except argparse.ArgumentTypeError as error:
-        refuse(path, line, key, str(error), f"Write for example '{key}: {option.default or 8}'.")
-    return made if option.repeats else made[0]
+    parser = argparse.ArgumentParser(add_help=False)
+    for name, option in OPTIONS.items():
+        parser.add_argument(f"--{name}", dest=name, type=option.kind)
+    flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        if value is None:
+            continue
+        entry = Entry(place=f"{path}:{document.lines[key]}", key=key, section="", value=value)
+        flag = flags.flag_of(entry)
+        repeats = OPTIONS[key].repeats
+        entries = (
+            [replace(entry, value=one) for one in value] if repeats and isinstance(value, list) else [entry]
+        )
+        values = [vars(parser.parse_args(flags.words_of(one, flag)))[key] for one in entries]
+        found[key] = values if repeats else values[0]
+    return found
