@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import SETTING_NAMES
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.records import refuse
 from megatron_ampipe.shipped import find_config
@@ -83,10 +83,11 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         refuse(
             path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
         )
+    known = [setting.key for setting in SETTING.values()]
     for key in section:
-        if key not in SETTING_NAMES:
+        if key not in known:
             rule = "is not a setting of AMPipe"
-            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, SETTING_NAMES))
+            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
     for key, value in values.items():
         if isinstance(value, LinedMapping):
             remedy = "Give a model file: 'hidden-size: 1024' and the like."

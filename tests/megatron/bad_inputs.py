@@ -360,13 +360,17 @@ _PLANS = (
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
     Row("plan-device", "train --ampipe-plan /dev/zero", f"plan /dev/zero: {_NO_PIPE}. Give"),
     Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a known key."),
-    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): names nothing. Give a name, or"),
+    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): is empty. Give a name, or"),
     Row(
         "plan-with-schedule",
         _FROM_PLAN + "good.plan --ampipe-schedule ampipe",
         "is what the plan {here}/good.plan says.",
     ),
-    Row("plan-and-save", _FROM_PLAN + "good.plan --ampipe-save-plan x", "has no effect with --ampipe-plan:"),
+    Row(
+        "plan-and-save",
+        _FROM_PLAN + "good.plan --ampipe-save-plan x",
+        "--ampipe-save-plan x: requires --ampipe-degree auto.",
+    ),
     Row(
         "save-plan-foreign",
         "train --ampipe-degree auto --ampipe-save-plan {here}/good.trace",
@@ -450,7 +454,7 @@ _FLAGS = (
     Row(
         "trace-dir-empty",
         "train --ampipe-degree 2 --ampipe-trace-dir ''",
-        "--ampipe-trace-dir (empty): names nothing.",
+        "--ampipe-trace-dir (empty): is empty.",
     ),
     Row(
         "trace-dir-file",
