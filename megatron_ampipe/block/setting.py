@@ -45,7 +45,8 @@ class Setting:
         metavar: What it takes, in both.
         type: Turns the text into the value.
         choices: All values, if they are few.
-        check: Refuses a wrong value.
+        minimum: The least value, of a number.
+        check: Refuses a value that has another form.
         acts: Where it has an effect: ``always``, in ``layers`` of AMPipe, or only in ``chunks``.
         with_auto: Why it cannot be given with ``--ampipe-degree auto``; None if it can.
         of_plan: A plan file says it, so it cannot be given next to one.
@@ -64,6 +65,7 @@ class Setting:
     metavar: str
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
+    minimum: int | None = None
     check: Callable[[Any], object] | None = None
     acts: Literal["always", "layers", "chunks"] = "always"
     with_auto: str | None = None
@@ -102,7 +104,7 @@ class Setting:
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""
-        return BadInput(self.flag, "(empty)" if value == "" else value, rule=rule, remedy=remedy)
+        return BadInput(self.flag, value, rule=rule, remedy=remedy)
 
     def check_value(self, value: object) -> None:
         """Refuse a value that is wrong whatever the other settings are.
@@ -110,9 +112,14 @@ class Setting:
         Raises:
             BadInput: it is.
         """
+        if value == "":
+            raise self.refuse("(empty)", "is empty", "Give a value, or leave it out.")
         if self.choices is not None and value not in self.choices:
             rule = f"is not one of {', '.join(self.choices)}"
             raise self.refuse(value, rule, f"Use {self.flag} {self.choices[0]}, or leave it out.")
+        if self.minimum is not None and isinstance(value, int) and value < self.minimum:
+            rule = f"must be at least {self.minimum}"
+            raise self.refuse(value, rule, f"Use {self.minimum} or more, or leave it out.")
         if self.check is not None:
             self.check(value)
 

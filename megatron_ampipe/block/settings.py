@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ampipe.block.setting import AUTO, Conflict, Setting
-from megatron_ampipe.block.values import SHIPPED_GATES, SHIPPED_WIRES, check_wire, class_path, parse_size
+from megatron_ampipe.block.values import (
+    SHIPPED_GATES,
+    SHIPPED_WIRES,
+    check_threshold,
+    check_wire,
+    class_path,
+    parse_size,
+)
 
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
@@ -36,33 +43,6 @@ def _degree(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
-
-
-def _not_empty(name: str) -> Any:
-    def check(value: str) -> None:
-        if not value:
-            raise SETTING[name].refuse(value, "is empty", "Give a name, or leave it out.")
-
-    return check
-
-
-def _at_least_1(name: str, *, example: int) -> Any:
-    def check(value: int) -> None:
-        if value < 1:
-            setting = SETTING[name]
-            raise setting.refuse(
-                value, "must be at least 1", f"Use {setting.flag} {example}, or leave it out."
-            )
-
-    return check
-
-
-def _check_threshold(value: float) -> None:
-    # Written so that NaN is refused.
-    if not 0 < value <= 1:
-        rule = "is not above 0 and at most 1, as a cosine at which two tokens are similar is"
-        remedy = "Use for example --ampipe-condense 0.9, or leave it out."
-        raise SETTING["condense"].refuse(f"{value:g}", rule, remedy)
 
 
 def has_capacity(arguments: Any) -> bool:
@@ -166,7 +146,6 @@ class Settings:
         help="cluster file that `ampipe profile` wrote, or the name of an included one: `--ampipe-degree "
         "auto` plans from it at start-up instead of trying degrees, and `--ampipe-memory auto` compares by "
         "it",
-        check=_not_empty("cluster"),
         of_plan=True,
         requires=("--ampipe-degree auto", "--ampipe-memory-budget 60GiB"),
     )
@@ -174,14 +153,12 @@ class Settings:
         metavar="FILE",
         shown_default="none",
         help="run the plan that `ampipe plan --output` wrote: degrees, chunks, order of stages",
-        check=_not_empty("plan"),
     )
     save_plan: str | None = _row(
         metavar="FILE",
         shown_default="none",
         help="write what `--ampipe-degree auto` chooses as a plan; a restart of the same command line runs "
         "it without trying again",
-        check=_not_empty("save_plan"),
         requires=("--ampipe-degree auto",),
         startup=lambda config: (
             "plan",
@@ -257,7 +234,7 @@ class Settings:
         "[rows of attention](nodes.md#rows-of-tensor-parallel-attention): how many consecutive ranks share "
         "the faster links",
         type=int,
-        check=_at_least_1("ranks_per_node", example=8),
+        minimum=1,
     )
     grad_reduce: str = _row(
         "stock",
@@ -347,7 +324,7 @@ class Settings:
         help="[similar tokens go to an expert once](wire.md#condensed-tokens), those whose cosine with an "
         "earlier one is at least this, for example 0.9, which computes a different function",
         type=float,
-        check=_check_threshold,
+        check=check_threshold,
         acts="layers",
         with_auto=_DIFFERS,
         conflict=Conflict(
@@ -365,7 +342,6 @@ class Settings:
         shown_default="off",
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
-        check=_not_empty("trace_dir"),
         acts="layers",
         conflict=Conflict(
             lambda _, args: bool(getattr(args, "skip_train", False)),
@@ -381,7 +357,6 @@ class Settings:
         shown_default="off",
         help="record [who goes where](routing.md), at any degree, one file per recorded iteration; `ampipe "
         "routing` shows it, and `ampipe plan --routing` plans with it",
-        check=_not_empty("routing_dir"),
         startup=lambda config: (
             "routing",
             config.routing_dir,
@@ -395,7 +370,7 @@ class Settings:
         help="record one of N iterations in `--ampipe-routing-dir`: its first micro-batch, on the ranks of "
         "one expert-parallel group",
         type=int,
-        check=_at_least_1("routing_interval", example=100),
+        minimum=1,
         requires=("--ampipe-routing-dir routing",),
     )
 

@@ -80,6 +80,22 @@ def _require_class(flag: str, name: str, shipped: Sequence[str], *, examples: tu
         )
 
 
+def check_threshold(value: float) -> None:
+    """Check a value of ``--ampipe-condense``.
+
+    Raises:
+        BadInput: it is no cosine at which two tokens are similar.
+    """
+    # Written so that NaN is refused.
+    if not 0 < value <= 1:
+        raise BadInput(
+            "--ampipe-condense",
+            f"{value:g}",
+            rule="is not above 0 and at most 1, as a cosine at which two tokens are similar is",
+            remedy="Use for example --ampipe-condense 0.9, or leave it out.",
+        )
+
+
 def parse_size(text: str) -> int:
     """The bytes of a size such as ``60GiB``.
 
@@ -91,7 +107,7 @@ def parse_size(text: str) -> int:
     if not size_bytes:
         raise BadInput(
             BUDGET_FLAG,
-            text or "(empty)",
+            text,
             rule="is not a size above 0 in MiB or GiB",
             remedy=f"Use for example {BUDGET_FLAG} 60GiB.",
         )

@@ -360,7 +360,7 @@ _PLANS = (
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
     Row("plan-device", "train --ampipe-plan /dev/zero", f"plan /dev/zero: {_NO_PIPE}. Give"),
     Row("plan-cluster", _FROM_PLAN + "good.cluster", "good.cluster:2: description: is not a known key."),
-    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): is empty. Give a name, or"),
+    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): is empty. Give a value, or"),
     Row(
         "plan-with-schedule",
         _FROM_PLAN + "good.plan --ampipe-schedule ampipe",

@@ -47,6 +47,15 @@ def test_choices_are_those_of_the_schedules() -> None:
     assert SETTING["memory"].default == KEEP and SETTING["stack"].default == stack_to_text(ALL_LAYERS)
 
 
+@pytest.mark.parametrize("name", ["plan", "trace_dir", "stack", "memory_budget", "router"])
+def test_an_empty_value_is_refused(name: str) -> None:
+    flag = SETTING[name].flag
+    with pytest.raises(
+        BadInput, match=re.escape(f"{flag} (empty): is empty. Give a value, or")
+    ):
+        parse("--ampipe-degree", "4", flag, "")
+
+
 def test_every_value_that_is_required_exists() -> None:
     """What a message says to add can be parsed, and takes the message away."""
     for setting in SETTING.values():
@@ -96,7 +105,7 @@ def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> 
     assert config.pipelined == bool(words)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "2.5", "", "every", "ALL", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "every", "ALL", "9" * 5000])
 def test_a_stack_is_a_number_of_layers_or_all(text: str) -> None:
     with pytest.raises(BadInput, match=r"must be a whole number of layers, at least 1, or all\. Use"):
         parse("--ampipe-degree", "4", "--ampipe-stack", text)
@@ -179,7 +188,7 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
                 ["--ampipe-memory", "auto", "--ampipe-memory-budget", size],
                 "is not a size above 0 in MiB or GiB",
             )
-            for size in ("60", "60GB", "0GiB", "1 GiB", "", "nan", "9" * 5000 + "GiB")
+            for size in ("60", "60GB", "0GiB", "1 GiB", "nan", "9" * 5000 + "GiB")
         ),
     ],
 )
