@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import has_capacity, setting_of
+from megatron_ampipe.block.settings import has_capacity, settings_of
 from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
@@ -225,4 +225,4 @@ def flex_with_what_it_cannot(arguments: Any) -> object:
 def places_reductions_of_instances(arguments: Any) -> object:
     """Refuses to place the reductions of several instances of the distributed optimizer."""
     several = above_one("num_distributed_optimizer_instances")(arguments)
-    return several if setting_of(arguments, "grad_reduce") == "placed" else None
+    return several if settings_of(arguments).grad_reduce == "placed" else None

@@ -402,10 +402,9 @@ def given_settings(arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def setting_of(arguments: Any, name: str) -> Any:
-    """The value of one setting, or its default."""
-    value = getattr(arguments, SETTING[name].dest, None)
-    return SETTING[name].default if value is None else value
+def settings_of(arguments: Any) -> Settings:
+    """The settings of parsed arguments."""
+    return Settings(**given_settings(arguments))
 
 
 def check_given(given: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.block.settings import setting_of
+from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
@@ -189,15 +189,9 @@ def stage_of_args(args: argparse.Namespace) -> StageLayers:
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    found = features_of_settings(
-        args,
-        capacity_scope=setting_of(args, "capacity_scope"),
-        router_scope=setting_of(args, "router_scope"),
-        shares_schedule=shares_schedule,
-        ranks_per_node=ranks_per_node(args),
-        local=args.transformer_impl == "local",
-    )
-    return dataclasses.replace(found, condensed=args.ampipe_condense is not None)
+    own = dataclasses.replace(settings_of(args), ranks_per_node=ranks_per_node(args))
+    local = args.transformer_impl == "local"
+    return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
@@ -229,5 +223,4 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         # Nothing is pipelined.
         del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    scopes = setting_of(args, "capacity_scope"), setting_of(args, "router_scope")
-    return ModelFile(Path("arguments"), values, {}, *scopes)
+    return ModelFile(Path("arguments"), values, {}, settings_of(args))

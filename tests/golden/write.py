@@ -106,6 +106,7 @@ def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
     """The text of a schedule, the order in which lanes are issued included; or why there is none."""
     from dataclasses import replace
 
+    from megatron_ampipe.block.settings import Settings
     from megatron_ampipe.block_features import features_of_settings
     from megatron_ampipe.errors import BadInput
     from megatron_ampipe.schedule import Direction, Exchange, Pipeline, issue_order, needs_of, to_text
@@ -116,11 +117,9 @@ def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
     settings = types.SimpleNamespace(**{k: v for k, v in (SETTINGS | block).items() if k not in own})
     features = features_of_settings(
         settings,
-        capacity_scope="sequence",
-        router_scope="sequence",
+        Settings(ranks_per_node=block.get("ranks_per_node")),
         dense=block.get("dense", False),
         shares_schedule=layers > 1,
-        ranks_per_node=block.get("ranks_per_node"),
         local=block.get("local", False),
     )
     features = replace(
@@ -132,9 +131,7 @@ def schedules_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> str:
         trained = [chosen.trained(features)] * layers
         if block.get("dense"):
             # Only next to a layer with experts.
-            with_experts = features_of_settings(
-                settings, capacity_scope="sequence", router_scope="sequence", shares_schedule=layers > 1
-            )
+            with_experts = features_of_settings(settings, Settings(), shares_schedule=layers > 1)
             trained[1::2] = [chosen.trained(with_experts)] * (layers // 2)
         schedule = chosen.schedule_of(trained)
     except (BadInput, AssertionError) as error:

@@ -50,9 +50,7 @@ def test_choices_are_those_of_the_schedules() -> None:
 @pytest.mark.parametrize("name", ["plan", "trace_dir", "stack", "memory_budget", "router"])
 def test_an_empty_value_is_refused(name: str) -> None:
     flag = SETTING[name].flag
-    with pytest.raises(
-        BadInput, match=re.escape(f"{flag} (empty): is empty. Give a value, or")
-    ):
+    with pytest.raises(BadInput, match=re.escape(f"{flag} (empty): is empty. Give a value, or")):
         parse("--ampipe-degree", "4", flag, "")
 
 
