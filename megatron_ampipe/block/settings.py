@@ -117,9 +117,8 @@ class Settings:
     degree: int | str | None = _row(
         metavar="N",
         shown_default="1",
-        help="number of chunks the sequence is cut into. 1 builds Megatron's own layers (with another "
-        "`--ampipe-exchange`: AMPipe's, in one chunk); 4 is a good first choice; `auto` "
-        "[tries several](tuning.md) in the first iterations and keeps the fastest",
+        help="number of chunks of the sequence; 1 builds Megatron's own layers, 4 is a good first choice, "
+        "`auto` [tries several](tuning.md) in the first iterations and keeps the fastest",
         type=_degree,
         of_plan=True,
     )
@@ -135,7 +134,7 @@ class Settings:
     chunks: str | None = _row(
         metavar="SHARE,SHARE",
         shown_default="equal",
-        help="share of the sequence of every chunk, for example `0.4,0.3,0.3`; implies the degree",
+        help="share of the sequence of each chunk, such as `0.4,0.3,0.3`; implies the degree",
         acts="chunks",
         with_auto=_CHOSEN,
         of_plan=True,
@@ -143,9 +142,8 @@ class Settings:
     cluster: str | None = _row(
         metavar="FILE",
         shown_default="none",
-        help="cluster file that `ampipe profile` wrote, or the name of an included one: `--ampipe-degree "
-        "auto` plans from it at start-up instead of trying degrees, and `--ampipe-memory auto` compares by "
-        "it",
+        help="figures of `ampipe profile`, a file or the name of an included one: `--ampipe-degree auto` "
+        "plans instead of trying, and `--ampipe-memory auto` compares by them",
         of_plan=True,
         requires=("--ampipe-degree auto", "--ampipe-memory-budget 60GiB"),
     )
@@ -158,7 +156,7 @@ class Settings:
         metavar="FILE",
         shown_default="none",
         help="write what `--ampipe-degree auto` chooses as a plan; a restart of the same command line runs "
-        "it without trying again",
+        "it",
         requires=("--ampipe-degree auto",),
         startup=lambda config: (
             "plan",
@@ -169,10 +167,9 @@ class Settings:
         "ampipe",
         metavar="NAME",
         help="order of the stages: `ampipe` overlaps communication with attention and experts, `moe-only` "
-        "with experts only, [`lancet`](weights.md) also with gradients of weights, at degree 1 too; "
-        "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once, for "
-        "`--no-gradient-accumulation-fusion`; `sequential` overlaps nothing. `lancet` and `joined` need "
-        "`--transformer-impl local`",
+        "with experts, [`lancet`](weights.md) also with weight gradients, at degree 1 too; "
+        "[`joined`](weights.md#all-chunks-at-once) computes those of all chunks at once; `sequential` "
+        "overlaps nothing. `lancet` and `joined` need `--transformer-impl local`",
         choices=("ampipe", "moe-only", "lancet", "joined", "sequential"),
         acts="chunks",
         of_plan=True,
@@ -180,18 +177,17 @@ class Settings:
     stack: str = _row(
         "all",
         metavar="N",
-        help="how many consecutive layers [share a schedule](#several-layers-in-one-schedule): `all` of a "
-        "pipeline stage, or 1 for layer by layer. Changes no result",
+        help="consecutive layers that [share a schedule](#several-layers-in-one-schedule): `all` of a "
+        "pipeline stage, or a number; 1: layer by layer. Changes no result",
         acts="chunks",
         of_plan=True,
     )
     memory: str = _row(
         "keep",
         metavar="STRATEGY",
-        help="what the experts [save for their backward pass](memory.md): `keep` everything; `rebuild`, "
-        "`redispatch` or `offload` the rest, or `S1` to `S4` of MPipeMoE; one for each chunk, as "
-        "`keep/rebuild`; `auto` takes the fastest that fits into `--ampipe-memory-budget`. Changes no bit of "
-        "any result",
+        help="[what experts save for their backward pass](memory.md): `keep` everything; `rebuild`, "
+        "`redispatch` or `offload` the rest; `S1` to `S4` of MPipeMoE; one for each chunk (`keep/rebuild`); "
+        "`auto`, the fastest that fits `--ampipe-memory-budget`. Changes no bit of any result",
         acts="layers",
         of_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),
@@ -207,8 +203,8 @@ class Settings:
     memory_budget: str | None = _row(
         metavar="SIZE",
         shown_default="none",
-        help="for `--ampipe-memory auto`: the activations of the layers of a pipeline stage must fit, for "
-        "example `60GiB`; a run for which no strategy fits stops at start-up",
+        help="for `--ampipe-memory auto`: memory for the activations of the layers of a pipeline stage, "
+        "such as `60GiB`",
         check=parse_size,
         acts="layers",
         of_plan=True,
@@ -217,10 +213,10 @@ class Settings:
     exchange: str = _row(
         "rows",
         metavar="KIND",
-        help="how the all-to-all groups copies of a token: `rows` sends one for each of its experts, as "
-        "Megatron does; `ranks` one to each rank that has some of them ([fewer bytes](exchange.md)), at "
-        "degree 1 too; `nodes` one to each [node](nodes.md); `2dh` as `rows`, but in "
-        "[two hops](nodes.md#every-copy-in-two-hops); `auto` leaves it to `--ampipe-degree auto`",
+        help="how the all-to-all groups copies of a token: `rows` per expert, as Megatron; "
+        "[`ranks`](exchange.md) per rank, at degree 1 too; [`nodes`](nodes.md) per node; "
+        "[`2dh`](nodes.md#every-copy-in-two-hops) as `rows`, in two hops; `auto` leaves it to "
+        "`--ampipe-degree auto`",
         choices=("rows", "ranks", "nodes", "2dh", AUTO),
         of_plan=True,
         requires=("--ampipe-degree auto",),
@@ -229,18 +225,16 @@ class Settings:
     ranks_per_node: int | None = _row(
         metavar="N",
         shown_default="torchrun's",
-        help="for the exchanges `nodes` and `2dh`, "
-        "[experts that ranks share](nodes.md#experts-that-several-ranks-share) and "
-        "[rows of attention](nodes.md#rows-of-tensor-parallel-attention): how many consecutive ranks share "
-        "the faster links",
+        help="consecutive ranks that share [faster links](nodes.md), for the exchanges `nodes` and `2dh` "
+        "and for tensor-parallel experts and attention",
         type=int,
         minimum=1,
     )
     grad_reduce: str = _row(
         "stock",
         metavar="WHEN",
-        help="when the reductions of `--overlap-grad-reduce` start: `stock` when a bucket is complete, "
-        "`placed` [between all-to-alls](reductions.md). Changes no bit of any gradient",
+        help="when reductions of `--overlap-grad-reduce` start: `stock` when a bucket is complete, `placed` "
+        "[between all-to-alls](reductions.md). Changes no bit of any gradient",
         choices=("stock", "placed"),
         acts="layers",
         conflict=Conflict(
@@ -259,8 +253,8 @@ class Settings:
     capacity_scope: str = _row(
         "sequence",
         metavar="SCOPE",
-        help="for routing with a capacity: `sequence` drops the same tokens as a stock run; `chunk` gives "
-        "each chunk its share, which computes a different function",
+        help="tokens over which an expert's capacity counts: `sequence` drops the tokens that Megatron "
+        "drops; `chunk` gives each chunk its share, which is another function",
         choices=("sequence", "chunk"),
         acts="layers",
         conflict=Conflict(
@@ -273,7 +267,7 @@ class Settings:
     router: str | None = _row(
         metavar="NAME",
         shown_default="Megatron's",
-        help="[router](gates.md) of every MoE layer, also at degree 1: "
+        help="[router](gates.md) of every MoE layer, at degree 1 too: "
         f"{', '.join(f'`{name}`' for name in SHIPPED_GATES)}, or a subclass of Megatron's `TopKRouter` as "
         "`package.module:Class`, which `ampipe gate` checks",
         check=class_path,
@@ -282,9 +276,9 @@ class Settings:
     router_scope: str = _row(
         "sequence",
         metavar="SCOPE",
-        help="`chunk` lets a [router that compares tokens](gates.md#routers-that-compare-tokens) compare "
-        "those of a chunk, which computes a different function; `sequence` refuses such a router, except "
-        "Megatron's sinkhorn, which then runs after all attention",
+        help="for a [router that compares tokens](gates.md#routers-that-compare-tokens): `chunk` compares "
+        "those of a chunk, which is another function; `sequence` refuses it, except Megatron's sinkhorn, "
+        "which runs after all attention",
         choices=("sequence", "chunk"),
         acts="layers",
         conflict=Conflict(
@@ -321,8 +315,8 @@ class Settings:
     condense: float | None = _row(
         metavar="THRESHOLD",
         shown_default="off",
-        help="[similar tokens go to an expert once](wire.md#condensed-tokens), those whose cosine with an "
-        "earlier one is at least this, for example 0.9, which computes a different function",
+        help="[similar tokens go to an expert once](wire.md#condensed-tokens), from this cosine on, such as "
+        "0.9: another function",
         type=float,
         check=check_threshold,
         acts="layers",
@@ -355,8 +349,8 @@ class Settings:
     routing_dir: str | None = _row(
         metavar="DIR",
         shown_default="off",
-        help="record [who goes where](routing.md), at any degree, one file per recorded iteration; `ampipe "
-        "routing` shows it, and `ampipe plan --routing` plans with it",
+        help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
+        "plan --routing`",
         startup=lambda config: (
             "routing",
             config.routing_dir,
@@ -367,8 +361,7 @@ class Settings:
     routing_interval: int = _row(
         100,
         metavar="N",
-        help="record one of N iterations in `--ampipe-routing-dir`: its first micro-batch, on the ranks of "
-        "one expert-parallel group",
+        help="record one of N iterations in `--ampipe-routing-dir`",
         type=int,
         minimum=1,
         requires=("--ampipe-routing-dir routing",),
