@@ -92,15 +92,10 @@ class Setting:
         return f"ampipe_{self.name}"
 
     @property
-    def default_text(self) -> str:
-        """The default, as a reader sees it."""
-        return self.shown_default or str(self.default)
-
-    @property
     def plain_help(self) -> str:
         """The text of ``--help``."""
         text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.help).replace("`", "")
-        return f"{text} (default: {self.default_text.replace('`', '')})"
+        return f"{text} (default: {self.shown_default or self.default})"
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""

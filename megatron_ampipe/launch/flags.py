@@ -147,19 +147,20 @@ def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.r
     else:
         pipeline = read_plan(Path(plan)).pipeline()
         if pipeline.is_stock:
-            _refuse_without_effect(given, stock=True)
+            _refuse_without_effect(given, stock=True, plan=plan)
     given["ranks_per_node"] = _ranks_per_node(args, given, pipeline.exchange)
     return AMPipeConfig(pipeline=pipeline, **given)
 
 
-def _refuse_without_effect(given: dict[str, Any], *, stock: bool) -> None:
+def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | None = None) -> None:
     """Refuse settings without effect in one chunk, and those without effect in Megatron's own layers."""
     why = "which builds Megatron's own layers" if stock else "which is one chunk"
+    where = "at --ampipe-degree 1" if plan is None else f"with the plan {plan}"
     for name, value in given.items():
         setting = SETTING[name]
         if setting.acts == "chunks" or (setting.acts == "layers" and stock):
-            remedy = f"Add --ampipe-degree 4, or leave {setting.flag} out."
-            raise setting.refuse(value, f"has no effect at --ampipe-degree 1, {why}", remedy)
+            remedy = f"{'Add --ampipe-degree 4, or leave' if plan is None else 'Leave'} {setting.flag} out."
+            raise setting.refuse(value, f"has no effect {where}, {why}", remedy)
 
 
 def _pipeline(given: dict[str, Any]) -> Pipeline:
