@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.schedule import BlockFeatures
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
@@ -21,25 +22,21 @@ BALANCED = ("sinkhorn", "quantile_balancing")
 
 def features_of_settings(
     settings: Any,
+    own: Settings,
     *,
-    capacity_scope: str,
-    router_scope: str,
     with_losses: bool = True,
     dense: bool = False,
     shares_schedule: bool = False,
-    ranks_per_node: int | None = None,
     local: bool = False,
 ) -> BlockFeatures:
     """The features of the blocks that Megatron builds from these settings.
 
     Args:
         settings: Megatron's arguments or its ``TransformerConfig``, which have the same names.
-        capacity_scope: ``sequence`` or ``chunk``, see :class:`~megatron_ampipe.config.AMPipeConfig`.
-        router_scope: Likewise.
+        own: AMPipe's settings.
         with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
         dense: Of a layer without experts.
         shares_schedule: Several layers share a schedule.
-        ranks_per_node: As for :func:`gather_lane`.
         local: As for :func:`row_links`.
     """
     return block_features(
@@ -52,27 +49,27 @@ def features_of_settings(
         ),
         shared_size=settings.moe_shared_expert_intermediate_size,
         capacity_factor=settings.moe_expert_capacity_factor,
-        capacity_per_chunk=capacity_scope == "chunk",
+        capacity_per_chunk=own.capacity_scope == "chunk",
         chooses=chooses_at_once(
             settings.moe_router_load_balancing_type,
+            own,
             drop_policy=settings.moe_token_drop_policy,
             capacity_factor=settings.moe_expert_capacity_factor,
-            capacity_scope=capacity_scope,
-            router_scope=router_scope,
         ),
+        condensed=own.condense is not None,
         tensor_ranks=settings.tensor_model_parallel_size,
         context_ranks=settings.context_parallel_size,
         shares_schedule=shares_schedule,
         flex=counts_inside(settings),
         latent=has_latent_experts(settings),
         ring=uses_ring_attention(settings),
-        gathers=gather_lane_of(settings, ranks_per_node),
+        gathers=gather_lane_of(settings, own.ranks_per_node),
         row_links=row_links(
             tensor=settings.tensor_model_parallel_size if settings.sequence_parallel else 1,
             local=local,
             expert=settings.expert_model_parallel_size,
             expert_tensor=expert_tensor_ranks(settings),
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=own.ranks_per_node,
         ),
         latent_attention=settings.multi_latent_attention,
     )
@@ -200,6 +197,7 @@ def block_features(
     capacity_factor: float | None,
     capacity_per_chunk: bool,
     chooses: bool = False,
+    condensed: bool = False,
     tensor_ranks: int,
     context_ranks: int,
     shares_schedule: bool = False,
@@ -219,6 +217,7 @@ def block_features(
         capacity_factor: None or below 0 if no token is dropped. A factor of 0 is a capacity: it drops all.
         capacity_per_chunk: Every chunk has its own capacity.
         chooses: As :func:`chooses_at_once`.
+        condensed: Similar tokens are sent once.
         tensor_ranks: Over how many ranks tensor parallelism spreads a sequence.
         context_ranks: Over how many ranks context parallelism does.
         shares_schedule: Several layers share a schedule.
@@ -250,6 +249,7 @@ def block_features(
         # A chunk leaves the next one what is left of the capacity.
         ordered_routing=has_capacity and not capacity_per_chunk and not chooses,
         chooses=chooses,
+        condensed=condensed,
         chunked_qkv=chunked_qkv,
         flex=flex,
         latent=latent,
@@ -285,25 +285,23 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
 
 def chooses_at_once(
     kinds: str | Sequence[str],
+    own: Settings,
     *,
     drop_policy: str | None,
     capacity_factor: float | None,
-    capacity_scope: str,
-    router_scope: str,
 ) -> bool:
     """Whether experts must be chosen for all chunks before the first token is sent.
 
     Args:
         kinds: ``--moe-router-load-balancing-type``, one or several. Sinkhorn compares all tokens, unless
             ``router_scope`` is ``chunk``, and balancing by quantiles always.
+        own: AMPipe's settings.
         drop_policy: ``--moe-token-drop-policy``. Dropping by probability compares all tokens of an expert,
             unless ``capacity_scope`` is ``chunk``.
         capacity_factor: As for :func:`block_features`.
-        capacity_scope: ``sequence`` or ``chunk``.
-        router_scope: ``sequence`` or ``chunk``.
     """
-    drops = not moves_rows(capacity_factor) and drop_policy == "probs" and capacity_scope != "chunk"
-    return drops or (_balances(kinds) and not (router_scope == "chunk" and "sinkhorn" in kinds))
+    drops = not moves_rows(capacity_factor) and drop_policy == "probs" and own.capacity_scope != "chunk"
+    return drops or (_balances(kinds) and not (own.router_scope == "chunk" and "sinkhorn" in kinds))
 
 
 def _balances(kinds: str | Sequence[str]) -> bool:

@@ -10,8 +10,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ampipe.block.setting import AUTO
+from megatron_ampipe.block.settings import has_capacity, settings_of
 from megatron_ampipe.block_features import expert_tensor_ranks
-from megatron_ampipe.config import AUTO
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
 
@@ -68,13 +69,6 @@ def load_balancing(*kinds: str) -> Callable[[Any], object]:
     return applies
 
 
-def router_scope_without_router(arguments: Any) -> object:
-    """Refuses a scope for a router that needs none; of a user's class, only the class can tell."""
-    if getattr(arguments, "ampipe_router", None) is not None or load_balancing("sinkhorn")(arguments):
-        return None
-    return equal("ampipe_router_scope", "chunk")(arguments)
-
-
 def _routes_by_hash(arguments: Any) -> bool:
     return getattr(arguments, "ampipe_router", None) == "hash"
 
@@ -87,22 +81,9 @@ def balances_fixed_experts(arguments: Any) -> object:
 
 def drops_equal_weights(arguments: Any) -> object:
     """Refuses dropping by probability where all probabilities are equal."""
-    if not _routes_by_hash(arguments) or not _has_capacity(arguments):
+    if not _routes_by_hash(arguments) or not has_capacity(arguments):
         return None
     return equal("moe_token_drop_policy", "probs")(arguments)
-
-
-def _has_capacity(arguments: Any) -> bool:
-    """Whether there is a capacity limit; Megatron treats a negative factor as none."""
-    factor = getattr(arguments, "moe_expert_capacity_factor", None)
-    return factor is not None and factor >= 0
-
-
-def capacity_scope_without_capacity(arguments: Any) -> object:
-    """Refuses a capacity per chunk if there is no capacity limit."""
-    if _has_capacity(arguments):
-        return None
-    return equal("ampipe_capacity_scope", "chunk")(arguments)
 
 
 def auto_degree_without_training(arguments: Any) -> object:
@@ -113,13 +94,6 @@ def auto_degree_without_training(arguments: Any) -> object:
     if saved is not None and os.path.isfile(saved):
         return None
     return is_set("skip_train")(arguments)
-
-
-def trace_without_training(arguments: Any) -> object:
-    """Refuses a trace folder with ``--skip-train``."""
-    if not getattr(arguments, "skip_train", False):
-        return None
-    return is_set("ampipe_trace_dir")(arguments)
 
 
 def tensor_without_sequence_parallel(arguments: Any) -> object:
@@ -174,13 +148,6 @@ def recomputes(*modules: str) -> Callable[[Any], object]:
         return next((module for module in chosen if module in modules), None)
 
     return applies
-
-
-def restores_what_is_recomputed(arguments: Any) -> object:
-    """Refuses a memory strategy for experts that are recomputed as a whole."""
-    memory = getattr(arguments, "ampipe_memory", None)
-    full = getattr(arguments, "recompute_granularity", None) == "full"
-    return memory if memory != KEEP and (full or recomputes("moe")(arguments) is not None) else None
 
 
 def _packs_documents(arguments: Any) -> bool:
@@ -255,39 +222,7 @@ def flex_with_what_it_cannot(arguments: Any) -> object:
     return equal("moe_token_dispatcher_type", "flex")(arguments) if any(refused) else None
 
 
-def places_no_reductions(arguments: Any) -> object:
-    """Refuses to place reductions that all come after the last backward pass."""
-    return None if getattr(arguments, "overlap_grad_reduce", False) else _placed_reductions(arguments)
-
-
 def places_reductions_of_instances(arguments: Any) -> object:
     """Refuses to place the reductions of several instances of the distributed optimizer."""
     several = above_one("num_distributed_optimizer_instances")(arguments)
-    return several if _placed_reductions(arguments) else None
-
-
-def _placed_reductions(arguments: Any) -> str | None:
-    chosen: str | None = getattr(arguments, "ampipe_grad_reduce", None)
-    return chosen if chosen == "placed" else None
-
-
-def wire_has_nothing_to_encode(arguments: Any) -> object:
-    """Refuses a wire where rows do not travel as they are, and a cast to 16 bit of what has 16 bit."""
-    chosen = getattr(arguments, "ampipe_wire", None)
-    of_16_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
-    if _sends_rows(arguments) and not (chosen == "bf16" and of_16_bit):
-        return None
-    return chosen
-
-
-def condenses_what_is_not_alike(arguments: Any) -> object:
-    """Refuses condensation where a token cannot take the result of another one."""
-    apart = ("moe_apply_probs_on_input", "sft", "reset_attention_mask", "dataloader_inter_document_masking")
-    if _sends_rows(arguments) and not any(getattr(arguments, name, False) for name in apart):
-        return None
-    return getattr(arguments, "ampipe_condense", None)
-
-
-def _sends_rows(arguments: Any) -> bool:
-    """Whether the dispatcher sends each row to the ranks that need it, in a collective of AMPipe's."""
-    return getattr(arguments, "moe_token_dispatcher_type", "alltoall") == "alltoall"
+    return several if settings_of(arguments).grad_reduce == "placed" else None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ampipe import refusal_conditions as when
+from megatron_ampipe.block.setting import AUTO
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 
@@ -64,8 +66,9 @@ def refuse_unsupported(config: AMPipeConfig, arguments: Any) -> None:
     for refusal in REFUSALS:
         value = refusal.applies(arguments)
         if value is not None:
-            flags, remedy = f"--ampipe-degree {config.degree}", refusal.remedy
-            if config.degree == 1:
+            degree = AUTO if config.automatic else pipeline.degree
+            flags, remedy = f"--ampipe-degree {degree}", refusal.remedy
+            if degree == 1:
                 # AMPipe's layers in one chunk, because of their exchange.
                 flags = f"--ampipe-exchange {pipeline.exchange}"
                 remedy = remedy.replace("--ampipe-degree 1", "--ampipe-exchange rows")
@@ -87,6 +90,17 @@ def refuse_with_token_ids(router: str, arguments: Any) -> None:
         if value is not None:
             rule = f"with --ampipe-router {router}, {refusal.rule}"
             raise BadInput(refusal.setting, value, rule=rule, remedy=refusal.remedy)
+
+
+def _of_setting(name: str) -> Callable[[Any], object]:
+    """The value of a setting that cannot be used with these arguments."""
+    setting = SETTING[name]
+
+    def applies(arguments: Any) -> object:
+        value, conflict = getattr(arguments, setting.dest, None), setting.conflict
+        return value if value is not None and conflict and conflict.applies(value, arguments) else None
+
+    return applies
 
 
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
@@ -194,13 +208,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Transformer Engine's division of every document over the ranks, as spans of chunks",
     ),
     Refusal(
-        "--ampipe-router-scope",
-        when.router_scope_without_router,
-        "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
-        "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
-        "nothing: there is nothing that a scope would change",
-    ),
-    Refusal(
         "--moe-flex-dispatcher-backend",
         when.flex_backend_with_shared_buffers,
         "its zero-copy mode has one buffer for all calls, which chunks in flight would overwrite; without "
@@ -219,25 +226,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "whose size the ranks agree on, as a stage of the communication lane",
     ),
     Refusal(
-        "--ampipe-capacity-scope",
-        when.capacity_scope_without_capacity,
-        "has no effect without an expert capacity",
-        "Add --moe-expert-capacity-factor, or leave it out.",
-        "nothing: there is nothing that a scope would change",
-    ),
-    Refusal(
         "--skip-train",
         when.auto_degree_without_training,
         "degrees are measured in training iterations, and there are none",
         "Use --ampipe-degree 4, or add --ampipe-cluster FILE, which plans without measuring.",
         "nothing: nothing is measured",
-    ),
-    Refusal(
-        "--ampipe-trace-dir",
-        when.trace_without_training,
-        "has no effect with --skip-train: only training iterations are recorded",
-        "Leave it out.",
-        "a trace of evaluations",
     ),
     Refusal(
         "--fp8-format",
@@ -292,13 +285,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "nothing: every row is sent once already",
     ),
     Refusal(
-        "--ampipe-grad-reduce",
-        when.places_no_reductions,
-        "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward passes",
-        "Add --overlap-grad-reduce, or leave it out.",
-        "nothing: there is nothing left to place",
-    ),
-    Refusal(
         "--num-distributed-optimizer-instances",
         when.places_reductions_of_instances,
         "several instances reduce gradients on a separate stream, which --ampipe-grad-reduce placed does not "
@@ -307,35 +293,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "reductions of all instances on a stream that the schedule orders",
     ),
     Refusal(
-        "--ampipe-wire",
-        when.wire_has_nothing_to_encode,
-        "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
-        "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
-        "an encoding of the rows of the other dispatchers, whose libraries send them",
-    ),
-    Refusal(
-        "--ampipe-condense",
-        when.condenses_what_is_not_alike,
-        "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
-        "weighted, not their inputs",
-        "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
-        "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
-        "a comparison of tokens that knows where documents begin, and the rows of other dispatchers",
-    ),
-    Refusal(
         "--recompute-modules",
         when.recomputes("layernorm", "moe_act"),
         "Megatron's recompute of this module cannot run inside a stage",
         "Use core_attn, moe, shared_experts, mla_up_proj or mlp, or --recompute-granularity full.",
         "outputs that are released after the last stage that reads them, and stages that compute them again",
-    ),
-    Refusal(
-        "--ampipe-memory",
-        when.restores_what_is_recomputed,
-        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
-        "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
-        "core_attn.",
-        "nothing: there is nothing left to save",
     ),
     Refusal(
         "--cuda-graph-impl",
@@ -379,8 +341,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --use-distributed-optimizer.",
         "gathers of parameters as stages of a lane",
     ),
+    *(
+        Refusal(one.flag, _of_setting(name), one.conflict.rule, one.conflict.remedy, one.conflict.needs)
+        for name, one in SETTING.items()
+        if one.conflict is not None
+    ),
 )
-"""All combinations that this version refuses with a degree above 1; no other module refuses one."""
+"""All combinations that this version refuses with a degree above 1; no other module refuses one. The rows of
+AMPipe's flags are columns of their settings, unless they need to know schedules."""
 
 _OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
 

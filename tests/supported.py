@@ -1,12 +1,17 @@
 """Generates ``docs/supported.md`` from the table of refusals and the list of parity cases.
 
-``python -m tests.supported > docs/supported.md``; a test checks that the file is up to date.
+``python -m tests.supported > docs/supported.md``; a test checks that the file is up to date. Also the table
+of flags in ``docs/usage.md``: ``python -m tests.supported flags`` prints it.
 """
 
 from __future__ import annotations
 
+import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 
+from megatron_ampipe.block.settings import SETTING
+from megatron_ampipe.launch.flags import add_arguments
 from megatron_ampipe.refusals import REFUSALS, TOKEN_ID_REFUSALS, Refusal
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
@@ -167,6 +172,17 @@ def render() -> Iterator[str]:
     yield from _table(TOKEN_ID_REFUSALS)
 
 
+def flags_table() -> Iterator[str]:
+    """The table of AMPipe's flags in ``docs/usage.md``, from the table of settings."""
+    yield "| flag | default | meaning |"
+    yield "|---|---|---|"
+    (files,) = (one for one in add_arguments(ArgumentParser())._actions if one.dest == "ampipe_config")
+    yield f"| `--ampipe-config FILE ...` | none | {files.help} |"
+    for setting in SETTING.values():
+        default = setting.shown_default or f"`{setting.default}`"
+        yield f"| `{setting.flag} {setting.metavar}` | {default} | {setting.help} |"
+
+
 def _table(refusals: Iterable[Refusal]) -> Iterator[str]:
     yield "| setting | why | instead | what would be needed |\n|---|---|---|---|"
     for refusal in refusals:
@@ -174,4 +190,4 @@ def _table(refusals: Iterable[Refusal]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(render()))
+    print("\n".join(flags_table() if sys.argv[1:] == ["flags"] else render()))

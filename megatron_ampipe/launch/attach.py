@@ -15,23 +15,21 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.training import training
 
 from megatron_ampipe import compat
+from megatron_ampipe.block.settings import TRACED_ITERATIONS
 from megatron_ampipe.block_features import expert_tensor_ranks
-from megatron_ampipe.config import TRACED_ITERATIONS, AMPipeConfig
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch import host, startup_rows
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
 from megatron_ampipe.launch.degrees_file import DegreesFile
-from megatron_ampipe.launch.gate import router_rows
+from megatron_ampipe.launch.flags import PlanReader
 from megatron_ampipe.launch.grad_reduce import placing
 from megatron_ampipe.launch.memory_budget import choose_memory
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
-from megatron_ampipe.launch.record_routing import routing_rows
-from megatron_ampipe.launch.resolve_flags import PlanReader
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import candidates
-from megatron_ampipe.launch.wire_rows import wire_rows
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.wires import load_wire
@@ -76,8 +74,7 @@ def make_context(
         rows = [
             megatron,
             ("degree", "1: Megatron's own layers"),
-            *router_rows(config, gate, args),
-            *routing_rows(config),
+            *config.startup_rows(stock=True),
         ]
         if plan is not None:
             choice = choice_of_plan(args, plan, str(config.plan))
@@ -121,16 +118,12 @@ def make_context(
         startup_rows.stack_row(args, context.pipeline),
         *startup_rows.recompute_row(args, context.recompute),
         *startup_rows.memory_row(context.pipeline.memory, memory),
-        *startup_rows.reduce_row(config),
-        *router_rows(config, gate, args),
-        *wire_rows(config),
+        *config.startup_rows(stock=False),
         startup_rows.attention_row(args, on_gpu=on_gpu),
         *startup_rows.context_row(args),
         *startup_rows.documents_row(args),
         ("communication lane", "CUDA stream" if on_gpu else "thread (gloo)"),
         *startup_rows.connections_row(on_gpu=on_gpu),
-        ("trace", config.trace_dir or "off"),
-        *routing_rows(config),
         *startup_rows.nothing_to_hide(args),
         *startup_rows.random_routing(args),
         *startup_rows.differing_numbers(args),
@@ -203,7 +196,6 @@ def _choose(
                 ("degree", f"auto: the first iterations try {tried}, the fastest stays"),
                 ("schedule", config.pipeline.schedule),
                 ("exchange", " or ".join(exchanges)),
-                *startup_rows.saved(config.save_plan),
             ]
     pipeline = context.pipeline
     degree = str(pipeline.degree)
@@ -215,7 +207,6 @@ def _choose(
         ("exchange", pipeline.exchange.value, startup_rows.EXCHANGE[pipeline.exchange]),
         ("chunk boundaries", startup_rows.boundaries(pipeline.chunks(args.seq_length, layout))),
         *([("why", choice.reason), *startup_rows.notes(choice)] if choice is not None else []),
-        *startup_rows.saved(config.save_plan),
     ]
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from megatron_ampipe import __version__, compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import flags, host, own_launcher, settings
+from megatron_ampipe.launch.flags import PlanReader, config_from_args
 from megatron_ampipe.launch.refuse import report_parser_errors
-from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 
 

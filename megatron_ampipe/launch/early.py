@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, settings
+from megatron_ampipe.launch.flags import PlanReader, config_from_args
 from megatron_ampipe.launch.refuse import report_parser_errors
-from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 
 _PREFIX = "--ampipe"
 _RANKS = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))

@@ -1,24 +1,41 @@
-"""The ``--ampipe-*`` flags: what each is called, takes and does. Called by :mod:`.command_line`.
+"""The ``--ampipe-*`` flags on Megatron's parser, and what they resolve to: one :class:`AMPipeConfig`.
 
-:mod:`.resolve_flags` says what they resolve to together.
+The flags are the rows of :mod:`megatron_ampipe.block.settings`. What Megatron's flags exclude is in
+``refusals.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import AUTO, CAPACITY_SCOPES, GRAD_REDUCES, ROUTING_INTERVAL, TRACED_ITERATIONS
+from megatron_ampipe.block.setting import AUTO
+from megatron_ampipe.block.settings import SETTING, check_given, given_settings
+from megatron_ampipe.block_features import gather_lane_of
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.gate_names import ROUTER_SCOPES, SHIPPED_GATES
 from megatron_ampipe.launch import connections
-from megatron_ampipe.launch.resolve_flags import PlanReader, config_from_args
 from megatron_ampipe.launch.settings import CONFIG_FLAG
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.schedule import SCHEDULE_NAMES, Exchange
+from megatron_ampipe.refusal_conditions import ranks_per_node
+from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    KEEP,
+    Exchange,
+    Pipeline,
+    check_memory,
+    of_chunks,
+    parse_shares,
+    parse_stack,
+    stack_to_text,
+)
 from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
-from megatron_ampipe.wire_names import SHIPPED_WIRES
+
+PlanReader = Callable[[Path], Plan]
+"""Reads a plan file. A launch hands in one that remembers what it read."""
 
 
 def add_arguments(
@@ -39,182 +56,15 @@ def add_arguments(
         "without the dashes in front, AMPipe's in a section 'ampipe:'; later files win over earlier ones, "
         "and the command line over all",
     )
-    group.add_argument(
-        "--ampipe-degree",
-        type=_degree,
-        default=None,
-        metavar="N",
-        help="number of chunks the sequence is cut into; 4 is a good first try, 1 builds Megatron's own "
-        "layers (with --ampipe-exchange ranks, nodes or 2dh: AMPipe's, in one chunk), auto tries several in "
-        "the first iterations and stays with the fastest (default: 1)",
-    )
-    group.add_argument(
-        "--ampipe-backward-degree",
-        type=int,
-        default=None,
-        metavar="N",
-        help="degree of the backward pass, if it is to be another one; it divides --ampipe-degree or is "
-        "divided by it (default: as --ampipe-degree)",
-    )
-    group.add_argument(
-        "--ampipe-chunks",
-        default=None,
-        metavar="SHARE,SHARE",
-        help="share of the sequence of every chunk, for example 0.4,0.3,0.3, in place of equal ones; implies "
-        "the degree",
-    )
-    group.add_argument(
-        "--ampipe-cluster",
-        default=None,
-        metavar="FILE",
-        help="cluster file that 'ampipe profile' wrote, or the name of an included one: --ampipe-degree auto "
-        "then plans at the start and tries nothing, and --ampipe-memory auto compares by its figures",
-    )
-    group.add_argument(
-        "--ampipe-plan",
-        default=None,
-        metavar="FILE",
-        help="plan that 'ampipe plan --output' wrote: degrees, chunks and order of the stages",
-    )
-    group.add_argument(
-        "--ampipe-save-plan",
-        default=None,
-        metavar="FILE",
-        help="write what --ampipe-degree auto chooses as a plan; a later run of the same command line finds "
-        "the file and runs the plan in it, without trying again",
-    )
-    group.add_argument(
-        "--ampipe-schedule",
-        choices=SCHEDULE_NAMES,
-        default=None,
-        help="order of the stages: ampipe overlaps communication with attention and experts, moe-only with "
-        "experts alone, sequential not at all. lancet is ampipe with weight gradients computed while the "
-        "all-to-alls of the backward pass travel, which helps at degree 1 too. joined is ampipe with the "
-        "weight gradients of all chunks at once, for --no-gradient-accumulation-fusion. Both need "
-        "--transformer-impl local (default: ampipe)",
-    )
-    group.add_argument(
-        "--ampipe-stack",
-        default=None,
-        metavar="N",
-        help="how many consecutive layers share a schedule: the next layer then begins with its first chunk "
-        "while the tokens of the last one's other chunks still travel. all: every layer of a pipeline stage; "
-        "1: layer by layer, which --ampipe-cluster may also choose. Changes no result; the start-up table "
-        "shows where layers cannot share one "
-        "(default: all)",
-    )
-    group.add_argument(
-        "--ampipe-memory",
-        default=None,
-        metavar="STRATEGY",
-        help="what the experts keep for their backward pass: keep everything; rebuild computes their first "
-        "product and activation once more instead, while tokens travel; redispatch also sends the tokens "
-        "once more; offload copies all that they keep to host memory and back; S1 to S4 are those of "
-        "MPipeMoE's table II (S1 is offload, S4 is redispatch); one for each chunk, as "
-        "keep/rebuild/rebuild/rebuild; auto chooses for each chunk so that all fits into "
-        "--ampipe-memory-budget, the fastest by the figures of --ampipe-cluster, without it what computes "
-        "and sends least again. Changes no bit of any result (default: keep)",
-    )
-    group.add_argument(
-        "--ampipe-memory-budget",
-        default=None,
-        metavar="SIZE",
-        help="for --ampipe-memory auto: memory for the activations of the layers of a pipeline stage, such "
-        "as 60GiB; a run for which no strategy fits stops at its start",
-    )
-    group.add_argument(
-        "--ampipe-exchange",
-        choices=[*map(str, Exchange), AUTO],
-        default=None,
-        help="how often a token is sent: rows sends it once for each of its experts, as Megatron does; ranks "
-        "once to each rank that has some of them, which copies it and sends back the sum of their outputs: "
-        "fewer bytes, the same result to rounding, also at --ampipe-degree 1; nodes once to each node that "
-        "has some, where it is handed on over the faster links; 2dh sends every row of rows over these two "
-        "hops: the same bytes between nodes in fewer messages. auto: what --ampipe-degree auto finds to be "
-        "fastest (default: rows)",
-    )
-    group.add_argument(
-        "--ampipe-ranks-per-node",
-        type=int,
-        default=None,
-        metavar="N",
-        help="for --ampipe-exchange nodes, 2dh or auto, and tensor-parallel experts and attention: how many "
-        "consecutive ranks share the faster links "
-        "(default: what torchrun says, LOCAL_WORLD_SIZE)",
-    )
-    group.add_argument(
-        "--ampipe-grad-reduce",
-        choices=GRAD_REDUCES,
-        default=None,
-        help="when the reductions of --overlap-grad-reduce start: stock, as soon as a bucket's last gradient "
-        "is complete, while the next layer waits for its all-to-all; placed, after the last all-to-all of "
-        "that layer's backward pass, while its attention computes, so that the two never share the network. "
-        "Changes no bit of any gradient (default: stock)",
-    )
-    group.add_argument(
-        "--ampipe-capacity-scope",
-        choices=CAPACITY_SCOPES,
-        default=None,
-        help="tokens over which an expert's capacity counts: the whole sequence drops the tokens that a "
-        "stock run drops; chunk gives every chunk its share, which is another function, but lets tokens "
-        "that are dropped by probability leave before attention has ended (default: sequence)",
-    )
-    group.add_argument(
-        "--ampipe-router",
-        default=None,
-        metavar="NAME",
-        help=f"router of every MoE layer, at any degree: {', '.join(SHIPPED_GATES)}, or a subclass of "
-        "Megatron's TopKRouter as package.module:Class, which 'ampipe gate' checks (default: Megatron's own)",
-    )
-    group.add_argument(
-        "--ampipe-router-scope",
-        choices=ROUTER_SCOPES,
-        default=None,
-        help="for a router that compares tokens with each other, such as expert-choice or Megatron's "
-        "sinkhorn: chunk has it compare the tokens of a chunk, which is another function for each degree, "
-        "and lets later tokens of the same chunk influence earlier ones; sequence refuses it, but runs "
-        "sinkhorn as a stock run does, after all attention (default: sequence)",
-    )
-    group.add_argument(
-        "--ampipe-wire",
-        default=None,
-        metavar="NAME",
-        help="what the rows of tokens and their gradients become while they travel: "
-        f"{', '.join(SHIPPED_WIRES)} (with a scale per row), or a class that encodes and decodes, as "
-        "package.module:Class. Fewer bytes, rounded numbers (default: they are sent as they are)",
-    )
-    group.add_argument(
-        "--ampipe-condense",
-        type=float,
-        default=None,
-        metavar="THRESHOLD",
-        help="send similar tokens to an expert once: of the tokens of a sequence within a chunk, one whose "
-        "cosine with an earlier one is at least THRESHOLD, for example 0.9, takes its result. Fewer rows, "
-        "but another function than a stock run's (default: every token is sent)",
-    )
-    group.add_argument(
-        "--ampipe-trace-dir",
-        default=None,
-        metavar="DIR",
-        help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
-        "trace per rank in DIR; 'ampipe draw DIR' makes a picture of it",
-    )
-    group.add_argument(
-        "--ampipe-routing-dir",
-        default=None,
-        metavar="DIR",
-        help="record who goes where: tokens for every expert, from every rank in every chunk, and how many "
-        "are similar, at any degree; one file per recorded iteration in DIR, which 'ampipe routing' "
-        "shows and 'ampipe plan --routing' plans with",
-    )
-    group.add_argument(
-        "--ampipe-routing-interval",
-        type=int,
-        default=None,
-        metavar="N",
-        help="record every Nth iteration in --ampipe-routing-dir: its first micro-batch, on the ranks of "
-        f"one expert-parallel group (default: {ROUTING_INTERVAL})",
-    )
+    for setting in SETTING.values():
+        group.add_argument(
+            setting.flag,
+            type=setting.type,
+            choices=setting.choices,
+            default=None,
+            metavar=None if setting.choices else setting.metavar,
+            help=setting.plain_help,
+        )
     _prepare_when_parsed(parser, read_plan)
     return parser
 
@@ -254,10 +104,130 @@ def _prepare_when_parsed(parser: argparse.ArgumentParser, read_plan: PlanReader)
     parser.parse_known_args = parsing  # type: ignore[method-assign]
 
 
-def _degree(text: str) -> int | str:
-    if text == AUTO:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
+def config_from_args(args: argparse.Namespace, *, read_plan: PlanReader = Plan.read) -> AMPipeConfig:
+    """What the flags resolve to.
+
+    Args:
+        args: The parsed flags.
+        read_plan: Reads the plan file that they name.
+
+    Raises:
+        BadInput: a value is wrong, or a flag could have no effect.
+    """
+    # Megatron puts what such a file holds in place of what was parsed, before or after this is called.
+    if not hasattr(args, "ampipe_degree") or getattr(args, "yaml_cfg", None) is not None:
+        raise BadInput(
+            "--yaml-cfg",
+            getattr(args, "yaml_cfg", ""),
+            rule="replaces every flag, those of AMPipe included",
+            remedy=f"Give the settings as flags, or in a file of {CONFIG_FLAG}.",
+        )
+    if args.ampipe_config is not None:
+        raise BadInput(
+            CONFIG_FLAG,
+            " ".join(args.ampipe_config),
+            rule="this launch parses flags without reading files first",
+            remedy="Use -m megatron_ampipe.pretrain_gpt, or -m megatron_ampipe.launch and the script, or "
+            f"give the flags that 'ampipe config --format command {CONFIG_FLAG} ...' prints.",
+        )
+    given = given_settings(args)
+    check_given(given)
+    plan = given.get("plan")
+    if plan is None:
+        pipeline = _pipeline(given)
+        saved = given.get("save_plan")
+        if saved is not None and Path(saved).is_file():
+            # An earlier run of this command line chose; the rest is as with --ampipe-plan.
+            pipeline = read_plan(Path(saved)).pipeline()
+            _check_saved_plan(given, pipeline)
+            given = {name: value for name, value in given.items() if not SETTING[name].of_plan}
+            given |= {"plan": saved, "save_plan": None}
+        elif given.get("degree") != AUTO and pipeline.degree == 1 and not pipeline.splits_weights:
+            _refuse_without_effect(given, stock=pipeline.exchange is Exchange.ROWS)
+    else:
+        pipeline = read_plan(Path(plan)).pipeline()
+        if pipeline.is_stock:
+            _refuse_without_effect(given, stock=True, plan=plan)
+    given["ranks_per_node"] = _ranks_per_node(args, given, pipeline.exchange)
+    return AMPipeConfig(pipeline=pipeline, **given)
+
+
+def _refuse_without_effect(given: dict[str, Any], *, stock: bool, plan: str | None = None) -> None:
+    """Refuse settings without effect in one chunk, and those without effect in Megatron's own layers."""
+    why = "which builds Megatron's own layers" if stock else "which is one chunk"
+    where = "at --ampipe-degree 1" if plan is None else f"with the plan {plan}"
+    for name, value in given.items():
+        setting = SETTING[name]
+        if setting.acts == "chunks" or (setting.acts == "layers" and stock):
+            remedy = f"{'Add --ampipe-degree 4, or leave' if plan is None else 'Leave'} {setting.flag} out."
+            raise setting.refuse(value, f"has no effect {where}, {why}", remedy)
+
+
+def _pipeline(given: dict[str, Any]) -> Pipeline:
+    """The pipeline that the flags name; that before the first choice where they leave it to AMPipe."""
+    degree, schedule, memory = given.get("degree"), given.get("schedule"), given.get("memory", KEEP)
+    if schedule is not None and "cluster" in given and (degree == AUTO or "memory_budget" not in given):
+        remedy = "Leave one of the two out."
+        raise SETTING["schedule"].refuse(schedule, "is what a plan from --ampipe-cluster chooses", remedy)
+    if memory == AUTO:
+        memory = KEEP
+    check_memory(memory)
+    if degree == AUTO and len(of_chunks(memory)) > 1:
+        raise SETTING["memory"].refuse(
+            memory,
+            "names the strategy of each chunk, and their number is what --ampipe-degree auto chooses",
+            "Use one of all chunks: --ampipe-memory rebuild, or name the degree: --ampipe-degree 4.",
+        )
+    shares, stack = None, ALL_LAYERS
+    if "chunks" in given:
+        shares = parse_shares(given["chunks"], flag="--ampipe-chunks")
+    if "stack" in given:
+        stack = parse_stack(given["stack"], flag="--ampipe-stack")
+    if degree is None:
+        degree = 1 if shares is None else len(shares)
+    exchange = given.get("exchange", AUTO)
+    return Pipeline.of(
+        1 if degree == AUTO else degree,
+        backward_degree=given.get("backward_degree"),
+        shares=shares,
+        schedule=schedule or SETTING["schedule"].default,
+        stack=stack,
+        memory=memory,
+        exchange=Exchange.ROWS if exchange == AUTO else Exchange(exchange),
+    )
+
+
+def _check_saved_plan(given: dict[str, Any], chosen: Pipeline) -> None:
+    """Refuse flags that say otherwise than the plan that an earlier run of this command line chose."""
+    of_plan = {"schedule": chosen.name, "memory": chosen.memory, "exchange": str(chosen.exchange)}
+    # A planner may choose layer by layer, however many layers may share a schedule.
+    if "cluster" not in given or chosen.stack != 1:
+        of_plan["stack"] = stack_to_text(chosen.stack)
+    for name, value in of_plan.items():
+        if given.get(name, AUTO) not in (AUTO, value):
+            raise SETTING[name].refuse(
+                given[name],
+                f"is not that of the plan in {given['save_plan']}, which is {value}",
+                "Remove the file, or name another one, to choose again.",
+            )
+
+
+def _ranks_per_node(args: argparse.Namespace, given: dict[str, Any], exchange: Exchange) -> int | None:
+    """Ranks of a node, for this exchange, or for one that is chosen or was chosen by an earlier run."""
+    uses = exchange.has_two_hops or args.ampipe_exchange == AUTO or _may_gather(args)
+    if "ranks_per_node" in given and not uses:
+        raise SETTING["ranks_per_node"].refuse(
+            given["ranks_per_node"],
+            f"has no effect with the exchange {exchange}, which has no second hop, where no ranks share an "
+            "expert or rows of attention",
+            "Use --ampipe-exchange nodes, or leave it out.",
+        )
+    return ranks_per_node(args)
+
+
+def _may_gather(args: argparse.Namespace) -> bool:
+    """Whether ranks gather or scatter within a layer; unknown while AMPipe's flags are parsed alone."""
+    if not hasattr(args, "moe_token_dispatcher_type"):
+        return True
+    scatters = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
+    return scatters or bool(gather_lane_of(args, None))

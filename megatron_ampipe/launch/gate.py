@@ -14,9 +14,10 @@ from typing import Any
 
 from megatron.core.utils import unwrap_model
 
+from megatron_ampipe.block.settings import balances_with_sinkhorn
+from megatron_ampipe.block.values import ROUTER_FLAG as FLAG
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.gate_names import FLAG, class_path
 from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
 from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
 from megatron_ampipe.refusals import refuse_with_token_ids
@@ -61,7 +62,7 @@ def find_gate(config: AMPipeConfig, args: argparse.Namespace, *, of_script: bool
             remedy="Add --ampipe-router-scope chunk and --ampipe-degree 4: it then compares the tokens of a "
             "chunk, and later tokens influence earlier ones within a chunk only.",
         )
-    if reason is None and config.router_scope == "chunk" and not _balances_with_sinkhorn(args):
+    if reason is None and config.router_scope == "chunk" and not balances_with_sinkhorn(args):
         raise BadInput(
             "--ampipe-router-scope",
             "chunk",
@@ -100,25 +101,3 @@ def given_token_ids(forward_step: ForwardStep) -> ForwardStep:
         return forward_step(data_iterator, model, *rest, **kwargs)
 
     return step
-
-
-def router_rows(
-    config: AMPipeConfig, gate: type | None, args: argparse.Namespace
-) -> list[tuple[str, str] | tuple[str, str, str]]:
-    """The rows of the start-up table about the router; none for Megatron's own."""
-    rows: list[tuple[str, str] | tuple[str, str, str]] = []
-    if gate is not None:
-        path = class_path(str(config.router))
-        rows.append(("router", gate.__name__, f"{path}, in place of Megatron's; 'ampipe gate' checks it"))
-    if config.router_scope == "chunk":
-        name = "Sinkhorn" if gate is None else gate.__name__
-        note = (
-            f"--ampipe-router-scope chunk: {name} compares the tokens of a chunk, which is another function "
-            "for each degree, and later tokens of a chunk influence earlier ones"
-        )
-        rows.append(("warning", note))
-    return rows
-
-
-def _balances_with_sinkhorn(args: argparse.Namespace) -> bool:
-    return "sinkhorn" in args.moe_router_load_balancing_type

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+from megatron_ampipe.block.values import BUDGET_FLAG as FLAG
+from megatron_ampipe.block.values import parse_size, size_to_text
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.launch.memory_size import FLAG, parse_size, size_to_text
 from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.memory_choice import Kept, by_work, fitting, simulated

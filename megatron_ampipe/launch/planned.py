@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
@@ -188,21 +189,9 @@ def stage_of_args(args: argparse.Namespace) -> StageLayers:
 
 def features_of_args(args: argparse.Namespace, *, shares_schedule: bool = False) -> BlockFeatures:
     """The features of the blocks in training."""
-    capacity, router = _scopes(args)
-    found = features_of_settings(
-        args,
-        capacity_scope=capacity,
-        router_scope=router,
-        shares_schedule=shares_schedule,
-        ranks_per_node=ranks_per_node(args),
-        local=args.transformer_impl == "local",
-    )
-    return dataclasses.replace(found, condensed=args.ampipe_condense is not None)
-
-
-def _scopes(args: argparse.Namespace) -> tuple[str, str]:
-    """Of the capacity and of the router."""
-    return args.ampipe_capacity_scope or "sequence", args.ampipe_router_scope or "sequence"
+    own = dataclasses.replace(settings_of(args), ranks_per_node=ranks_per_node(args))
+    local = args.transformer_impl == "local"
+    return features_of_settings(args, own, shares_schedule=shares_schedule, local=local)
 
 
 def workload_of_args(args: argparse.Namespace, cluster: Cluster | None) -> Workload:
@@ -234,4 +223,4 @@ def _model_of_args(args: argparse.Namespace) -> ModelFile:
         # Nothing is pipelined.
         del values["hybrid-layer-pattern"]
     values["no-gradient-accumulation-fusion"] = not args.gradient_accumulation_fusion
-    return ModelFile(Path("arguments"), values, {}, *_scopes(args))
+    return ModelFile(Path("arguments"), values, {}, settings_of(args))

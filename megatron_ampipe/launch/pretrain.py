@@ -15,8 +15,8 @@ from typing import Any
 from megatron_ampipe import compat
 from megatron_ampipe.flag_values import check_required
 from megatron_ampipe.launch.ending import run_to_end
+from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
-from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.launch.session import TrainingSession
 from megatron_ampipe.refusals import refuse_unsupported
 

@@ -141,7 +141,7 @@ def _config(
     *, degree: int, backward_degree: int | None, schedule: str, stack: int, capacity_scope: str
 ) -> AMPipeConfig:
     pipeline = Pipeline.of(degree, backward_degree=backward_degree, schedule=schedule, stack=stack)
-    return AMPipeConfig(pipeline=pipeline, capacity_scope=capacity_scope)
+    return AMPipeConfig(pipeline=pipeline, schedule=schedule, capacity_scope=capacity_scope)
 
 
 @functools.cache

@@ -58,14 +58,6 @@ def recorded_routing(
         training.train_step = stock
 
 
-def routing_rows(config: AMPipeConfig) -> list[tuple[str, str, str]]:
-    """The row of the start-up table; none if nothing is recorded."""
-    if config.routing_dir is None:
-        return []
-    what = f"who goes where, in one of {config.routing_interval} iterations; 'ampipe routing' shows it"
-    return [("routing", config.routing_dir, what)]
-
-
 def recording(
     step: TrainStep, args: argparse.Namespace, config: AMPipeConfig, context: AMPipeContext | None
 ) -> TrainStep:

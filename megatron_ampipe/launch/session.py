@@ -18,8 +18,8 @@ from typing import Any
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
 from megatron_ampipe.launch import command_line, host, settings
 from megatron_ampipe.launch.early import check_own_flags
+from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
-from megatron_ampipe.launch.resolve_flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION
 

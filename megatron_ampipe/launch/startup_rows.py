@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 
 from megatron_ampipe.block_features import boundary, uses_ring_attention
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
@@ -101,13 +100,6 @@ def memory_row(memory: str, chosen: MemoryChoice | None) -> list[tuple[str, str,
     return [("memory", memory, reason)]
 
 
-def reduce_row(config: AMPipeConfig) -> list[tuple[str, str, str]]:
-    """When gradients are reduced; no row where Megatron decides it."""
-    if config.grad_reduce == "stock":
-        return []
-    return [("gradient reduction", "placed", "after the last all-to-all of the next layer's backward pass")]
-
-
 def nothing_to_hide(args: argparse.Namespace) -> list[tuple[str, str]]:
     """A note if one rank has all experts; no row otherwise."""
     if has_expert_communication(args):
@@ -136,11 +128,6 @@ def random_routing(args: argparse.Namespace) -> list[tuple[str, str]]:
 def notes(choice: Choice) -> list[tuple[str, str]]:
     """What else a plan or a planner says of its choice."""
     return [("note", note) for note in choice.notes]
-
-
-def saved(file: str | None) -> list[tuple[str, str]]:
-    """Where ``--ampipe-save-plan`` writes the choice; no row without it."""
-    return [] if file is None else [("plan", f"the choice is written to {file}; a restart reads it there")]
 
 
 def attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:

@@ -69,7 +69,7 @@ class PipelinedBlock:
             attention_layer,
             moe_layer,
             capacity_per_chunk=context.config.capacity_scope == "chunk",
-            chooses=features_of_settings(moe_layer.config, **_scopes(context)).chooses,
+            chooses=features_of_settings(moe_layer.config, context.config).chooses,
             ranks_per_node=context.config.ranks_per_node,
             added=context.added,
         )
@@ -131,16 +131,14 @@ class PipelinedBlock:
         found = replace(
             features_of_settings(
                 modules.config,
-                **_scopes(self._context),
+                self._context.config,
                 # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
                 with_losses=modules.moe_layer.training and torch.is_grad_enabled(),
                 dense=modules.dense,
                 shares_schedule=shares_schedule,
-                ranks_per_node=self._context.config.ranks_per_node,
                 local=modules.scatters_rows,
             ),
             recomputed=self.recomputes,
-            condensed=self._context.condenser is not None and not modules.dense,
             added=tuple(stage.kind for stage in self._context.added),
         )
         found = replace(found, gathers_rows=found.gathers_rows and modules.gathers_rows)
@@ -233,13 +231,6 @@ class PipelinedBlock:
             kernel = self._context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
             self._attend[documents] = ChunkAttention(attention, kernel=kernel)
         return self._attend[documents]
-
-
-def _scopes(context: AMPipeContext) -> dict[str, str]:
-    return {
-        "capacity_scope": context.config.capacity_scope,
-        "router_scope": context.config.router_scope,
-    }
 
 
 class BlockStack:

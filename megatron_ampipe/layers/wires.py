@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_ampipe.block.values import SHIPPED_WIRES, WIRE_FLAG
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.named_class import import_class
 from megatron_ampipe.runtime.wire import SHIPPED, Wire
-from megatron_ampipe.wire_names import SHIPPED_WIRES, WIRE_FLAG
 
 assert set(SHIPPED) == set(SHIPPED_WIRES)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.config import SETTING_NAMES
+from megatron_ampipe.block.settings import SETTING, Settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.records import refuse
 from megatron_ampipe.shipped import find_config
@@ -46,15 +46,13 @@ class ModelFile:
         path: The file.
         values: Megatron's flags; values from the command line replace those of the file.
         lines: The line of each flag; 0 for a value from the command line.
-        capacity_scope: The tokens over which an expert's capacity is computed, from the section ``ampipe:``.
-        router_scope: The tokens that a router compares, likewise.
+        own: AMPipe's settings, of the section ``ampipe:``; their values are not checked either.
     """
 
     path: Path
     values: Mapping[str, Any]
     lines: Mapping[str, int]
-    capacity_scope: str = "sequence"
-    router_scope: str = "sequence"
+    own: Settings = Settings()  # noqa: RUF009
 
 
 def find_model(text: str) -> Path:
@@ -83,10 +81,11 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
         refuse(
             path, top.lines["ampipe"], "ampipe", "must hold keys with values", "Write 'degree: 4' below it."
         )
+    known = [setting.key for setting in SETTING.values()]
     for key in section:
-        if key not in SETTING_NAMES:
+        if key not in known:
             rule = "is not a setting of AMPipe"
-            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, SETTING_NAMES))
+            refuse(path, section.lines[key], f"ampipe.{key}", rule, nearest(key, known))
     for key, value in values.items():
         if isinstance(value, LinedMapping):
             remedy = "Give a model file: 'hidden-size: 1024' and the like."
@@ -107,5 +106,5 @@ def read_model(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Mod
             remedy = did_you_mean(key, SIZE_FLAGS, cutoff=0.75) or "Leave it out."
             raise BadInput("--set", f"{key}={value}", rule=rule, remedy=remedy)
         values[key], lines[key] = value, 0
-    scopes = (str(section.get(f"{name}-scope", "sequence")) for name in ("capacity", "router"))
-    return ModelFile(path, values, lines, *scopes)
+    own = {key.replace("-", "_"): value for key, value in section.items()}
+    return ModelFile(path, values, lines, Settings(**own))

@@ -7,8 +7,8 @@ import contextlib
 import sys
 import warnings
 
+from megatron_ampipe.block.values import SHIPPED_GATES
 from megatron_ampipe.errors import BadInput, DifferenceFound
-from megatron_ampipe.gate_names import SHIPPED_GATES
 from megatron_ampipe.tools.whole_numbers import at_least
 
 _EPILOG = """\

@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.recorded_routing import places_of, read_routing
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.wire_names import CONDENSE_FLAG
 
 
 def with_routing(
@@ -59,7 +58,7 @@ def with_routing(
     if condense is not None:
         found = replace(found, condense=condense, condensed=routing.condensed(condense))
         said.append(
-            f"{found.condensed:.1%} of the rows are not sent with {CONDENSE_FLAG} {condense:g}, from the "
+            f"{found.condensed:.1%} of the rows are not sent with --ampipe-condense {condense:g}, from the "
             f"same; they were compared in {len(routing.records[-1].tokens)} chunks"
         )
     return found, tuple(said)

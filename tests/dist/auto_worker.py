@@ -206,7 +206,7 @@ def _layer() -> tuple[torch.nn.Module, object]:
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))
-    context = AMPipeContext(AMPipeConfig(automatic=True), kernel="exact")
+    context = AMPipeContext(AMPipeConfig(degree="auto"), kernel="exact")
     torch.manual_seed(7)
     spec = pipelined(get_gpt_layer_local_spec(4, False, normalization="RMSNorm"), context)
     return build_module(spec, config=config, layer_number=1), context

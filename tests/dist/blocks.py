@@ -102,7 +102,7 @@ def build_layers(
     context = AMPipeContext(
         AMPipeConfig(
             pipeline=first,
-            chooses_exchange=chooses,
+            exchange="auto" if chooses else "rows",
             wire=case.wire,
             condense=case.condense,
             ranks_per_node=case.ranks_per_node,

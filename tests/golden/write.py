@@ -110,6 +110,7 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     """
     from dataclasses import replace
 
+    from megatron_ampipe.block.settings import Settings
     from megatron_ampipe.block_features import features_of_settings
     from megatron_ampipe.schedule import Exchange, Pipeline
 
@@ -119,11 +120,9 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     settings = types.SimpleNamespace(**{k: v for k, v in (SETTINGS | block).items() if k not in own})
     features = features_of_settings(
         settings,
-        capacity_scope="sequence",
-        router_scope="sequence",
+        Settings(ranks_per_node=block.get("ranks_per_node")),
         dense=block.get("dense", False),
         shares_schedule=layers > 1,
-        ranks_per_node=block.get("ranks_per_node"),
         local=block.get("local", False),
     )
     features = replace(
@@ -135,7 +134,7 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     if block.get("dense"):
         # Only next to a layer with experts.
         with_experts = features_of_settings(
-            settings, capacity_scope="sequence", router_scope="sequence", shares_schedule=layers > 1
+            settings, Settings(), shares_schedule=layers > 1
         )
         trained[1::2] = [chosen.trained(with_experts)] * (layers // 2)
     return chosen.schedule_of(trained), trained, chosen

@@ -236,13 +236,17 @@ _PLANS = (
     Row("plan-degree-digits", _FROM_PLAN + "nines.plan", "is not 'schedule NAME degree N' or"),
     Row("plan-pipe", _FROM_PLAN + "pipe", f"plan {{here}}/pipe: {_NO_PIPE}. Give a file"),
     Row("plan-folder", _FROM_PLAN + "folder", "folder: cannot be read (Is a directory). Give a file"),
-    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): names nothing. Give a name, or"),
+    Row("plan-empty-name", "train --ampipe-plan ''", "--ampipe-plan (empty): is empty. Give a value, or"),
     Row(
         "plan-with-schedule",
         _FROM_PLAN + "good.plan --ampipe-schedule ampipe",
         "is what the plan {here}/good.plan says.",
     ),
-    Row("plan-and-save", _FROM_PLAN + "good.plan --ampipe-save-plan x", "has no effect with --ampipe-plan:"),
+    Row(
+        "plan-and-save",
+        _FROM_PLAN + "good.plan --ampipe-save-plan x",
+        "--ampipe-save-plan x: requires --ampipe-degree auto.",
+    ),
     Row(
         "save-plan-foreign",
         "train --ampipe-degree auto --ampipe-save-plan {here}/good.trace",
@@ -294,7 +298,7 @@ _FLAGS = (
     Row(
         "trace-dir-empty",
         "train --ampipe-degree 2 --ampipe-trace-dir ''",
-        "--ampipe-trace-dir (empty): names nothing.",
+        "--ampipe-trace-dir (empty): is empty.",
     ),
     Row(
         "trace-dir-file",

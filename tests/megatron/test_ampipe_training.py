@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.config import TRACED_ITERATIONS
+from megatron_ampipe.block.settings import TRACED_ITERATIONS
 from megatron_ampipe.schedule import Direction, build
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.timeline import Timeline

@@ -77,8 +77,8 @@ OTHERS = {
     ),
     "exchange-auto-at-degree-4": (
         [*ACCEPTED, "--ampipe-exchange", "auto"],
-        "--ampipe-exchange auto: is chosen together with the degree, and the degree is given. Use "
-        "--ampipe-degree auto, or name the exchange: --ampipe-exchange ranks.",
+        "--ampipe-exchange auto: requires --ampipe-degree auto. Add --ampipe-degree auto, or leave "
+        "--ampipe-exchange out.",
     ),
     "stack-in-one-chunk": (
         [*ACCEPTED, "--ampipe-degree", "1", "--ampipe-exchange", "ranks", "--ampipe-stack", "all"],
@@ -91,7 +91,8 @@ OTHERS = {
     ),
     "cluster-at-degree-4": (
         [*ACCEPTED, "--ampipe-cluster", "dgx-h100"],
-        "--ampipe-cluster dgx-h100: has no effect at --ampipe-degree 4",
+        "--ampipe-cluster dgx-h100: requires --ampipe-degree auto or --ampipe-memory-budget. Add "
+        "--ampipe-degree auto, or leave --ampipe-cluster out.",
     ),
     "chunks-with-auto": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-chunks", "0.5,0.5"],
@@ -115,7 +116,7 @@ OTHERS = {
     ),
     "save-plan-at-degree-4": (
         [*ACCEPTED, "--ampipe-save-plan", "plan.yaml"],
-        "--ampipe-save-plan plan.yaml: has no effect at --ampipe-degree 4, which is not chosen by us",
+        "--ampipe-save-plan plan.yaml: requires --ampipe-degree auto.",
     ),
     "save-plan-in-proc": (
         [*ACCEPTED, "--ampipe-degree", "auto", "--ampipe-save-plan", "/proc/no/plan.yaml"],

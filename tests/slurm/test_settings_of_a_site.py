@@ -220,7 +220,7 @@ def _mounts(script: str) -> list[str]:
 def test_all_folders_in_flags_are_mounted(lustre: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (lustre / "settings/run.yaml").write_text(
         f"tokenizer-model: {lustre}/tokenizer\ndata-path: [0.3, {lustre}/data/text, 0.7, own/text]\n"
-        f"ampipe:\n  trace-dir: {lustre}/traces\n"
+        f"ampipe:\n  trace-dir: {lustre}/traces\n  routing-dir: {lustre}/routing\n"
     )
     words = [
         "--model",
@@ -233,9 +233,9 @@ def test_all_folders_in_flags_are_mounted(lustre: Path, capsys: pytest.CaptureFi
     words += ["--container", "team#image", "--folder", f"{lustre}/runs/1"]
     assert main([*NODES, *words, "--", "--tensorboard-dir", f"{lustre}/runs/1/board"]) == 0
     shown = capsys.readouterr()
-    folders = [*("runs/1", "settings"), *("tokenizer", "data"), "traces"]
+    folders = [*("runs/1", "settings"), *("tokenizer", "data"), "traces", "routing"]
     assert _mounts(shown.out) == ['"$PWD:$PWD"', *(f"{lustre}/{name}:{lustre}/{name}" for name in folders)]
-    assert f"mkdir -p {lustre}/traces {lustre}/runs/1/board\n" in shown.out
+    assert f"mkdir -p {lustre}/traces {lustre}/routing {lustre}/runs/1/board\n" in shown.out
     assert "there is no own/text.idx here" in shown.err
 
 

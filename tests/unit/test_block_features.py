@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.block_features import boundary, features_of_settings, router_has_losses
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import read_model
@@ -32,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     ),
 }
 
-WHOLE: Any = {"capacity_scope": "sequence", "router_scope": "sequence"}
+WHOLE = Settings()
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -58,7 +59,7 @@ def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], t
     assert workload.features.losses is expected
 
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
-    assert features_of_settings(arguments(**settings), **WHOLE).losses is expected
+    assert features_of_settings(arguments(**settings), WHOLE).losses is expected
 
 
 def arguments(**settings: Any) -> argparse.Namespace:
@@ -195,11 +196,9 @@ def test_features_are_the_same_from_every_source(
     sharded = "tensor_model_parallel_size" in settings
     size = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 8}
     config = kind(**size, **settings, sequence_parallel=sharded, add_bias_linear=False)
-    scopes = WHOLE | {
-        "capacity_scope": scope, "ranks_per_node": 8, "local": args.transformer_impl == "local",
-    }  # fmt: skip
-    assert features_of_settings(config, **scopes) == expected
-    evaluated = features_of_settings(config, **scopes, with_losses=False)
+    own, local = Settings(capacity_scope=scope, ranks_per_node=8), args.transformer_impl == "local"
+    assert features_of_settings(config, own, local=local) == expected
+    evaluated = features_of_settings(config, own, local=local, with_losses=False)
     assert evaluated == dataclasses.replace(expected, losses=False)
 
 
@@ -208,7 +207,7 @@ def test_features_are_the_same_from_every_source(
 )
 def test_only_sinkhorn_can_balance_a_chunk(kinds: Any, chooses: bool) -> None:
     args = arguments(moe_router_load_balancing_type=kinds)
-    found = features_of_settings(args, capacity_scope="sequence", router_scope="chunk")
+    found = features_of_settings(args, Settings(router_scope="chunk"))
     assert found.chooses is chooses
 
 
@@ -253,7 +252,7 @@ def test_where_layers_cannot_share_a_schedule(name: str) -> None:
     found = boundary(args, whole_attention=False)
     assert (found is None) is (expected is None)
     assert expected is None or expected in str(found)
-    features = features_of_settings(args, **WHOLE, shares_schedule=True)
+    features = features_of_settings(args, WHOLE, shares_schedule=True)
     if args.recompute_granularity != "full":
         assert features.chunked_qkv is (found is None)
 

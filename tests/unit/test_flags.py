@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.config import SETTING_NAMES, AMPipeConfig
+from megatron_ampipe.block.settings import SETTING, given_settings
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
-from megatron_ampipe.launch.resolve_flags import config_from_args
-from megatron_ampipe.launch.wire_rows import wire_rows
+from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusals import REFUSALS
 from megatron_ampipe.schedule import (
+    ALL_LAYERS,
+    KEEP,
+    SCHEDULE_NAMES,
     BlockFeatures,
     Exchange,
     NodeLayout,
@@ -30,17 +33,34 @@ from megatron_ampipe.schedule import (
 )
 
 
+def parsed(*words: str) -> argparse.Namespace:
+    return flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(list(words))
+
+
 def parse(*words: str) -> AMPipeConfig:
-    parser = flags.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return config_from_args(parser.parse_args(list(words)))
+    return config_from_args(parsed(*words))
 
 
-def test_settings_are_named_as_their_flags() -> None:
-    parser = flags.add_arguments(argparse.ArgumentParser(add_help=False))
-    (group,) = (group for group in parser._action_groups if group.title == "ampipe")
-    named = [action.option_strings[0].removeprefix("--ampipe-") for action in group._group_actions]
-    # The flag that names files cannot stand in one.
-    assert sorted(named) == sorted([*SETTING_NAMES, "config"])
+def test_choices_are_those_of_the_schedules() -> None:
+    assert SETTING["schedule"].choices == SCHEDULE_NAMES
+    assert SETTING["exchange"].choices == (*Exchange, "auto")
+    assert SETTING["memory"].default == KEEP and SETTING["stack"].default == stack_to_text(ALL_LAYERS)
+
+
+@pytest.mark.parametrize("name", ["plan", "trace_dir", "stack", "memory_budget", "router"])
+def test_an_empty_value_is_refused(name: str) -> None:
+    flag = SETTING[name].flag
+    with pytest.raises(BadInput, match=re.escape(f"{flag} (empty): is empty. Give a value, or")):
+        parse("--ampipe-degree", "4", flag, "")
+
+
+def test_every_value_that_is_required_exists() -> None:
+    """What a message says to add can be parsed, and takes the message away."""
+    for setting in SETTING.values():
+        for words in setting.requires:
+            value = setting.requires_for or "1"
+            args = parsed(setting.flag, str(value), *words.split())
+            setting.check_required(given_settings(args))
 
 
 def of(degree: int, **fields: Any) -> Pipeline:
@@ -83,7 +103,7 @@ def test_flags_resolve_to_one_pipeline(words: list[str], pipeline: Pipeline) -> 
     assert config.pipelined == bool(words)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "2.5", "", "every", "ALL", "9" * 5000])
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "every", "ALL", "9" * 5000])
 def test_a_stack_is_a_number_of_layers_or_all(text: str) -> None:
     with pytest.raises(BadInput, match=r"must be a whole number of layers, at least 1, or all\. Use"):
         parse("--ampipe-degree", "4", "--ampipe-stack", text)
@@ -143,7 +163,7 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        (["--ampipe-memory", "auto"], "--ampipe-memory auto: chooses by a budget, and there is none. Add"),
+        (["--ampipe-memory", "auto"], "--ampipe-memory auto: requires --ampipe-memory-budget. Add"),
         (["--ampipe-memory", "forget"], "--ampipe-memory forget: is not one of keep, rebuild, redispatch"),
         (
             ["--ampipe-degree", "auto", "--ampipe-memory", "keep/rebuild"],
@@ -155,18 +175,18 @@ def test_a_saved_plan_is_for_the_memory_that_the_flags_say(tmp_path: Path) -> No
         ),
         (
             ["--ampipe-memory-budget", "1GiB"],
-            "--ampipe-memory-budget 1GiB: has no effect with --ampipe-memory",
+            "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto. Add --ampipe-memory auto, or",
         ),
         (
             ["--ampipe-memory", "rebuild", "--ampipe-memory-budget", "1GiB"],
-            "has no effect with --ampipe-memory rebuild. Use --ampipe-memory auto",
+            "--ampipe-memory-budget 1GiB: requires --ampipe-memory auto.",
         ),
         *(
             (
                 ["--ampipe-memory", "auto", "--ampipe-memory-budget", size],
                 "is not a size above 0 in MiB or GiB",
             )
-            for size in ("60", "60GB", "0GiB", "1 GiB", "", "nan", "9" * 5000 + "GiB")
+            for size in ("60", "60GB", "0GiB", "1 GiB", "nan", "9" * 5000 + "GiB")
         ),
     ],
 )
@@ -182,13 +202,25 @@ def test_a_budget_is_part_of_the_configuration() -> None:
         parse(*words)
 
 
+@pytest.mark.parametrize("setting", ["--ampipe-wire fp8", "--ampipe-condense 0.9"])
+def test_what_changes_numbers_needs_pipelined_layers_of_a_fixed_degree(setting: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    schedule = build("ampipe", degree=1, features=BlockFeatures(chunked_qkv=True))
+    Plan(schedule=schedule, shares=(1.0,), reason="nothing to hide").write(file, head="a test")
+    for words, where in (("--ampipe-degree 1", "at"), (f"--ampipe-plan {file}", "with the plan")):
+        with pytest.raises(BadInput, match=f"^{setting}: has no effect {where} .*, which builds Megatron's"):
+            parse(*setting.split(), *words.split())
+    with pytest.raises(BadInput, match=f"^{setting}: changes numbers, so degrees that are tried in training"):
+        parse(*setting.split(), "--ampipe-degree", "auto")
+
+
 def test_one_chunk_with_another_exchange_is_not_stock(tmp_path: Path) -> None:
     assert parse("--ampipe-exchange", "ranks", "--ampipe-trace-dir", str(tmp_path)).pipelined
     with pytest.raises(
         BadInput, match="--ampipe-schedule moe-only: has no effect at --ampipe-degree 1, which is"
     ):
         parse("--ampipe-exchange", "ranks", "--ampipe-schedule", "moe-only")
-    with pytest.raises(BadInput, match="--ampipe-exchange auto: is chosen together with the degree"):
+    with pytest.raises(BadInput, match="--ampipe-exchange auto: requires --ampipe-degree auto"):
         parse("--ampipe-exchange", "auto")
 
 
@@ -222,7 +254,7 @@ def test_ranks_of_a_node_belong_to_an_exchange_of_two_hops(
     # The same command line again, once a run has chosen another exchange.
     restart = (*automatic, "--ampipe-save-plan", str(file), "--ampipe-ranks-per-node", "4")
     assert parse(*restart).pipeline.exchange is Exchange.ROWS
-    with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be a whole number of ranks"):
+    with pytest.raises(BadInput, match="--ampipe-ranks-per-node 0: must be at least 1"):
         parse(*nodes, "--ampipe-ranks-per-node", "0")
 
 
@@ -324,7 +356,7 @@ def test_rows_of_two_hops_are_encoded_between_nodes() -> None:
         ("nodes", ", between nodes alone"),
         ("2dh", ", between nodes alone"),
     ):
-        (row,) = wire_rows(parse(*words, exchange))
+        (row,) = parse(*words, exchange).startup_rows(stock=False)
         assert row[2].startswith(
             f"rows and their gradients travel in fp8 (e4m3) with a scale per row{where};"
         )

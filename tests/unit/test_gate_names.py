@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ampipe.block.values import SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.gate_names import SHIPPED_GATES, class_path
 
 
 @pytest.mark.parametrize("name", SHIPPED_GATES)

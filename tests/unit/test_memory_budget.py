@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ampipe.block.values import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
-from megatron_ampipe.launch.memory_size import parse_size, size_to_text
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster
 from megatron_ampipe.schedule import COPYING, STRATEGIES, Exchange, Pipeline, of_chunks
 from tests.unit.test_plan_made_for import run_of

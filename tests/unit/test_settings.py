@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags, settings
-from megatron_ampipe.launch.resolve_flags import config_from_args
+from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.settings import resolve
 from megatron_ampipe.shipped import config_names, configs_folder, find_config, shown
 from megatron_ampipe.yaml_lines import load

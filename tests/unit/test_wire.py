@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ampipe.block.values import check_wire
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.runtime.collectives import AllToAll
 from megatron_ampipe.runtime.wire import Trip, exchange_encoded
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
-from megatron_ampipe.wire_names import check_threshold, check_wire
 
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 
@@ -94,15 +94,12 @@ def test_other_names_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.01, float("nan")])
 def test_a_threshold_is_a_cosine(value: float) -> None:
     with pytest.raises(BadInput, match=r"--ampipe-condense.*Use for example --ampipe-condense 0\.9"):
-        check_threshold(value)
+        AMPipeConfig(pipeline=Pipeline.of(4), condense=value)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"wire": "fp8"}, "--ampipe-wire fp8: has no effect at --ampipe-degree 1"),
-        ({"condense": 0.9}, "--ampipe-condense 0.9: has no effect at --ampipe-degree 1"),
-        ({"wire": "fp8", "automatic": True}, "degrees that are tried in training would differ"),
         (
             {"condense": 0.9, "pipeline": Pipeline.of(4, exchange=Exchange.RANKS)},
             "Use --ampipe-exchange rows, or leave --ampipe-condense out.",

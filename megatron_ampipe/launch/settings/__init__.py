@@ -6,12 +6,11 @@ before Megatron parses it. No module here imports torch or Megatron; the caller 
 """
 
 from megatron_ampipe.launch.settings.document import as_command, as_yaml, write_beside_logs
-from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG, Resolved, Setting, names_files, resolve
+from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG, Resolved, names_files, resolve
 
 __all__ = [
     "CONFIG_FLAG",
     "Resolved",
-    "Setting",
     "as_command",
     "as_yaml",
     "names_files",

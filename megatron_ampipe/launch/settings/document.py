@@ -16,7 +16,7 @@ import yaml
 
 from megatron_ampipe import outputs
 from megatron_ampipe.launch.settings.entries import OWN_SECTION
-from megatron_ampipe.launch.settings.resolve import Resolved, Setting
+from megatron_ampipe.launch.settings.resolve import FlagValue, Resolved
 
 RESOLVED_NAME = "resolved.yaml"
 LOG_FLAGS = ("--tensorboard-dir", "--save", f"--{OWN_SECTION}-trace-dir")
@@ -94,7 +94,7 @@ def _represent_text(dumper: _TextDumper, text: str) -> yaml.ScalarNode:
 _TextDumper.add_representer(str, _represent_text)
 
 
-def _line(key: str, setting: Setting) -> str:
+def _line(key: str, setting: FlagValue) -> str:
     value: Any = list(setting.value) if isinstance(setting.value, tuple) else setting.value
     text = yaml.dump(value, Dumper=_TextDumper, default_flow_style=True, width=10**9, allow_unicode=True)
     before = f", not {', '.join(setting.instead_of)}" if setting.instead_of else ""

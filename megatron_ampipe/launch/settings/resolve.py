@@ -23,7 +23,7 @@ Value = str | bool | None | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class FlagValue:
     """One flag and what it is set to.
 
     Attributes:
@@ -53,7 +53,7 @@ class Resolved:
             script adds its own flags.
     """
 
-    settings: tuple[Setting, ...]
+    settings: tuple[FlagValue, ...]
     words: tuple[str, ...]
     unknown: tuple[str, ...]
 
@@ -89,7 +89,7 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
     flags = ParserFlags(parser, config_flag=CONFIG_FLAG)
     groups = list(_groups(words))
     own = [word for group in groups if _flag(group) != CONFIG_FLAG for word in group]
-    found: dict[str, Setting] = {}
+    found: dict[str, FlagValue] = {}
     for group in groups:
         if _flag(group) == CONFIG_FLAG:
             for name in _file_names(group):
@@ -109,7 +109,7 @@ def resolve(words: Sequence[str], parser: argparse.ArgumentParser) -> Resolved:
     return Resolved(settings=settings, words=(*kept, *own), unknown=tuple(unknown))
 
 
-def _put(found: dict[str, Setting], dest: str, setting: Setting) -> None:
+def _put(found: dict[str, FlagValue], dest: str, setting: FlagValue) -> None:
     """Replace an earlier setting of the same flag, under any of its spellings."""
     earlier = found.get(dest)
     if earlier is not None:
@@ -120,9 +120,9 @@ def _put(found: dict[str, Setting], dest: str, setting: Setting) -> None:
     found[dest] = setting
 
 
-def _from_file(path: Path, flags: ParserFlags) -> dict[str, Setting]:
+def _from_file(path: Path, flags: ParserFlags) -> dict[str, FlagValue]:
     """The settings of one file, by the names under which the parser stores them."""
-    settings: dict[str, Setting] = {}
+    settings: dict[str, FlagValue] = {}
     keys: dict[str, Entry] = {}
     for entry in read_entries(path):
         flag = flags.flag_of(entry)
@@ -133,13 +133,13 @@ def _from_file(path: Path, flags: ParserFlags) -> dict[str, Setting]:
             )
         keys[dest] = entry
         value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
-        settings[dest] = Setting(
+        settings[dest] = FlagValue(
             flag=flag, value=value, words=flags.words_of(entry, flag), source=entry.place
         )
     return settings
 
 
-def _from_command_line(group: Sequence[str], action: argparse.Action) -> Setting:
+def _from_command_line(group: Sequence[str], action: argparse.Action) -> FlagValue:
     flag, separator, attached = group[0].partition("=")
     values = (attached, *group[1:]) if separator else tuple(group[1:])
     value: Value
@@ -152,7 +152,7 @@ def _from_command_line(group: Sequence[str], action: argparse.Action) -> Setting
         value = values[0] if values else None
     else:
         value = values
-    return Setting(flag=flag, value=value, words=tuple(group), source=COMMAND_LINE)
+    return FlagValue(flag=flag, value=value, words=tuple(group), source=COMMAND_LINE)
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:

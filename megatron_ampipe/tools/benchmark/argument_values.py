@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_ampipe.block.values import UNCHANGED, check_wire
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
@@ -18,7 +19,6 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
-from megatron_ampipe.wire_names import UNCHANGED, check_wire
 
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ampipe.block.values import UNCHANGED
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.result import possible_speedup
-from megatron_ampipe.wire_names import UNCHANGED
 
 _CAPTION = (
     "ms: forward + backward of {passed}, median over repeats of the slowest rank. speedup: median of "

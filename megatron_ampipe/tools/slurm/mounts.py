@@ -11,10 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.yaml_lines import LinedMapping
 
-OUTPUT_FLAGS = ("tensorboard-dir", "data-cache-path", "wandb-save-dir", "ampipe-trace-dir")
+OUTPUT_FLAGS = (
+    *("tensorboard-dir", "data-cache-path", "wandb-save-dir"),
+    *(f"ampipe-{setting.key}" for setting in SETTING.values() if setting.is_folder),
+)
 """Flags for folders that the run creates."""
 _LISTS_OF_PATHS = ("data-args-path", "per-split-data-args-path")
 """Flags for files that contain further paths."""
