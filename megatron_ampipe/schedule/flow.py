@@ -110,7 +110,7 @@ def _once(
     takers: Mapping[Source, Sequence[StageKind]],
     given: Mapping[StageKind, Sequence[tuple[Value, Source]]],
 ) -> frozenset[StageKind]:
-    """:attr:`DataFlow.once`, from the last row to the first: a transfer that runs again sends what it takes."""
+    """:attr:`DataFlow.once`, from the last row to the first: what runs again takes what it took."""
     found: set[StageKind] = set()
     for kind in reversed(kinds):
         by_shape = all(
