@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.hooks import RemovableHandle
 
-from megatron_ampipe.layers.condense import ROUNDING
+from megatron_ampipe.exchange.condense import ROUNDING
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, places_of
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 
+from megatron_ampipe.class_names import import_class
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.gate_names import FLAG, class_path
-from megatron_ampipe.layers.named_class import import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:
