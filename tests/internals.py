@@ -856,12 +856,12 @@ INTERNALS = [
     Internal(
         "core.transformer.moe.moe_utils.sort_chunks_by_idxs",
         "exchange/packing.py",
-        "puts rows that arrive by source into the order of the experts, and back",
+        "with fused permutations, puts rows that arrive by source into the order of the experts, and back",
         "mixed-up tokens",
         (
             begins_with("input", "split_sizes", "sorted_idxs", "probs"),
             takes("fused"),
-            says("torch.cat([input[i] for i in sorted_idxs.tolist()]", "return (output, permuted_probs)"),
+            says("fused_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)"),
         ),
     ),
     Internal(

@@ -41,6 +41,12 @@ def places_of(routing_map: Tensor, num_places: int) -> Tensor:
     return routing_map.unflatten(1, (num_places, -1)).any(dim=2)
 
 
+def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None = None) -> Tensor:
+    """``[R, ...]`` in parts of the sizes ``rows [A][B]``: those of the first ``B``, then of the second."""
+    parts, count = tensor.split_with_sizes([size for sizes in rows for size in sizes]), len(rows[0])
+    return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
     """The process groups of two hops, for one rank.
@@ -120,7 +126,7 @@ class SortHop:
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
         """Each ``[R, ...]`` from the order of nodes into that of ranks, ``[R, ...]``."""
-        return tensors if combine else [torch.cat(_turned(part, self._by_node)) for part in tensors]
+        return tensors if combine else [turned(part, self._by_node) for part in tensors]
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
         """Each ``[R, ...]`` back into the order of nodes."""
@@ -130,16 +136,9 @@ class SortHop:
 
         def fill() -> None:
             for part, output in zip(received, outputs, strict=True):
-                torch.cat(_turned(part, self._by_rank), out=output)
+                turned(part, self._by_rank, out=output)
 
         return outputs, fill
-
-
-def _turned(tensor: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """``[R, ...]`` in parts of the sizes ``rows [A][B]``: those of the first ``B``, then of the second."""
-    parts = tensor.split([size for sizes in rows for size in sizes])
-    count = len(rows[0])
-    return [part for place in range(count) for part in parts[place::count]]
 
 
 class SumHop:

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
-import numpy
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import NOT_ROUTED, NodeGroups, SortHop, SumHop, places_of
+from megatron_ampipe.exchange.hops import NOT_ROUTED, NodeGroups, SortHop, SumHop, places_of, turned
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
@@ -30,35 +29,40 @@ from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 # S ranks that share an expert, M rows that are prepared, R rows that arrive.
 
 
-def permute_rows(
-    tokens: Tensor, routing_map: Tensor, *, probs: Tensor | None = None, num_out_tokens: int, fused: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron's ``permute``; the fused kernel, which refuses to choose no row, chooses some.
+class Permutation:
+    """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
 
-    Returns:
-        The rows, their probabilities, if any are given, and what :func:`unpermute_rows` needs.
+    Args:
+        routing_map: ``[T, places]`` bool, where each token goes.
+        num_rows: How many rows are prepared: those of the first place, those of the second, ..., and others.
+        fused: Whether with the fused kernels. They refuse to choose no row, and return no sum of no row.
     """
-    rows, row_probs, mapping, *_ = permute(
-        tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, fused=fused and num_out_tokens > 0
-    )
-    return rows, row_probs, mapping
 
+    def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:
+        self.num_rows, self._routing_map, self._fused = num_rows, routing_map, fused
 
-def unpermute_rows(
-    rows: Tensor, mapping: Tensor, *, restore_shape: torch.Size, routing_map: Tensor, fused: bool
-) -> Tensor:
-    """Megatron's ``unpermute``, for the first of the rows that :func:`permute_rows` chose, or for none.
+    def rows(self, tokens: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``[T, D]`` to ``[num_rows, D]``; probabilities ``[T, places]``, if any, to those of the rows."""
+        self._shape = tokens.shape
+        rows, row_probs, self._mapping, *_ = permute(
+            tokens,
+            self._routing_map,
+            probs=probs,
+            num_out_tokens=self.num_rows,
+            fused=self._fused and self.num_rows > 0,
+        )
+        return rows, row_probs
 
-    Without a row, the fused kernel returns no row either; the sum of none is 0.
-    """
-    fused = fused and rows.shape[0] > 0
-    if not fused:
-        # Of the fused kernel it has several columns, and no row is left.
-        mapping = mapping[: rows.shape[0]].flatten().long()
-    tokens: Tensor = unpermute(
-        rows, mapping, restore_shape=restore_shape, routing_map=routing_map, fused=fused
-    )
-    return tokens
+    def sums(self, rows: Tensor) -> Tensor:
+        """The first of the rows, perhaps none, to the sums ``[T, D]`` of those of each token."""
+        fused, mapping = self._fused and rows.shape[0] > 0, self._mapping
+        if not fused:
+            # Of the fused kernel it has several columns, and no row is left.
+            mapping = mapping[: rows.shape[0]].flatten().long()
+        tokens: Tensor = unpermute(
+            rows, mapping, restore_shape=self._shape, routing_map=self._routing_map, fused=fused
+        )
+        return tokens
 
 
 class ToldCounts(NamedTuple):
@@ -69,19 +73,21 @@ class ToldCounts(NamedTuple):
         num_sent: How many of them are sent; they come first.
         transport: The exchange between expert-parallel ranks, or the first of its two hops.
         hop: The second hop, if there is one.
-        gather: Between the ranks that share an expert; its combine is their reduce-scatter.
+        gather: Between the ranks that share an expert, if there are several; its combine is their
+            reduce-scatter.
         tokens_per_expert: ``[L]`` int64.
-        pieces: Rows of each source for each expert of this rank, as they arrive, and by expert; where every
-            copy of a token is sent, and a rank has several experts.
+        pieces: Rows of each source for each expert of this rank, as they arrive ``[P * S][L]``, and by expert
+            ``[L][P * S]``, where every copy of a token is sent and a rank has several experts. For the fused
+            permutation they are tensors on the device.
     """
 
     num_prepared: int
     num_sent: int
     transport: RowTransport
     hop: SortHop | SumHop | None
-    gather: RowTransport
+    gather: RowTransport | None
     tokens_per_expert: Tensor
-    pieces: tuple[Tensor, Tensor] | None
+    pieces: Any
 
 
 class AllToAllChunk:
@@ -119,7 +125,7 @@ class AllToAllChunk:
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
         self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
-        self._num_places = nodes.layout.num_nodes if nodes is not None else self._num_ranks
+        self._num_places = nodes.layout.num_nodes if nodes else self._num_ranks
         self._once, self._has_fixed_choices = once, has_fixed_choices
         self.counts_group = pg_collection.tp_ep
         """The ranks that exchange :attr:`counts`."""
@@ -140,42 +146,32 @@ class AllToAllChunk:
             expert that does not get the token.
         """
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
-        self._to_places = places_of(routing_map, self._num_places) if self._once else routing_map
+        to_places = places_of(routing_map, self._num_places) if self._once else routing_map
+        num_tokens, num_places = to_places.shape
         if self.told is not None:
-            self._num_prepared = self.told.num_prepared
+            num_rows = self.told.num_prepared
         else:
-            by_place = self._to_places.sum(dim=0)
-            self.counts = by_place
+            self.counts = by_place = to_places.sum(dim=0)
             if self._once:
                 to_ranks = [places_of(routing_map, self._num_ranks).sum(dim=0)] if self._nodes else []
                 self.counts = torch.cat([routing_map.sum(dim=0), by_place, *to_ranks])
-            if self._has_fixed_choices:
-                most = min(self._config.moe_router_topk, self._to_places.shape[1])
-                self._num_prepared = self._to_places.shape[0] * most
-            else:
-                # The host waits. The fused permutation refuses to choose no row.
-                self._num_prepared = max(1, int(by_place.sum()))
+            num_rows = num_tokens * min(self._config.moe_router_topk, num_places)
+            if not self._has_fixed_choices:
+                # The host waits.
+                num_rows = int(by_place.sum())
+        self._packed = Permutation(to_places, num_rows, fused=self._fused)
         if not self._once:
-            return self._rows_of(hidden_states, probs)
-        rows, _ = self._rows_of(hidden_states)
-        num_tokens = self._to_places.shape[0]
-        by_place = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * self._num_places, -1)
+            return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]), probs)
         # A stable sort puts what is chosen first, place by place, without a wait for how much that is.
-        chosen = self._to_places.T.reshape(-1).argsort(stable=True, descending=True)[: self._num_prepared]
-        # In ``by_place``, a token has one row for each place.
-        return rows, by_place.index_select(0, chosen % num_tokens * self._num_places + chosen // num_tokens)
-
-    def _rows_of(self, hidden_states: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        tokens = hidden_states.view(-1, hidden_states.shape[-1])
-        self._tokens_shape = tokens.shape
-        rows, row_probs, self._mapping = permute_rows(
-            tokens, self._to_places, probs=probs, num_out_tokens=self._num_prepared, fused=self._fused
-        )
-        return rows, row_probs
+        chosen = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_rows]
+        # A token has one row for each place.
+        of_places = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
+        row_probs = of_places.index_select(0, chosen % num_tokens * num_places + chosen // num_tokens)
+        return self.tokens_again(hidden_states), row_probs
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
         """``[rows, B, D]`` to the rows ``[M, D]`` that :meth:`dispatch_preprocess` returned for them."""
-        return self._rows_of(hidden_states)[0]
+        return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]))[0]
 
     def set_counts(self, gathered: Tensor) -> None:
         """Set the counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
@@ -195,7 +191,7 @@ class AllToAllChunk:
 
     def gather(self) -> RowTransport:
         """Over the ranks that share an expert, likewise."""
-        assert self.told is not None
+        assert self.told is not None and self.told.gather is not None
         return self.told.gather
 
     @property
@@ -235,21 +231,22 @@ class AllToAllChunk:
                 hop = SortHop(handed_on.tolist(), received.tolist(), nodes.intra)
             # In the order of arrival: by place, then by node.
             here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
-        input_splits, of_shares = to_places.tolist(), to_ranks[:, :, own].sum(0).tolist()
-        pieces = None
+        input_splits, gather, pieces = to_places.tolist(), None, None
+        if shares > 1:
+            of_shares = to_ranks[:, :, own].sum(0).tolist()
+            gather = RowTransport(UNEQUAL_GATHER, (of_shares[share],), of_shares, self._shares)
         if not self._once and self._num_local > 1:
             by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
-            pieces = torch.from_numpy(by_source.ravel()), torch.from_numpy(by_source.T.ravel())
+            pieces = by_source.tolist(), by_source.T.tolist()
             if self._fused:
-                # The fused permutation reads the counts on the device.
-                device = gathered.on_device.device
-                pieces = pieces[0].to(device, non_blocking=True), pieces[1].to(device, non_blocking=True)
+                on_device = torch.tensor(pieces[0]).to(gathered.on_device.device, non_blocking=True)
+                pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
-            self._num_prepared,
+            self._packed.num_rows,
             sum(input_splits),
             RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
             hop,
-            RowTransport(UNEQUAL_GATHER, (of_shares[share],), of_shares, self._shares),
+            gather,
             torch.from_numpy(here.reshape(-1, self._num_local).sum(0)),
             pieces,
         )
@@ -268,52 +265,37 @@ class AllToAllChunk:
         assert self.told is not None, "transport() has not been called"
         per_expert = self.told.tokens_per_expert
         if self._once:
-            self._rows_shape, self._to_experts = rows.shape, ~probs.isneginf()
-            rows, probs, self._of_copies = permute_rows(
-                rows, self._to_experts, probs=probs, num_out_tokens=int(per_expert.sum()), fused=self._fused
-            )
+            self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
+            rows, probs = self._copied.rows(rows, probs)
         elif self.told.pieces is not None:
-            arrived, _ = self.told.pieces
-            order, _ = _orders(len(arrived), self._num_local, arrived.device)
-            rows, probs = sort_chunks_by_idxs(rows, arrived, order, probs=probs, fused=self._fused)
+            rows, probs = self._sorted(rows, self.told.pieces[0], probs)
         return rows, per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """``[copies, D]``, weighted, back to ``[R, D]``: added, if packed once."""
         assert self.told is not None
         if self._once:
-            return unpermute_rows(
-                hidden_states,
-                self._of_copies,
-                restore_shape=self._rows_shape,
-                routing_map=self._to_experts,
-                fused=self._fused,
-            )
+            return self._copied.sums(hidden_states)
         if self.told.pieces is None:
             return hidden_states
-        _, by_expert = self.told.pieces
-        _, order = _orders(len(by_expert), self._num_local, by_expert.device)
-        rows: Tensor
-        rows, _ = sort_chunks_by_idxs(hidden_states, by_expert, order, fused=self._fused)
-        return rows
+        return self._sorted(hidden_states, self.told.pieces[1])[0]
+
+    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows, and their probabilities, in pieces ``[A][B]``: of the first ``B``, then of the second."""
+        if not self._fused:
+            return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
+        order = _order(*pieces.shape, pieces.device)
+        return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=True)
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """As many rows ``[M, D]`` as were sent, perhaps none, to their sums ``[rows, B, D]``."""
-        return unpermute_rows(
-            rows,
-            self._mapping,
-            restore_shape=self._tokens_shape,
-            routing_map=self._to_places,
-            fused=self._fused,
-        ).view(self.hidden_shape)
+        return self._packed.sums(rows).view(self.hidden_shape)
 
 
 @cache
-def _orders(num_pieces: int, num_experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pieces that arrive by source into the order of experts, and back."""
-    pieces = numpy.arange(num_pieces)
-    orders = pieces.reshape(-1, num_experts).T.ravel(), pieces.reshape(num_experts, -1).T.ravel()
-    return torch.from_numpy(orders[0]).to(device), torch.from_numpy(orders[1]).to(device)
+def _order(rows: int, columns: int, device: torch.device) -> Tensor:
+    """The places of the columns, one after another, in a matrix that is stored by rows."""
+    return torch.arange(rows * columns, device=device).view(rows, columns).T.ravel()
 
 
 class AllGatherChunk:
@@ -365,25 +347,14 @@ class AllGatherChunk:
         assert self.told is not None, "transport() has not been called"
         routing_map, counts, _ = self.told
         tokens_per_expert = counts.wait()
-        self._rows_shape, self._to_experts = hidden_states.shape, routing_map[:, self._experts].contiguous()
-        tokens, self._row_probs, self._mapping = permute_rows(
-            hidden_states,
-            self._to_experts,
-            probs=probs[:, self._experts].contiguous(),
-            num_out_tokens=int(tokens_per_expert.sum()),
-            fused=self._fused,
-        )
-        return tokens, tokens_per_expert, self._row_probs
+        local = routing_map[:, self._experts].contiguous()
+        self._sorted = Permutation(local, int(tokens_per_expert.sum()), fused=self._fused)
+        rows, self._row_probs = self._sorted.rows(hidden_states, probs[:, self._experts].contiguous())
+        return rows, tokens_per_expert, self._row_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """As in the stock dispatcher, in the dtype in which ``token_combine`` sums over ranks."""
-        output = unpermute_rows(
-            hidden_states,
-            self._mapping,
-            restore_shape=self._rows_shape,
-            routing_map=self._to_experts,
-            fused=self._fused,
-        )
+        output = self._sorted.sums(hidden_states)
         self._dtype = output.dtype
         return output.to(self._row_probs.dtype)
 

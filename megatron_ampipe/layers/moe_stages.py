@@ -61,13 +61,11 @@ class MoEStages:
     def _begin(self) -> None:
         modules = self._modules
         if not modules.dense:
-            rows = sum(span.length for span in self._whole.hidden)
+            per_row = self._num_tokens // sum([span.length for span in self._whole.hidden])
             self._routing = modules.moe.router.begin_block(
                 self._num_tokens,
                 per_chunk=modules.capacity_per_chunk,
-                first_tokens=[
-                    chunk.hidden[0].local_start * (self._num_tokens // rows) for chunk in self._chunks
-                ],
+                first_tokens=[chunk.hidden[0].local_start * per_row for chunk in self._chunks],
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
             dispatcher = modules.dispatcher(self._kind_of_exchange)
