@@ -187,7 +187,7 @@ def _place(item: tuple[tuple[int, int], _CountedChunk]) -> tuple[int, int]:
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
-    """Rows of one expert, and how many :class:`~.condense.Condenser` would send at each threshold.
+    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold.
 
     Args:
         hidden: ``[R, B, D]``, the tokens of a chunk.
