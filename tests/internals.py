@@ -575,24 +575,38 @@ INTERNALS = [
         (says("return partial(MoELayer, submodules=MoESubmodules("),),
     ),
     Internal(
-        "core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
-        "layers/dispatcher.py",
+        "core.transformer.moe.token_dispatcher.MoETokenDispatcher",
+        "exchange/packing.py",
+        "which ranks exchange tokens",
+        "tokens go to other ranks than in the stock layer",
         (
-            "subclassed: permutations are its own, `preprocess` is cut where it would wait for "
-            "counts, AMPipe calls the collectives"
+            says(
+                "self.ep_group = pg_collection.ep",
+                "self.tp_group = pg_collection.expt_tp",
+                "self.tp_ep_group = pg_collection.tp_ep",
+                method="__init__",
+            ),
+        ),
+    ),
+    Internal(
+        "core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher",
+        "exchange/packing.py",
+        (
+            "mirrored with its permutations: `preprocess` is cut where it would wait for counts, AMPipe "
+            "calls the collectives"
         ),
         "wrong split sizes or order of rows: a crash or mixed-up tokens",
         (
-            begins_with("num_local_experts", "local_expert_indices", method="__init__"),
-            takes("config", "pg_collection", method="__init__"),
-            sets("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "tokens_per_expert"),
-            sets("num_global_tokens_per_local_expert", "drop_and_pad", "shared_experts"),
-            sets("ep_group", "tp_ep_group", "ep_size", "tp_size", "ep_rank", "tp_rank"),
-            has(*STEPS, "preprocess", "_maybe_dtoh_and_synchronize"),
+            has(*STEPS),
             begins_with("hidden_states", "routing_map", "probs", method="dispatch_preprocess"),
             says(
-                "self.preprocess(self.routing_map)",
-                "num_out_tokens=self.num_out_tokens",
+                "input_chunk_idxs.reshape(-1, self.num_local_experts).T.ravel()",
+                "input_chunk_idxs.reshape(self.num_local_experts, -1).T.ravel()",
+                method="__init__",
+            ),
+            says(
+                "permute(hidden_states, self.routing_map, probs=probs, num_out_tokens=self.num_out_tokens, "
+                "fused=self.config.moe_permute_fusion",
                 method="dispatch_preprocess",
             ),
             says(
@@ -612,18 +626,18 @@ INTERNALS = [
                 method="token_combine",
             ),
             says(
-                "if self.tp_size > 1:",
                 "self.output_splits_tp.tolist()",
                 "gather_from_sequence_parallel_region(global_input_tokens, group=self.tp_group",
-                "self.tokens_per_expert = None",
+                "sort_chunks_by_idxs(global_input_tokens, self.num_global_tokens_per_local_expert.ravel(), "
+                "self.sort_input_by_local_experts, probs=global_probs",
                 method="dispatch_postprocess",
             ),
             says(
-                "if self.tp_size > 1:",
+                "sort_chunks_by_idxs(hidden_states, self.num_global_tokens_per_local_expert.T.ravel(), "
+                "self.restore_output_by_local_experts",
                 "reduce_scatter_to_sequence_parallel_region(hidden_states.to(self.probs.dtype)",
                 method="combine_preprocess",
             ),
-            sets("tp_group"),
             says(
                 "self.reversed_local_input_permutation_mapping",
                 "restore_shape=self.hidden_shape_before_permute",
@@ -634,21 +648,19 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.token_dispatcher.MoEAllGatherTokenDispatcher",
-        "layers/dispatcher.py",
-        "subclassed likewise",
+        "exchange/packing.py",
+        "mirrored likewise",
         "mixed-up tokens",
         (
-            begins_with("num_local_experts", "local_expert_indices", method="__init__"),
             has(*STEPS),
-            sets("routing_map", "local_probs", "tp_ep_group"),
             says("self.routing_map", "self.tp_ep_group", method="token_dispatch"),
-            says("self.tp_ep_group", method="token_combine"),
+            says("hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group", method="token_combine"),
         ),
     ),
     Internal(
         "core.transformer.moe.token_dispatcher.MoEFlexTokenDispatcher",
-        "layers/flex_chunk.py layers/deep_ep.py layers/hybrid_ep.py",
-        "subclassed likewise, for DeepEP and HybridEP",
+        "exchange/flex.py",
+        "subclassed, for DeepEP and HybridEP: AMPipe makes the calls that send tokens",
         "mixed-up tokens",
         (
             begins_with("num_local_experts", "local_expert_indices", method="__init__"),
@@ -659,7 +671,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.token_dispatcher._DeepepManager",
-        "layers/deep_ep.py",
+        "exchange/flex.py",
         "its permutations, with another `_indices_to_multihot`; a chunk sets what its dispatch would",
         "mixed-up tokens",
         (
@@ -675,7 +687,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.token_dispatcher._HybridEPManager",
-        "layers/hybrid_ep.py runtime/hybrid_ep_transport.py",
+        "exchange/flex.py",
         "its `dispatch` makes the first call of a chunk; the other calls are given its handle",
         "mixed-up tokens",
         (
@@ -691,21 +703,21 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.fused_a2a",
-        "layers/deep_ep.py layers/hybrid_ep.py",
+        "exchange/flex.py",
         "the buffers of DeepEP and HybridEP",
         "a training step with the flex dispatcher fails",
         (has("get_buffer", "get_hidden_bytes", "_buffer", "_hybrid_ep_buffer"),),
     ),
     Internal(
         "core.transformer.moe.fused_a2a.HybridEPDispatch",
-        "runtime/hybrid_ep_transport.py",
+        "exchange/flex.py",
         "its backward is a call of the transport, with the same arguments",
         "mixed-up tokens",
         (says("combine_with_unpermute(hidden=grad_x,probs=grad_probs,handle=handle", method="backward"),),
     ),
     Internal(
         "core.transformer.moe.fused_a2a.HybridEPCombine",
-        "runtime/hybrid_ep_transport.py",
+        "exchange/flex.py",
         "likewise, forward and backward",
         "mixed-up tokens",
         (
@@ -833,7 +845,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.permute",
-        "layers/dispatcher.py",
+        "exchange/packing.py",
         "sorts gathered tokens by expert, and tokens by rank, with a number known to the host",
         "tokens in another order, or a wait of the host in every chunk",
         (
@@ -842,8 +854,19 @@ INTERNALS = [
         ),
     ),
     Internal(
+        "core.transformer.moe.moe_utils.sort_chunks_by_idxs",
+        "exchange/packing.py",
+        "with fused permutations, puts rows that arrive by source into the order of the experts, and back",
+        "mixed-up tokens",
+        (
+            begins_with("input", "split_sizes", "sorted_idxs", "probs"),
+            takes("fused"),
+            says("fused_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)"),
+        ),
+    ),
+    Internal(
         "core.transformer.moe.moe_utils.unpermute",
-        "layers/dispatcher.py",
+        "exchange/packing.py",
         "adds the outputs of the experts for each row that was sent",
         "wrong outputs",
         (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_ampipe.runtime.wire import Trip
+from megatron_ampipe.exchange.codecs import Trip
 
 
 class HalvesWire:

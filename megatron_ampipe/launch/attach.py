@@ -18,6 +18,7 @@ from megatron_ampipe import compat
 from megatron_ampipe.block.settings import TRACED_ITERATIONS
 from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch import host, startup_rows
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
 from megatron_ampipe.launch.auto import AutoDegree, agreed_upon, print_on_first_rank
@@ -32,7 +33,6 @@ from megatron_ampipe.launch.trace import prepare_trace_dir
 from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.refusal_conditions import exchanges_of
 from megatron_ampipe.refusals import refuse_unsupported

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ampipe.exchange.row_scatter import RowTransfers
 from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
@@ -22,7 +23,6 @@ from megatron_ampipe.layers.linear_weights import transfers_apart
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.ring_attention import RingAttention
-from megatron_ampipe.runtime.row_scatter import RowTransfers
 from megatron_ampipe.runtime.steps import Function
 from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents

@@ -18,16 +18,13 @@ from torch.nn import Module, Parameter
 
 from megatron_ampipe.block_features import has_latent_experts
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.deep_ep import DeepEPChunk
-from megatron_ampipe.layers.dispatcher import AllGatherChunk, AllToAllChunk, ChunkDispatcher
+from megatron_ampipe.exchange.flex import FlexChunk
+from megatron_ampipe.exchange.hops import node_groups
+from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.expert_products import ExpertProducts
-from megatron_ampipe.layers.hybrid_ep import HybridEPChunk
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
-from megatron_ampipe.layers.node_dispatcher import NodeChunk
-from megatron_ampipe.layers.rank_dispatcher import RankChunk
 from megatron_ampipe.layers.routing_records import sees_whole_blocks
 from megatron_ampipe.layers.token_ids import TokenIds
-from megatron_ampipe.layers.two_hop_dispatcher import TwoHopChunk
 from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.segment import BlockParameters
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
@@ -42,17 +39,6 @@ _RECOMPUTED = {
 
 Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
 """
-
-_DISPATCHERS: Mapping[tuple[str, Exchange], type[ChunkDispatcher]] = {
-    ("alltoall", Exchange.ROWS): AllToAllChunk,
-    ("alltoall", Exchange.RANKS): RankChunk,
-    ("alltoall", Exchange.NODES): NodeChunk,
-    ("alltoall", Exchange.TWO_DIMENSIONAL): TwoHopChunk,
-    ("allgather", Exchange.ROWS): AllGatherChunk,
-    ("deepep", Exchange.ROWS): DeepEPChunk,
-    ("hybridep", Exchange.ROWS): HybridEPChunk,
-}
-"""By ``--moe-token-dispatcher-type``, or the flex dispatcher's backend, and ``--ampipe-exchange``."""
 
 
 class BlockModules:
@@ -88,20 +74,20 @@ class BlockModules:
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
 
-    def _make_dispatcher(self, exchange: Exchange) -> ChunkDispatcher:
-        of_exchange = {"ranks_per_node": self._ranks_per_node} if exchange.has_two_hops else {}
-        config = self.config
-        flex = config.moe_token_dispatcher_type == "flex"
-        name = config.moe_flex_dispatcher_backend if flex else config.moe_token_dispatcher_type
-        dispatcher = _DISPATCHERS[name, exchange](
-            self.moe.num_local_experts,
-            self.moe.local_expert_indices,
+    def _make_dispatcher(self, exchange: Exchange) -> AllToAllChunk | AllGatherChunk | FlexChunk:
+        groups, name = self.moe_layer.pg_collection, self.config.moe_token_dispatcher_type
+        local = self.moe.num_local_experts, self.moe.local_expert_indices
+        if name != "alltoall":
+            kind = FlexChunk if name == "flex" else AllGatherChunk
+            return kind(*local, config=self.config, pg_collection=groups)
+        return AllToAllChunk(
+            *local,
             config=self.config,
-            pg_collection=self.moe_layer.pg_collection,
-            **of_exchange,
+            pg_collection=groups,
+            once=not exchange.sends_every_copy,
+            nodes=node_groups(groups.ep, self._ranks_per_node) if exchange.has_two_hops else None,
+            has_fixed_choices=self.moe.router.has_stock_routing,
         )
-        dispatcher.has_fixed_choices = self.moe.router.has_stock_routing
-        return dispatcher
 
     def add_residual(
         self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.layers.condense import Condenser
+from megatron_ampipe.exchange.codecs import Wire
+from megatron_ampipe.exchange.condense import Condenser
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.added_stage import AddedStage
@@ -13,7 +14,6 @@ from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.wire import Wire
 from megatron_ampipe.schedule import KEEP, Pipeline
 
 

@@ -15,16 +15,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_ampipe.exchange.codecs import Trip, Wire, WireCodec
+from megatron_ampipe.exchange.condense import Condensed, Condenser
+from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.condense import Condensed, Condenser
-from megatron_ampipe.layers.dispatcher import copy_counts
 from megatron_ampipe.layers.expert_products import products_run_by
-from megatron_ampipe.runtime.collectives import Transfer, exchange_chunks, gather_chunks
+from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
-from megatron_ampipe.runtime.node_hop import collect, spread
-from megatron_ampipe.runtime.rows import take_rows, with_rows
+from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.runtime.wire import Trip, Wire, exchange_encoded
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
@@ -64,13 +63,11 @@ class MoEStages:
     def _begin(self) -> None:
         modules = self._modules
         if not modules.dense:
-            rows = sum(span.length for span in self._whole.hidden)
+            per_row = self._num_tokens // sum([span.length for span in self._whole.hidden])
             self._routing = modules.moe.router.begin_block(
                 self._num_tokens,
                 per_chunk=modules.capacity_per_chunk,
-                first_tokens=[
-                    chunk.hidden[0].local_start * (self._num_tokens // rows) for chunk in self._chunks
-                ],
+                first_tokens=[chunk.hidden[0].local_start * per_row for chunk in self._chunks],
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
             dispatcher = modules.dispatcher(self._kind_of_exchange)
@@ -85,7 +82,7 @@ class MoEStages:
         if not self._modules.dense:
             found._routing.forced_bias = self._routing.forced_bias
             for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
-                copy_counts(first, second)
+                second.told = first.told
         return found
 
     def choose(self, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
@@ -158,7 +155,12 @@ class MoEStages:
         """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
         counts = [dispatcher.counts for dispatcher in dispatchers]
-        gathered = gather_chunks(counts, group=dispatchers[0].counts_group)
+        group = dispatchers[0].counts_group
+        gathered = exchange_chunks(
+            [all_gather(len(of_chunk), group) for of_chunk in counts],
+            [[of_chunk] for of_chunk in counts],
+            combine=False,
+        )
         for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
             dispatcher.set_counts(of_ranks)
         return replace(gathered, outputs=(), uses=(*counts, *gathered.outputs))
@@ -171,62 +173,53 @@ class MoEStages:
         Only the first rows are sent, where :meth:`route` prepared more before their number was known; the
         gradient of the others is 0.
         """
-        if self._condenser is not None:
-            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
+        forward = direction is Direction.FORWARD
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
-        prepared = [dispatcher.num_out_tokens for dispatcher in dispatchers]
-        sent = [
-            None if rows is None else sum(dispatcher.transport().input_splits)
-            for dispatcher, rows in zip(dispatchers, prepared, strict=True)
-        ]
-        if sent == prepared:
-            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
-        if direction is Direction.FORWARD:
+        transports = [dispatcher.transport() for dispatcher in dispatchers]
+        spare = [0 if self._condenser is not None else dispatcher.num_spare for dispatcher in dispatchers]
+        if forward and any(spare):
             tensors = [
-                [part[:rows] for part in of_chunk] for of_chunk, rows in zip(tensors, sent, strict=True)
+                [part[: part.shape[0] - rows] for part in of_chunk]
+                for of_chunk, rows in zip(tensors, spare, strict=True)
             ]
-            return self._exchange(kinds.DISPATCH, chunks, tensors, direction)
-        received = self._exchange(kinds.DISPATCH, chunks, tensors, direction)
-        per_chunk = len(received.outputs) // len(chunks)
-        return with_rows(received, [rows for rows in prepared for _ in range(per_chunk)])
+        codecs = self._codecs("dispatch", chunks, direction)
+        transfer = exchange_chunks(transports, tensors, combine=not forward, codecs=codecs)
+        if forward or not any(spare):
+            return transfer
+        per_chunk = len(transfer.outputs) // len(chunks)
+        return with_rows(transfer, [rows for rows in spare for _ in range(per_chunk)])
 
     def spread(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
-        return self._hand_on(chunks, tensors, back=direction is Direction.BACKWARD)
+        return self._hand_on(chunks, tensors, combine=direction is Direction.BACKWARD)
 
     def collect(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
-        return self._hand_on(chunks, tensors, back=direction is Direction.FORWARD)
+        return self._hand_on(chunks, tensors, combine=direction is Direction.FORWARD)
 
-    def _hand_on(self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, back: bool) -> Transfer:
-        hops = [
-            # Only tokens come with probabilities; what comes back knows where it was.
-            self._dispatchers[chunk].hop(*of_chunk[1:])
-            for chunk, of_chunk in zip(chunks, tensors, strict=True)
-        ]
-        return (collect if back else spread)(hops, tensors)
+    def _hand_on(
+        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
+    ) -> Transfer:
+        hops = [self._dispatchers[chunk].hop() for chunk in chunks]
+        return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
     def gather(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
-        return self._over_shares(chunks, tensors, back=direction is Direction.BACKWARD)
+        gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
+        return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
     def scatter(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
-        return self._over_shares(chunks, tensors, back=direction is Direction.FORWARD)
-
-    def _over_shares(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, back: bool
-    ) -> Transfer:
         gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
-        return exchange_chunks(gathers, tensors, combine=back)
+        return exchange_chunks(gathers, tensors, combine=direction is Direction.FORWARD)
 
     def expert(
         self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
@@ -263,7 +256,15 @@ class MoEStages:
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
-        return self._exchange(kinds.COMBINE, chunks, tensors, direction)
+        transports = [self._dispatchers[chunk].transport() for chunk in chunks]
+        codecs = self._codecs("combine", chunks, direction)
+        return exchange_chunks(transports, tensors, combine=direction is Direction.FORWARD, codecs=codecs)
+
+    def _codecs(self, stage: str, chunks: Sequence[int], direction: Direction) -> list[WireCodec] | None:
+        if self._wire is None:
+            return None
+        number = self._modules.moe_layer.layer_number
+        return [WireCodec(self._wire, Trip(number, chunk, stage, direction)) for chunk in chunks]
 
     def expand(self, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
@@ -285,21 +286,6 @@ class MoEStages:
         modules = self._modules
         layer = modules.moe_layer
         return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
-
-    def _exchange(
-        self,
-        kind: StageKind,
-        chunks: Sequence[int],
-        tensors: Sequence[Sequence[Tensor]],
-        direction: Direction,
-    ) -> Transfer:
-        transports = [self._dispatchers[chunk].transport() for chunk in chunks]
-        combine = (kind == kinds.COMBINE) == (direction is Direction.FORWARD)
-        if self._wire is None:
-            return exchange_chunks(transports, tensors, combine=combine)
-        number = self._modules.moe_layer.layer_number
-        trips = [Trip(number, chunk, kind.name, direction) for chunk in chunks]
-        return exchange_encoded(self._wire, transports, tensors, trips, combine=combine)
 
 
 COMPUTE: Mapping[StageKind, Function] = {

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_ampipe.block_features import features_of_settings
+from megatron_ampipe.exchange.row_scatter import RowTransfers
 from megatron_ampipe.layers.attention_stages import AttentionStages
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, kernel_of, reads_mask
@@ -30,7 +31,6 @@ from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.compile import Order, compiled
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.runtime.row_scatter import RowTransfers
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import (

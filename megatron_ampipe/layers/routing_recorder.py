@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.hooks import RemovableHandle
 
-from megatron_ampipe.layers.condense import ROUNDING
+from megatron_ampipe.exchange.condense import ROUNDING
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, places_of
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
@@ -187,7 +187,7 @@ def _place(item: tuple[tuple[int, int], _CountedChunk]) -> tuple[int, int]:
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:
-    """Rows of one expert, and how many :class:`~.condense.Condenser` would send at each threshold.
+    """Rows of one expert, and how many a :class:`Condenser` would send at each threshold.
 
     Args:
         hidden: ``[R, B, D]``, the tokens of a chunk.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Protocol, Self
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,10 +44,34 @@ class Transfer:
 
     def wait(self) -> None:
         """Return when everything has been received and the send buffers may be reused."""
-        for work in (*self.works, *(() if self.begin is None else self.begin())):
+        for work in self.works:
             work.wait()
+        if self.begin is not None:
+            for begun in self.begin():
+                begun.wait()
         if self.unpack is not None:
             self.unpack()
+
+    def then(
+        self, outputs: Sequence[Tensor], fill: Callable[[], None], *, uses: Sequence[Tensor] = ()
+    ) -> Transfer:
+        """A transfer with other outputs.
+
+        Args:
+            outputs: Its outputs.
+            fill: Fills them from what this one receives.
+            uses: As in the attributes, in addition.
+        """
+
+        def unpack() -> None:
+            if self.unpack is not None:
+                self.unpack()
+            fill()
+
+        if self.works:
+            return Transfer(tuple(outputs), self.works, unpack, (*self.uses, *uses))
+        unpack()
+        return Transfer(tuple(outputs), uses=(*self.uses, *uses))
 
     @classmethod
     def all_of(cls, transfers: Sequence[Transfer]) -> Transfer:
@@ -59,9 +83,9 @@ class Transfer:
                 one.wait()
 
         return cls(
-            tuple(tensor for one in transfers for tensor in one.outputs),
+            tuple([tensor for one in transfers for tensor in one.outputs]),
             unpack=unpack,
-            uses=tuple(tensor for one in transfers for tensor in one.uses),
+            uses=tuple([tensor for one in transfers for tensor in one.uses]),
         )
 
     @classmethod
@@ -71,208 +95,18 @@ class Transfer:
         On CUDA they return None. From torch 2.8 on they run on the current stream, without NCCL's own stream,
         an event and a wait for each; before, torch makes the current stream wait.
         """
-        return cls(tuple(outputs), tuple(work for work in works if work is not None))
-
-
-class Transport(Protocol):
-    """The token exchange of one chunk; ``combine`` is the adjoint of ``dispatch``."""
-
-    merges: ClassVar[bool]
-    """Whether the exchanges of several chunks can be one (:class:`MergedTransport`)."""
-
-    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """From the ranks that own the tokens to the ranks that own the experts."""
-        ...
-
-    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """From the experts' ranks to the tokens' ranks."""
-        ...
-
-
-class MergedTransport(Transport, Protocol):
-    """A transport whose class can exchange the tokens of several chunks in one collective."""
-
-    @property
-    def input_splits(self) -> Sequence[int]:
-        """Rows of each part of the dispatch's input: one part per rank for all-to-all, one for all-gather."""
-        ...
-
-    @property
-    def output_splits(self) -> Sequence[int]:
-        """Rows of each part of the dispatch's output, per rank."""
-        ...
-
-    @classmethod
-    def merged(cls, transports: Sequence[Self]) -> Self:
-        """One transport for the tokens of several chunks at once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll:
-    """Each token goes only to the ranks of its experts.
-
-    Attributes:
-        input_splits: Rows for each rank of ``group`` in the dispatch, in rank order.
-        output_splits: Rows from each rank of ``group`` in the dispatch.
-        group: The participating ranks.
-    """
-
-    merges: ClassVar = True
-    input_splits: Sequence[int]
-    output_splits: Sequence[int]
-    group: dist.ProcessGroup
-
-    @classmethod
-    def merged(cls, transports: Sequence[AllToAll]) -> AllToAll:
-        """See :class:`Transport`."""
-        inputs = [sum(rows) for rows in zip(*(one.input_splits for one in transports), strict=True)]
-        outputs = [sum(rows) for rows in zip(*(one.output_splits for one in transports), strict=True)]
-        return cls(inputs, outputs, transports[0].group)
-
-    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(input_splits), ...]`` to ``[sum(output_splits), ...]``."""
-        return exchange_rows(tensors, send=self.input_splits, receive=self.output_splits, group=self.group)
-
-    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(output_splits), ...]`` to ``[sum(input_splits), ...]``."""
-        return exchange_rows(tensors, send=self.output_splits, receive=self.input_splits, group=self.group)
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather:
-    """Every token goes to every rank; ``combine`` sums the ranks' expert outputs (reduce-scatter).
-
-    Attributes:
-        num_rows: Tokens of each rank.
-        group: The participating ranks.
-    """
-
-    merges: ClassVar = True
-    num_rows: int
-    group: dist.ProcessGroup
-
-    @property
-    def input_splits(self) -> Sequence[int]:
-        """See :class:`Transport`."""
-        return (self.num_rows,)
-
-    @property
-    def output_splits(self) -> Sequence[int]:
-        """See :class:`Transport`."""
-        return (self.num_rows,) * self.group.size()
-
-    @classmethod
-    def merged(cls, transports: Sequence[AllGather]) -> AllGather:
-        """See :class:`Transport`."""
-        return cls(sum(transport.num_rows for transport in transports), transports[0].group)
-
-    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[T, ...]`` to ``[ranks * T, ...]``."""
-        parts = [all_gather_rows(tensor, group=self.group) for tensor in tensors]
-        return Transfer(
-            tuple(output for part in parts for output in part.outputs),
-            tuple(work for part in parts for work in part.works),
-        )
-
-    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[ranks * T, ...]`` to ``[T, ...]``, summed over ranks."""
-        if self.group.size() == 1:
-            return Transfer(tuple(tensors))
-        received, works = [], []
-        for tensor in tensors:
-            output = tensor.new_empty((tensor.shape[0] // self.group.size(), *tensor.shape[1:]))
-            works.append(
-                dist.reduce_scatter_tensor(
-                    output, tensor.contiguous(), group=self.group, async_op=not tensor.is_cuda
-                )
-            )
-            received.append(output)
-        return Transfer.of(received, works)
-
-
-def exchange_chunks(
-    transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], *, combine: bool
-) -> Transfer:
-    """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
-
-    Args:
-        transports: The :class:`Transport` of each chunk, all of the same class.
-        tensors: The tensors of each chunk.
-        combine: Combine instead of dispatch.
-
-    Returns:
-        A transfer whose outputs are those of the first chunk, then those of the second, and so on.
-    """
-    if len(transports) == 1:
-        move = transports[0].combine if combine else transports[0].dispatch
-        return move(tensors[0])
-    if not transports[0].merges:
-        each = [
-            exchange_chunks([one], [of_chunk], combine=combine)
-            for one, of_chunk in zip(transports, tensors, strict=True)
-        ]
-        return Transfer(
-            tuple(output for one in each for output in one.outputs),
-            tuple(work for one in each for work in one.works),
-            uses=tuple(tensor for one in each for tensor in one.uses),
-        )
-    send = [one.output_splits if combine else one.input_splits for one in transports]
-    receive = [one.input_splits if combine else one.output_splits for one in transports]
-    merged = type(transports[0]).merged(transports)
-    transfer = (merged.combine if combine else merged.dispatch)(
-        [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
-    )
-    return _split_into_chunks(transfer, receive)
-
-
-def gather_chunks(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
-    """:func:`all_gather_rows` of several tensors as one collective, with the same number of rows per rank."""
-    if len(tensors) == 1:
-        return all_gather_rows(tensors[0], group=group)
-    gathered = all_gather_rows(torch.cat(list(tensors)), group=group)
-    return _split_into_chunks(gathered, [[tensor.shape[0]] * group.size() for tensor in tensors])
-
-
-def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
-    """Concatenate the first part of every tensor, then the second part of every tensor, and so on."""
-    parts = [tensor.split(list(sizes)) for tensor, sizes in zip(tensors, rows, strict=True)]
-    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
-
-
-def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
-    """The inverse of :func:`_concatenate_by_rank`, applied to a transfer; ordered by chunk."""
-    sizes = [size for of_rank in zip(*rows, strict=True) for size in of_rank]
-    count = len(rows)
-    outputs = [
-        tensor.new_empty((sum(of_chunk), *tensor.shape[1:]))
-        for of_chunk in rows
-        for tensor in transfer.outputs
-    ]
-
-    def unpack() -> None:
-        if transfer.unpack is not None:
-            transfer.unpack()
-        for index, tensor in enumerate(transfer.outputs):
-            parts = tensor.split(sizes)
-            for chunk, output in enumerate(outputs[index :: len(transfer.outputs)]):
-                torch.cat(parts[chunk::count], out=output)
-
-    if transfer.works:
-        return Transfer(tuple(outputs), transfer.works, unpack)
-    unpack()
-    return Transfer(tuple(outputs))
+        return cls(tuple(outputs), tuple([work for work in works if work is not None]))
 
 
 def exchange_rows(
-    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    tensors: Sequence[Tensor], *, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Start an all-to-all of tensors that are split identically along the first dimension.
 
     Args:
         tensors: Each ``[sum(send), ...]``.
-        send: Rows for each rank of ``group``, in rank order.
-        receive: Rows from each rank of ``group``.
+        send: Rows for each rank of ``group``, in rank order; a list.
+        receive: Rows from each rank of ``group``; a list.
         group: The participating ranks.
 
     Returns:
@@ -280,18 +114,15 @@ def exchange_rows(
     """
     if group.size() == 1:
         return Transfer(tuple(tensors))
-    received = tuple(tensor.new_empty((sum(receive), *tensor.shape[1:])) for tensor in tensors)
-    works = [
-        dist.all_to_all_single(
-            output,
-            tensor.contiguous(),
-            list(receive),
-            list(send),
-            group=group,
-            async_op=not tensor.is_cuda,
+    num_rows, received, works = sum(receive), [], []
+    for tensor in tensors:
+        output = tensor.new_empty((num_rows, *tensor.shape[1:]))
+        works.append(
+            dist.all_to_all_single(
+                output, tensor.contiguous(), receive, send, group=group, async_op=not tensor.is_cuda
+            )
         )
-        for tensor, output in zip(tensors, received, strict=True)
-    ]
+        received.append(output)
     return Transfer.of(received, works)
 
 
@@ -333,15 +164,19 @@ def send_receive(
     return works
 
 
-def all_gather_rows(tensor: Tensor, *, group: dist.ProcessGroup) -> Transfer:
-    """Start an all-gather of ``[T, ...]``, in rank order; the tensor itself for a group of one rank."""
-    if group.size() == 1:
-        return Transfer((tensor,))
-    gathered = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
-    work = dist.all_gather_into_tensor(
-        gathered, tensor.contiguous(), group=group, async_op=not tensor.is_cuda
-    )
-    return Transfer.of([gathered], [work])
+def all_gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> Transfer:
+    """Start an all-gather of each ``[T, ...]``, in rank order; the tensors themselves for one rank."""
+    count = group.size()
+    if count == 1:
+        return Transfer(tuple(tensors))
+    gathered, works = [], []
+    for tensor in tensors:
+        output = tensor.new_empty((count * tensor.shape[0], *tensor.shape[1:]))
+        works.append(
+            dist.all_gather_into_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
+        )
+        gathered.append(output)
+    return Transfer.of(gathered, works)
 
 
 @cache

@@ -1,17 +1,15 @@
 """Reading and writing the rows of a chunk: a view for one span, one copy for several.
 
-Also rows that are exchanged, and the reshaping that all attention kernels share.
+Also the reshaping that all attention kernels share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule.chunks import Span
 
 
@@ -37,29 +35,6 @@ def write_sum(target: Tensor, spans: Sequence[Span], rows: Tensor, others: Tenso
         end = start + span.length
         torch.add(rows[start:end], others[start:end], out=target[span.local_start : span.local_end])
         start = end
-
-
-def with_rows(transfer: Transfer, num_rows: Sequence[int]) -> Transfer:
-    """A transfer whose outputs have more rows, which are 0.
-
-    Args:
-        transfer: What is received.
-        num_rows: Of each output.
-    """
-    outputs = [
-        received.new_empty((rows, *received.shape[1:]))
-        for received, rows in zip(transfer.outputs, num_rows, strict=True)
-    ]
-
-    def unpack() -> None:
-        if transfer.unpack is not None:
-            transfer.unpack()
-        for received, output in zip(transfer.outputs, outputs, strict=True):
-            output[: received.shape[0]] = received
-            output[received.shape[0] :].zero_()
-
-    used = (*transfer.uses, *transfer.outputs)
-    return replace(transfer, outputs=tuple(outputs), unpack=unpack, uses=used)
 
 
 def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:

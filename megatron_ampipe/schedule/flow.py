@@ -114,9 +114,7 @@ def _once(
     found: set[StageKind] = set()
     for kind in reversed(kinds):
         by_shape = all(
-            value in taker.by_shape
-            and taker.scope is Scope.CHUNK
-            and (taker.lane.computes or taker in found)
+            value in taker.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in found)
             for value, source in given[kind]
             for taker in takers.get(source, ())
         )

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
@@ -27,7 +28,6 @@ from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.layers.spec import pipelined, with_gate
-from megatron_ampipe.layers.wires import load_wire
 from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor

@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from megatron_ampipe.runtime.wire import Trip, Wire
+from megatron_ampipe.exchange.codecs import Trip, Wire
 from megatron_ampipe.schedule import Direction
 
 _TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)

@@ -12,6 +12,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from tests.dist.cases import AUX, TIGHT, Case, Z
 from tests.dist.worker import report, start, use_groups
@@ -177,19 +178,16 @@ class Wire:
     @contextlib.contextmanager
     def watched_exchanges(self) -> Iterator[None]:
         """Context manager that counts AMPipe's exchanges of tokens."""
-        from megatron_ampipe.runtime import collectives
-
-        exchange_rows = collectives.exchange_rows
+        from megatron_ampipe.exchange import packing
+        from megatron_ampipe.exchange.transports import Operation
+        from megatron_ampipe.runtime.collectives import exchange_rows
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             transfer = exchange_rows(*args, **kwargs)
             return dataclasses.replace(transfer, works=tuple(self.begin("exchange", transfer.works)))
 
-        collectives.exchange_rows = watched
-        try:
+        with mock.patch.object(packing, "ALL_TO_ALL", Operation(watched, watched)):
             yield
-        finally:
-            collectives.exchange_rows = exchange_rows
 
 
 @dataclasses.dataclass
@@ -319,8 +317,6 @@ def same_products(*, fusion: bool) -> dict[str, Any]:
 
 def handed_over(kinds: str = "m", **settings: Any) -> dict[str, Any]:
     """Where the gradient of each parameter was computed, and where the parameter has it."""
-    from unittest import mock
-
     from megatron_ampipe.runtime.segment import GradientSums
 
     _, layer = layers(kinds, **settings)

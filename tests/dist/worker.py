@@ -62,7 +62,7 @@ def end_groups() -> None:
     """
     import torch.distributed as dist
 
-    from megatron_ampipe.layers.node_groups import node_groups
+    from megatron_ampipe.exchange.hops import node_groups
     from megatron_ampipe.runtime.collectives import lane_group
 
     # A slower rank still needs its peers.

@@ -133,9 +133,7 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     trained = [chosen.trained(features)] * layers
     if block.get("dense"):
         # Only next to a layer with experts.
-        with_experts = features_of_settings(
-            settings, Settings(), shares_schedule=layers > 1
-        )
+        with_experts = features_of_settings(settings, Settings(), shares_schedule=layers > 1)
         trained[1::2] = [chosen.trained(with_experts)] * (layers // 2)
     return chosen.schedule_of(trained), trained, chosen
 

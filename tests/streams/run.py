@@ -28,7 +28,7 @@ from tests.streams import model
 from tests.streams.cases import IssueOrder
 from tests.streams.model import DEVICE, HOST, ModelEvent, ModelStream
 from tests.streams.peers import Peers
-from tests.streams.tracker import HostCalls, Tracker, pinned
+from tests.streams.tracker import HostCalls, Tracker, of_numpy, pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ def modelled_device() -> Iterator[Tracker]:
         stack.enter_context(mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side))
         stack.enter_context(mock.patch.object(torch, "empty", pinned(tracker)))
         stack.enter_context(mock.patch.object(segment, "_engine_run_backward", tracker.differentiate))
+        stack.enter_context(mock.patch.object(torch, "from_numpy", of_numpy(tracker)))
         stack.enter_context(Peers().pretended())
         stack.enter_context(tracker)
         stack.enter_context(HostCalls(tracker))

@@ -255,6 +255,18 @@ def pinned(tracker: Tracker) -> Any:
     return make
 
 
+def of_numpy(tracker: Tracker) -> Any:
+    """``torch.from_numpy``, whose tensors are host memory."""
+    share = torch.from_numpy
+
+    def make(array: Any) -> Tensor:
+        tensor: Tensor = share(array)
+        tracker.make(tensor, "from_numpy", owner=None)
+        return tensor
+
+    return make
+
+
 def _accesses(
     operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

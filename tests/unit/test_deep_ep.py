@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("megatron.core")
+
 from megatron_ampipe.block_features import counts_inside
-from megatron_ampipe.runtime.collectives import exchange_chunks
-from megatron_ampipe.runtime.deep_ep_transport import DeepEPTransport
+from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk
+from megatron_ampipe.exchange.transports import exchange_chunks
 from megatron_ampipe.schedule import SCHEDULE_NAMES, BlockFeatures, build, check
 
 
@@ -112,11 +114,9 @@ def chunks_of(num_layers: int, degree: int, *, config: Any) -> list[Any]:
     """Dispatchers of the chunks of several layers, as one pass makes them."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron_ampipe.layers.deep_ep import DeepEPChunk
-
     chunks = []
     for _ in range(num_layers):
-        layer = DeepEPChunk.__new__(DeepEPChunk)
+        layer = FlexChunk.__new__(FlexChunk)
         layer.config, layer.tp_size, layer.ep_size, layer.num_local_experts = config, 1, 2, 2
         manager = layer._comm_manager = token_dispatcher._DeepepManager.__new__(
             token_dispatcher._DeepepManager
@@ -128,7 +128,6 @@ def chunks_of(num_layers: int, degree: int, *, config: Any) -> list[Any]:
 
 def test_no_layer_compiles_what_another_has_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron compiles ``dispatch_preprocess``, whose dispatcher is another object in every chunk."""
-    pytest.importorskip("megatron.core")
     from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
     from torch._dynamo.testing import CompileCounter
 

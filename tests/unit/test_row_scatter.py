@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.row_scatter import RegatheredRows
+from megatron_ampipe.exchange.row_scatter import RegatheredRows
 from megatron_ampipe.runtime.segment import GradientSums, Segment
 
 

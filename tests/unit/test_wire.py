@@ -10,9 +10,8 @@ import torch
 from megatron_ampipe.block.values import check_wire
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.wires import load_wire
-from megatron_ampipe.runtime.collectives import AllToAll
-from megatron_ampipe.runtime.wire import Trip, exchange_encoded
+from megatron_ampipe.exchange.codecs import Trip, WireCodec, load_wire
+from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, exchange_chunks
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
 
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
@@ -66,11 +65,10 @@ class OneRank:
 
 
 def test_what_cannot_be_divided_over_ranks_is_refused() -> None:
-    transport = AllToAll([4], [4], OneRank())
+    transport = RowTransport(ALL_TO_ALL, [4], [4], OneRank())
+    codec = WireCodec(load_wire("tests.wires:JoinedWire"), TRIP)
     with pytest.raises(BadInput, match=r"sizes \[\[1, 32\]\] for 4 rows"):
-        exchange_encoded(
-            load_wire("tests.wires:JoinedWire"), [transport], [[torch.ones(4, 8)]], [TRIP], combine=False
-        )
+        exchange_chunks([transport], [[torch.ones(4, 8)]], combine=False, codecs=[codec])
 
 
 @pytest.mark.parametrize(

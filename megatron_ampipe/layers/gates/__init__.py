@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 
+from megatron_ampipe.block.named_class import import_class
 from megatron_ampipe.block.values import ROUTER_FLAG as FLAG
 from megatron_ampipe.block.values import class_path
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.named_class import import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:

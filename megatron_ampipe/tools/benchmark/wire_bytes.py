@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ampipe.layers.wires import load_wire
-from megatron_ampipe.runtime.wire import Trip
+from megatron_ampipe.exchange.codecs import Trip, load_wire
 from megatron_ampipe.schedule import Direction, Exchange
 from megatron_ampipe.tools.measuring.link import Nodes
 from megatron_ampipe.tools.measuring.network import INTERFACE, WITHIN_NODE

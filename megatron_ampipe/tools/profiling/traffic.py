@@ -115,7 +115,7 @@ class Traffic:
         part = self._random(rows)
         whole = self._random(rows * group.size())
         sent = part.nbytes * (group.size() - 1)
-        yield _of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows(part, group=group).wait())
+        yield _of_bytes(f"{name}.all_gather", sent, lambda: all_gather_rows([part], group=group).wait())
         yield _of_bytes(
             f"{name}.reduce_scatter",
             sent,

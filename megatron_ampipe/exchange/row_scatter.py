@@ -3,8 +3,7 @@ that of outputs.
 
 With tensor parallelism, every rank computes the heads that it has, for the rows of all ranks. With sequence
 parallelism, a rank keeps the rows that it owns. Megatron's linear layers gather and scatter inside; here that
-is done in stages (:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``). Called by
-``layers.attention_stages``.
+is done in stages (:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``).
 """
 
 from __future__ import annotations
@@ -19,24 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ampipe.runtime.collectives import AllGather, Transfer, exchange_chunks
+from megatron_ampipe.exchange.transports import all_gather, exchange_chunks
+from megatron_ampipe.runtime.collectives import Transfer
 
 # R rows of the residual stream of one rank, P ranks.
-
-
-def exchange_owned_rows(
-    tensors: Sequence[Sequence[Tensor]], *, num_rows: Sequence[int], group: dist.ProcessGroup, scatter: bool
-) -> Transfer:
-    """Start the gather of some chunks: of each one tensor ``[R, B, D]`` to ``[P * R, B, D]``, in rank order.
-
-    Args:
-        tensors: Of each chunk.
-        num_rows: R of each chunk.
-        group: The ranks.
-        scatter: The reverse, a reduce-scatter: each is the adjoint of the other.
-    """
-    transports = [AllGather(rows, group) for rows in num_rows]
-    return exchange_chunks(transports, tensors, combine=scatter)
 
 
 class RegatheredRows:
@@ -94,7 +79,7 @@ class RowTransfers:
     """The transfers of rows of one pass of one micro-batch through a block.
 
     Args:
-        group: The ranks, in a group that no other lane uses (:func:`~.collectives.lane_group`).
+        group: The ranks, in a group that no other lane uses (``lane_group``).
         gathers: What attention is given is gathered as a stage as well.
         keeps: What was gathered needs no second gather in the backward pass.
 
@@ -113,8 +98,15 @@ class RowTransfers:
     def exchange(
         self, tensors: Sequence[Sequence[Tensor]], num_rows: Sequence[int], *, scatter: bool
     ) -> Transfer:
-        """:func:`exchange_owned_rows` of these ranks."""
-        return exchange_owned_rows(tensors, num_rows=num_rows, group=self._group, scatter=scatter)
+        """Start the gather of some chunks, of each one tensor: ``[R, B, D]`` to ``[P * R, B, D]``.
+
+        Args:
+            tensors: Of each chunk.
+            num_rows: R of each chunk.
+            scatter: The reverse, a reduce-scatter: each is the adjoint of the other.
+        """
+        transports = [all_gather(rows, self._group) for rows in num_rows]
+        return exchange_chunks(transports, tensors, combine=scatter)
 
     def gather(
         self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], num_rows: Sequence[int]

@@ -1,8 +1,8 @@
 """What travels in place of the rows of tokens: casts to fewer bits, statistics, a user's compression.
 
 A :class:`Wire` is put around the transfers of dispatch and combine, in both passes (``--ampipe-wire``). It is
-no part of the autograd graph: the backward pass sends gradients through the same two methods. Called by
-``layers/moe_stages.py``.
+no part of the autograd graph: the backward pass sends gradients through the same two methods. What a class
+must promise is in docs/wire.md.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_ampipe.block.named_class import import_class
+from megatron_ampipe.block.values import SHIPPED_WIRES, WIRE_FLAG
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.collectives import Transfer, Transport, exchange_chunks
 from megatron_ampipe.schedule import Direction
 
 # T rows that are sent or received, D hidden size.
@@ -28,7 +29,7 @@ class Trip:
     Attributes:
         layer: Megatron's number of the layer, from 1.
         chunk: Index of the chunk.
-        stage: ``dispatch``, ``combine`` or ``redispatch``.
+        stage: ``dispatch`` or ``combine``.
         direction: ``forward`` for values, ``backward`` for their gradients, which go the other way.
     """
 
@@ -105,68 +106,85 @@ class Fp8Wire:
 
 
 SHIPPED: Mapping[str, Callable[[], Wire]] = {"bf16": Bf16Wire, "fp8": Fp8Wire}
-"""Wires by name (:data:`megatron_ampipe.block.values.SHIPPED_WIRES`)."""
+"""Wires by name."""
+assert set(SHIPPED) == set(SHIPPED_WIRES)
 
 
-def exchange_encoded(
-    wire: Wire,
-    transports: Sequence[Transport],
-    tensors: Sequence[Sequence[Tensor]],
-    trips: Sequence[Trip],
-    *,
-    combine: bool,
-) -> Transfer:
-    """:func:`~.collectives.exchange_chunks`, with the first tensor of each chunk sent through a wire.
+def load_wire(name: str) -> Wire:
+    """The wire that ``--ampipe-wire NAME`` names. Imports its module, and makes an object without arguments.
+
+    Raises:
+        BadInput: there is no such module or class, it cannot be made, or it lacks a method.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]()
+    found = import_class(WIRE_FLAG, name, path=name, fits=_is_wire, kind="Wires")
+    if not isinstance(found, type) or not _is_wire(found):
+        raise BadInput(
+            WIRE_FLAG,
+            name,
+            rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
+            remedy="Give it both; see docs/wire.md.",
+        )
+    try:
+        wire: Wire = found()
+    except Exception as error:
+        raise BadInput(
+            WIRE_FLAG,
+            name,
+            rule=f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip("."),
+            remedy="Give its arguments defaults.",
+        ) from error
+    return wire
+
+
+def _is_wire(found: type) -> bool:
+    return callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
+
+
+class WireCodec:
+    """A wire around one transfer. Of the tensors of a chunk the first has the rows; others go as they are.
 
     Args:
         wire: Encodes and decodes.
-        transports: Of each chunk.
-        tensors: Of each chunk the rows ``[T, D]``, and what is sent as it is (probabilities).
-        trips: Of each chunk.
-        combine: Combine instead of dispatch.
-
-    Raises:
-        BadInput: the wire returned a tensor without a row for each row.
+        trip: Which transfer.
     """
-    with torch.no_grad():
-        parts = [
-            _checked(wire, rows, wire.encode(rows, trip))
-            for (rows, *_), trip in zip(tensors, trips, strict=True)
-        ]
-    sent = [(*encoded, *of_chunk[1:]) for encoded, of_chunk in zip(parts, tensors, strict=True)]
-    inner = exchange_chunks(transports, sent, combine=combine)
-    count, num_parts = len(sent[0]), len(parts[0])
-    outputs: list[Tensor] = []
-    arrived: list[tuple[Sequence[Tensor], Tensor, Trip]] = []
-    for place, (of_chunk, trip) in enumerate(zip(tensors, trips, strict=True)):
-        received = inner.outputs[place * count : (place + 1) * count]
-        rows = of_chunk[0].new_empty((received[0].shape[0], *of_chunk[0].shape[1:]))
-        arrived.append((received[:num_parts], rows, trip))
-        outputs += [rows, *received[num_parts:]]
 
-    def unpack() -> None:
-        if inner.unpack is not None:
-            inner.unpack()
-        with torch.no_grad():
-            for encoded, rows, trip in arrived:
-                wire.decode(encoded, rows, trip)
+    uses: Sequence[Tensor] = ()
 
-    uses = (*inner.uses, *(part for encoded in parts for part in encoded), *inner.outputs)
-    if inner.works:
-        return Transfer(tuple(outputs), inner.works, unpack, uses)
-    unpack()
-    return Transfer(tuple(outputs), uses=uses)
+    def __init__(self, wire: Wire, trip: Trip) -> None:
+        self._wire, self._trip = wire, trip
 
+    @torch.no_grad()
+    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
+        """What the wire returns for the rows ``[T, D]``, and the other tensors.
 
-def _checked(wire: Wire, rows: Tensor, encoded: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    found = tuple(encoded)
-    if not found or any(part.ndim == 0 or part.shape[0] != rows.shape[0] for part in found):
-        sizes = [list(part.shape) for part in found]
-        raise BadInput(
-            "--ampipe-wire",
-            type(wire).__qualname__,
-            rule=f"encode returned tensors of sizes {sizes} for {rows.shape[0]} rows, which go to several "
-            "ranks",
-            remedy="Return tensors whose first size is the number of rows.",
-        )
-    return found
+        Raises:
+            BadInput: the wire returned a tensor without a row for each row.
+        """
+        rows, *others = tensors
+        encoded = tuple(self._wire.encode(rows, self._trip))
+        if not encoded or any([part.ndim == 0 or part.shape[0] != rows.shape[0] for part in encoded]):
+            sizes = [list(part.shape) for part in encoded]
+            raise BadInput(
+                WIRE_FLAG,
+                type(self._wire).__qualname__,
+                rule=f"encode returned tensors of sizes {sizes} for {rows.shape[0]} rows, which go to "
+                "several ranks",
+                remedy="Return tensors whose first size is the number of rows.",
+            )
+        self._num_parts, self._row_shape, self._dtype = len(encoded), rows.shape[1:], rows.dtype
+        return (*encoded, *others)
+
+    def arrive(
+        self, received: Sequence[Tensor], *, combine: bool
+    ) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """Rows ``[T, D]`` as they were sent, and the other tensors."""
+        parts, others = received[: self._num_parts], received[self._num_parts :]
+        rows = parts[0].new_empty((parts[0].shape[0], *self._row_shape), dtype=self._dtype)
+
+        @torch.no_grad()
+        def fill() -> None:
+            self._wire.decode(parts, rows, self._trip)
+
+        return (rows, *others), fill

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ampipe.runtime.node_hop import CopyHop
+from megatron_ampipe.exchange.hops import SortHop
 
 COUNTS = st.integers(2, 4).flatmap(
     lambda ranks: st.lists(
@@ -22,12 +22,12 @@ def test_rows_go_from_the_order_of_nodes_into_that_of_ranks_and_back(rows: list[
               for _ in range(size)]  # fmt: skip
     numbers = torch.tensor([10.0 * node + rank for node, rank in places])
     tensors = [torch.stack([numbers, -numbers], dim=1), numbers]
-    hop = CopyHop(rows, receive=[0] * len(rows[0]), group=None)
-    packed = hop.pack(tensors)
+    hop = SortHop(rows, [0] * len(rows[0]), group=None)
+    packed = hop.send(tensors, combine=False)
     expected = torch.tensor([10.0 * node + rank for node, rank in sorted(places, key=lambda place: place[1])])
     assert torch.equal(packed[1], expected) and torch.equal(packed[0][:, 0], expected)
     assert hop.transport.input_splits == [sum(sizes) for sizes in zip(*rows, strict=True)]
-    outputs = hop.empty(packed)
-    hop.unpack(packed, outputs)
+    outputs, fill = hop.arrive(packed, combine=True)
+    fill()
     for output, tensor in zip(outputs, tensors, strict=True):
         assert torch.equal(output, tensor)

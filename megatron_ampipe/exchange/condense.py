@@ -4,7 +4,7 @@ Among the rows of a chunk that one sequence sends to one expert, a row goes if n
 similar to it. Every other row takes the result of the earliest such row: a later token never influences an
 earlier one. The result is weighted by the token's own probability. This is another function than that of a
 stock run; the backward pass is its exact adjoint, except that the choice of rows, like that of experts, has
-no gradient. Called by :mod:`.moe_stages`.
+no gradient.
 
 Source: Chen et al., Luffy, 2024 (arXiv 2411.15419); of the paper, the abstract was at hand.
 """

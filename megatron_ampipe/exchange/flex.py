@@ -1,0 +1,309 @@
+"""Megatron's flex dispatcher for one chunk, and its exchange of tokens through DeepEP or HybridEP.
+
+The permutations are Megatron's. DeepEP's buffer counts tokens, permutes them by rank and exchanges them in
+one call; a token goes once to every rank that has experts for it. HybridEP's also puts them into the order of
+the experts, so that ``expert`` permutes nothing. Not run on the hardware that both need; tests use stand-ins
+of their interfaces (``tests/deep_ep_standin.py``, ``tests/hybrid_ep_standin.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import fused_a2a
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+from torch import Tensor
+
+from megatron_ampipe.block_features import counts_inside
+from megatron_ampipe.runtime.collectives import HostCopy, Transfer
+
+# T tokens of a chunk, R received tokens (HybridEP: rows, one for each of a token's local experts), D hidden
+# size, K experts of a token, E experts of all ranks, P ranks, L experts of a rank.
+
+
+class FlexChunk(MoEFlexTokenDispatcher):
+    """The flex dispatcher of one chunk, with the steps of :class:`~.packing.AllToAllChunk`.
+
+    Within a node, tokens for DeepEP are counted as there, and DeepEP is told how many rows will arrive. Among
+    more ranks DeepEP counts itself, in the call that sends the tokens, as HybridEP always does.
+    """
+
+    num_spare: ClassVar = 0
+    told: tuple[int, tuple[int, ...]] | None = None
+    """``R``, and the tokens for each expert of this rank, as in :class:`~.packing.AllToAllChunk`."""
+    _transport: DeepEPTransport | HybridEPTransport | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts_group: dist.ProcessGroup = self._comm_manager.group
+        """The ranks that exchange ``counts``, ``[E + P]`` int64: tokens for each expert and each rank."""
+        if self.config.moe_flex_dispatcher_backend == "deepep":
+            # Megatron's waits for the number of chosen experts.
+            self._comm_manager._indices_to_multihot = functools.partial(
+                to_multihot, num_experts=self.num_local_experts
+            )
+        else:
+            # Padding to capacity does not change the result: chunks send only the kept tokens.
+            self._comm_manager.drop_and_pad = False
+
+    def __copy__(self) -> Self:
+        """A dispatcher with separate state: Megatron keeps that of a call in its manager."""
+        copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._comm_manager = copy.copy(self._comm_manager)
+        return copied
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As in the stock dispatcher, with the probabilities in fp32, as the backends need them; also counts.
+
+        ``[T, K]`` with DeepEP, ``[T, E]`` with HybridEP.
+        """
+        tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        token_probs = token_probs.float()
+        self._hidden_bytes = fused_a2a.get_hidden_bytes(tokens)
+        if self.told is None and not counts_inside(self.config):
+            manager = self._comm_manager
+            to_experts, _ = to_multihot(manager.token_indices, token_probs, num_experts=manager.num_experts)
+            to_ranks = to_experts.unflatten(1, (-1, self.num_local_experts)).any(dim=2)
+            self.counts = torch.cat([to_experts.sum(dim=0), to_ranks.sum(dim=0)])
+        return tokens, token_probs
+
+    def set_counts(self, gathered: Tensor) -> None:
+        """Set the counts of all ranks ``[P * (E + P)]``; :meth:`transport` waits for them on the host."""
+        self._gathered = HostCopy(gathered)
+
+    def transport(self) -> DeepEPTransport | HybridEPTransport:
+        """The token exchange of the chunk; the same object, with its handle, for all of its calls."""
+        if self._transport is None:
+            manager = self._comm_manager
+            if self.config.moe_flex_dispatcher_backend == "hybridep":
+                # Megatron makes the buffer in the first dispatch of all.
+                self._transport = HybridEPTransport(manager, buffer=lambda: fused_a2a._hybrid_ep_buffer)
+                return self._transport
+            find_buffer = fused_a2a.get_buffer
+            if not counts_inside(self.config):
+                find_buffer, self.told = told_buffer, self.told or self._read(self._gathered)
+            num_received, tokens_per_expert = self.told or (None, ())
+            self._transport = DeepEPTransport(
+                find_buffer(manager.group, self._hidden_bytes),
+                manager.token_indices,
+                num_experts=manager.num_experts,
+                num_received=num_received,
+                tokens_per_expert=tokens_per_expert,
+            )
+        return self._transport
+
+    def _read(self, gathered: HostCopy) -> tuple[int, tuple[int, ...]]:
+        num_experts, rank = self._comm_manager.num_experts, self.counts_group.rank()
+        arriving = gathered.wait().view(self.counts_group.size(), -1).sum(dim=0).tolist()
+        of_experts = arriving[rank * self.num_local_experts : (rank + 1) * self.num_local_experts]
+        return arriving[num_experts + rank], tuple(of_experts)
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
+        """As in the stock dispatcher, of what its manager would have kept of the exchange; can run again."""
+        transport, manager = self.transport(), self._comm_manager
+        manager.dispatched_probs = probs
+        manager.tokens_per_expert = torch.as_tensor(transport.tokens_per_expert)
+        if isinstance(transport, DeepEPTransport):
+            manager.dispatched_indices = transport.received_experts
+        outputs: tuple[Any, ...] = super().dispatch_postprocess(hidden_states, probs)
+        return outputs
+
+
+_told_buffer: Any = None
+
+
+def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+    """The buffer of dispatches that are told how many rows arrive, made as Megatron makes its own.
+
+    A buffer counts into one place on the host. A dispatch that waits for its count there could read that of
+    an earlier one that did not wait, so the stock layers, which wait, have another buffer.
+
+    Args:
+        group: The ranks that exchange tokens.
+        hidden_bytes: Size of a token.
+    """
+    global _told_buffer
+    of_stock, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
+    try:
+        _told_buffer = fused_a2a.get_buffer(group, hidden_bytes)
+    finally:
+        fused_a2a._buffer = of_stock
+    return _told_buffer
+
+
+def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Megatron's ``_indices_to_multihot``, for which the host waits for nothing.
+
+    Args:
+        experts: ``[T, K]`` int64; -1 for none.
+        probs: ``[T, K]``.
+        num_experts: E.
+
+    Returns:
+        ``[T, E]`` bool, the experts of each token; and ``[T, E]``, their probabilities, 0 elsewhere.
+    """
+    # What has no expert goes into a separate column, which is left out.
+    places = experts.masked_fill(experts < 0, num_experts)
+    zeros = probs.new_zeros((experts.shape[0], num_experts + 1))
+    chosen = zeros.bool().scatter(1, places, True)
+    return chosen[:, :num_experts], zeros.scatter(1, places, probs)[:, :num_experts]
+
+
+class DeepEPTransport:
+    """Keeps DeepEP's handle of its chunk.
+
+    Every call is asynchronous on the device, and ordered by the stream that issues it. The first dispatch
+    blocks the host if it is not known how many tokens will arrive.
+
+    Args:
+        buffer: ``deep_ep.Buffer`` of the ranks that exchange tokens. It copies what it receives to new
+            tensors, so chunks in flight share nothing.
+        experts: ``[T, K]`` int64, the experts of each token; -1 for none.
+        num_experts: Of all ranks.
+        num_received: ``R``; None if it is not known. DeepEP takes it within a node alone.
+        tokens_per_expert: As in the attributes, if ``R`` is known.
+
+    Attributes:
+        received_experts: ``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks.
+        tokens_per_expert: Received tokens for each local expert, known on the host.
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        experts: Tensor,
+        *,
+        num_experts: int,
+        num_received: int | None = None,
+        tokens_per_expert: Sequence[int] = (),
+    ) -> None:
+        self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
+        self._num_received = num_received
+        self._handle: Any = None
+        self.received_experts: Tensor
+        self.tokens_per_expert = tokens_per_expert
+
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Tokens ``[T, D]`` and fp32 probabilities ``[T, K]`` to ``[R, D]`` and ``[R, K]``.
+
+        In the backward pass of the combine the gradients ``[T, D]`` alone, along the same ways.
+        """
+        if len(tensors) == 1:
+            received, *_ = self._buffer.dispatch(tensors[0].contiguous(), handle=self._handle)
+            return Transfer((received[: self._num_received],), uses=tensors_among(self._handle))
+        tokens, probs = tensors
+        per_rank, per_node, per_expert, goes_to, _ = self._buffer.get_dispatch_layout(
+            self._experts, self._num_experts
+        )
+        is_told = self._num_received is not None
+        # To DeepEP, 0 says that the number is not known: one row is received that no rank has sent.
+        told = {"num_worst_tokens": max(1, self._num_received or 0)} if is_told else {}
+        received, experts, weights, counted, self._handle, _ = self._buffer.dispatch(
+            tokens.contiguous(),
+            topk_idx=self._experts,
+            topk_weights=probs.contiguous(),
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=goes_to,
+            num_tokens_per_expert=per_expert,
+            **told,
+        )
+        self.received_experts = experts[: self._num_received]
+        if not is_told:
+            self.tokens_per_expert = counted
+        counted = (per_rank, per_node, per_expert, goes_to)
+        uses = (self._experts, self.received_experts, *tensors_among(counted), *tensors_among(self._handle))
+        return Transfer((received[: self._num_received], weights[: self._num_received]), uses=uses)
+
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Expert outputs ``[R, D]``, summed over the ranks of a token, to ``[T, D]``.
+
+        In the backward pass of the dispatch also gradients of the probabilities, ``[R, K]`` to ``[T, K]``.
+        """
+        if self._num_received == 0:
+            tensors = [tensor.new_zeros((1, *tensor.shape[1:])) for tensor in tensors]
+        tokens, *weights = tensors
+        given = {"topk_weights": weights[0].float().contiguous()} if weights else {}
+        combined, of_weights, _ = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)
+        outputs = (combined, of_weights) if weights else (combined,)
+        return Transfer(outputs, uses=tensors_among(self._handle))
+
+
+def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a handle."""
+    return tuple(value for value in values if isinstance(value, Tensor))
+
+
+class HybridEPTransport:
+    """Keeps HybridEP's handle of its chunk.
+
+    Every call is asynchronous on the device, and runs on the stream that issues it. The first dispatch blocks
+    the host until the number of received rows is known. HybridEP exchanges through a separate memory, which
+    the calls use one after another, and returns new tensors: chunks in flight share nothing.
+
+    Args:
+        manager: Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
+            call, with Megatron's settings. Its routing map is ``[T, E]`` bool.
+        buffer: Finds ``deep_ep.HybridEPBuffer``, through which that call was made.
+
+    Attributes:
+        tokens_per_expert: ``[local experts]`` int64 on the host, received rows of each local expert.
+    """
+
+    def __init__(self, manager: Any, *, buffer: Callable[[], Any]) -> None:
+        self._manager, self._buffer = manager, buffer
+        self._fuses = bool(manager.config.moe_permute_fusion_into_hybridep)
+        self._handle: Any = None
+        self._num_received = 0
+        self.tokens_per_expert: Tensor
+
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Tokens ``[T, D]`` and fp32 probabilities ``[T, E]`` to ``[R, D]`` and ``[R]``.
+
+        In the backward pass of the combine the gradients ``[T, D]`` alone, along the same ways.
+        """
+        if len(tensors) == 1:
+            received, *_ = self._buffer().dispatch_with_permute(
+                hidden=tensors[0].contiguous(),
+                scaling_factor=None,
+                num_permuted_tokens=self._num_received,
+                **self._options("fuse_permute_dispatch"),
+            )
+            return Transfer((received,), uses=tensors_among(self._handle))
+        manager = self._manager
+        tokens, probs = tensors
+        manager.token_probs = probs.contiguous()
+        with torch.no_grad():
+            received = manager.dispatch(tokens.contiguous())
+        self._handle, self._num_received = manager.handle, received.shape[0]
+        # Nothing promises that the next call counts into other memory.
+        self.tokens_per_expert = manager.tokens_per_expert.clone()
+        uses = (manager.routing_map, *tensors_among(self._handle))
+        return Transfer((received, manager.dispatched_probs), uses=uses)
+
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Expert outputs ``[R, D]``, summed over the experts of a token, to ``[T, D]``.
+
+        In the backward pass of the dispatch also gradients of the probabilities, ``[R]`` to ``[T, E]``.
+        """
+        tokens, *probs = tensors
+        combined, of_probs = self._buffer().combine_with_unpermute(
+            hidden=tokens.contiguous(),
+            probs=probs[0].float().contiguous() if probs else None,
+            **self._options("fuse_unpermute_combine"),
+        )
+        outputs = (combined, of_probs) if probs else (combined,)
+        return Transfer(outputs, uses=tensors_among(self._handle))
+
+    def _options(self, fuse: str) -> dict[str, Any]:
+        """As in the first call; older versions of HybridEP have no name for the fused kernels."""
+        options = {"handle": self._handle, "pad_multiple": self._manager.pad_multiple}
+        return options | ({fuse: True} if self._fuses else {})

@@ -1,0 +1,363 @@
+"""How the tokens of one chunk become the rows that are sent, and those that arrive the rows of experts.
+
+In place of Megatron's token dispatchers, with the names of their steps; the permutations are theirs, the
+collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times, also where several of
+its experts are on one rank. Packed ``once`` (``--ampipe-exchange ranks`` and ``nodes``), a row goes once to
+every rank, or node, that has an expert of the token, with its probabilities for the experts there. The rank
+of the experts copies it for them and adds their weighted outputs, and one row comes back. Sums are linear, so
+nothing is approximated; only the order of additions differs. The gradients take the way back in the same
+number of rows, because autograd differentiates the copies as sums and the sums as copies.
+
+State of a call is in attributes: every chunk in flight has a copy of the layer's object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
+from torch import Tensor
+
+from megatron_ampipe.exchange.hops import NOT_ROUTED, NodeGroups, SortHop, SumHop, places_of, turned
+from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
+from megatron_ampipe.runtime.collectives import HostCopy, lane_group
+
+# T tokens of a chunk, D hidden size, E experts, P expert-parallel ranks, L experts of a rank, N nodes,
+# S ranks that share an expert, M rows that are prepared, R rows that arrive.
+
+
+class Permutation:
+    """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
+
+    Args:
+        routing_map: ``[T, places]`` bool, where each token goes.
+        num_rows: How many rows are prepared: those of the first place, those of the second, ..., and others.
+        fused: Whether with the fused kernels. They refuse to choose no row, and return no sum of no row.
+    """
+
+    def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:
+        self.num_rows, self._routing_map, self._fused = num_rows, routing_map, fused
+
+    def rows(self, tokens: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``[T, D]`` to ``[num_rows, D]``; probabilities ``[T, places]``, if any, to those of the rows."""
+        self._shape = tokens.shape
+        rows, row_probs, self._mapping, *_ = permute(
+            tokens,
+            self._routing_map,
+            probs=probs,
+            num_out_tokens=self.num_rows,
+            fused=self._fused and self.num_rows > 0,
+        )
+        return rows, row_probs
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The first of the rows, perhaps none, to the sums ``[T, D]`` of those of each token."""
+        fused, mapping = self._fused and rows.shape[0] > 0, self._mapping
+        if not fused:
+            # Of the fused kernel it has several columns, and no row is left.
+            mapping = mapping[: rows.shape[0]].flatten().long()
+        tokens: Tensor = unpermute(
+            rows, mapping, restore_shape=self._shape, routing_map=self._routing_map, fused=fused
+        )
+        return tokens
+
+
+class ToldCounts(NamedTuple):
+    """What the other ranks have told of a chunk, on the host.
+
+    Attributes:
+        num_prepared: ``M``.
+        num_sent: How many of them are sent; they come first.
+        transport: The exchange between expert-parallel ranks, or the first of its two hops.
+        hop: The second hop, if there is one.
+        gather: Between the ranks that share an expert, if there are several; its combine is their
+            reduce-scatter.
+        tokens_per_expert: ``[L]`` int64.
+        pieces: Rows of each source for each expert of this rank, as they arrive ``[P * S][L]``, and by expert
+            ``[L][P * S]``, where every copy of a token is sent and a rank has several experts. For the fused
+            permutation they are tensors on the device.
+    """
+
+    num_prepared: int
+    num_sent: int
+    transport: RowTransport
+    hop: SortHop | SumHop | None
+    gather: RowTransport | None
+    tokens_per_expert: Tensor
+    pieces: Any
+
+
+class AllToAllChunk:
+    """The tokens of one chunk, of which each goes to the ranks of its experts alone.
+
+    :attr:`counts` are ``[E]`` int64, this rank's tokens for each expert. If packed once, the rows for each
+    node follow (with two hops), and those for each rank. The splits of all hops follow from them. With two
+    hops, rows arrive sorted by the sender's place first, and then by its node.
+
+    Args:
+        num_local_experts: ``L``.
+        local_expert_indices: Which, in a row.
+        config: Megatron's.
+        pg_collection: Megatron's process groups.
+        once: Whether a token goes once to each place: each node with two hops, otherwise each rank.
+        nodes: The groups of two hops; None for one.
+        has_fixed_choices: Whether the router gives every token ``topk`` experts, if none are dropped.
+    """
+
+    told: ToldCounts | None = None
+    """Set by :meth:`transport`; a second run of the chunk is given that of the first."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        *,
+        config: Any,
+        pg_collection: Any,
+        once: bool = False,
+        nodes: NodeGroups | None = None,
+        has_fixed_choices: bool = True,
+    ) -> None:
+        self._config, self._fused = config, config.moe_permute_fusion
+        self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
+        self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
+        self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
+        self._num_places = nodes.layout.num_nodes if nodes else self._num_ranks
+        self._once, self._has_fixed_choices = once, has_fixed_choices
+        self.counts_group = pg_collection.tp_ep
+        """The ranks that exchange :attr:`counts`."""
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Choose the rows that are sent, and count them.
+
+        Args:
+            hidden_states: ``[rows, B, D]``, ``T`` tokens.
+            routing_map: ``[T, E]`` bool.
+            probs: ``[T, E]``.
+
+        Returns:
+            ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent; and
+            their probabilities ``[M]``. If packed once, ``[M, experts of the place]``, minus infinity for an
+            expert that does not get the token.
+        """
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
+        to_places = places_of(routing_map, self._num_places) if self._once else routing_map
+        num_tokens, num_places = to_places.shape
+        if self.told is not None:
+            num_rows = self.told.num_prepared
+        else:
+            self.counts = by_place = to_places.sum(dim=0)
+            if self._once:
+                to_ranks = [places_of(routing_map, self._num_ranks).sum(dim=0)] if self._nodes else []
+                self.counts = torch.cat([routing_map.sum(dim=0), by_place, *to_ranks])
+            num_rows = num_tokens * min(self._config.moe_router_topk, num_places)
+            if not self._has_fixed_choices:
+                # The host waits.
+                num_rows = int(by_place.sum())
+        self._packed = Permutation(to_places, num_rows, fused=self._fused)
+        if not self._once:
+            return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]), probs)
+        # A stable sort puts what is chosen first, place by place, without a wait for how much that is.
+        chosen = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_rows]
+        # A token has one row for each place.
+        of_places = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
+        row_probs = of_places.index_select(0, chosen % num_tokens * num_places + chosen // num_tokens)
+        return self.tokens_again(hidden_states), row_probs
+
+    def tokens_again(self, hidden_states: Tensor) -> Tensor:
+        """``[rows, B, D]`` to the rows ``[M, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]))[0]
+
+    def set_counts(self, gathered: Tensor) -> None:
+        """Set the counts of all ranks, in rank order; :meth:`transport` waits for them on the host."""
+        self._gathered = HostCopy(gathered)
+
+    def transport(self) -> RowTransport:
+        """The token exchange of the chunk, or the first of its two hops."""
+        if self.told is None:
+            self.told = self._read(self._gathered)
+            del self._gathered
+        return self.told.transport
+
+    def hop(self) -> SortHop | SumHop:
+        """The second hop, once :meth:`transport` has been called."""
+        assert self.told is not None and self.told.hop is not None
+        return self.told.hop
+
+    def gather(self) -> RowTransport:
+        """Over the ranks that share an expert, likewise."""
+        assert self.told is not None and self.told.gather is not None
+        return self.told.gather
+
+    @property
+    def num_spare(self) -> int:
+        """How many of the rows that are prepared are not sent, likewise."""
+        assert self.told is not None
+        return self.told.num_prepared - self.told.num_sent
+
+    def _read(self, gathered: HostCopy) -> ToldCounts:
+        """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
+        own, share, nodes = self._group.rank(), self._shares.rank(), self._nodes
+        ranks, shares, experts = self._num_ranks, self._shares.size(), self._config.num_moe_experts
+        # [P, S, counts], by source.
+        counts = gathered.wait().numpy().reshape(ranks, shares, -1)
+        to_experts = counts[:, :, :experts]
+        if self._once:
+            to_ranks = counts[:, :, -ranks:]
+        else:
+            to_ranks = to_experts.reshape(ranks, shares, ranks, -1).sum(3)
+        here, rows = to_experts[:, :, self._experts], to_ranks[:, share]
+        hop: SortHop | SumHop | None = None
+        if nodes is None:
+            group, to_places, arriving = self._group, rows[own], rows[:, own]
+        else:
+            group, node, place = nodes.inter, nodes.node, nodes.place
+            count, near = nodes.layout.num_nodes, nodes.layout.ranks_per_node
+            # [source's node, source's place, node, place]
+            rows = rows.reshape(count, near, count, near)
+            to_nodes = rows.sum(3)
+            if self._once:
+                to_nodes = counts[:, share, experts:-ranks].reshape(count, near, count)
+            to_places, arriving = to_nodes[node, place], to_nodes[:, place, node]
+            handed_on, received = rows[:, place, node], rows[:, :, node, place].sum(0)
+            if self._once:
+                hop = SumHop(handed_on.sum(0).tolist(), received.tolist(), nodes.intra)
+            else:
+                hop = SortHop(handed_on.tolist(), received.tolist(), nodes.intra)
+            # In the order of arrival: by place, then by node.
+            here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
+        input_splits, gather, pieces = to_places.tolist(), None, None
+        if shares > 1:
+            of_shares = to_ranks[:, :, own].sum(0).tolist()
+            gather = RowTransport(UNEQUAL_GATHER, (of_shares[share],), of_shares, self._shares)
+        if not self._once and self._num_local > 1:
+            by_source = here.reshape(ranks, shares, -1).swapaxes(0, 1).reshape(-1, self._num_local)
+            pieces = by_source.tolist(), by_source.T.tolist()
+            if self._fused:
+                on_device = torch.tensor(pieces[0]).to(gathered.on_device.device, non_blocking=True)
+                pieces = on_device, on_device.T.contiguous()
+        return ToldCounts(
+            self._packed.num_rows,
+            sum(input_splits),
+            RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
+            hop,
+            gather,
+            torch.from_numpy(here.reshape(-1, self._num_local).sum(0)),
+            pieces,
+        )
+
+    def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The received rows in the order of the experts of this rank; can run a second time.
+
+        Args:
+            rows: ``[R, D]`` from the expert-parallel ranks, and from those that share an expert.
+            probs: ``[R]``, or ``[R, L]``, as :meth:`dispatch_preprocess` gives them.
+
+        Returns:
+            ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
+            ``[copies]``, their probabilities. With one hop, the same values in the same order as from stock.
+        """
+        assert self.told is not None, "transport() has not been called"
+        per_expert = self.told.tokens_per_expert
+        if self._once:
+            self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
+            rows, probs = self._copied.rows(rows, probs)
+        elif self.told.pieces is not None:
+            rows, probs = self._sorted(rows, self.told.pieces[0], probs)
+        return rows, per_expert, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """``[copies, D]``, weighted, back to ``[R, D]``: added, if packed once."""
+        assert self.told is not None
+        if self._once:
+            return self._copied.sums(hidden_states)
+        if self.told.pieces is None:
+            return hidden_states
+        return self._sorted(hidden_states, self.told.pieces[1])[0]
+
+    def _sorted(self, rows: Tensor, pieces: Any, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows, and their probabilities, in pieces ``[A][B]``: of the first ``B``, then of the second."""
+        if not self._fused:
+            return turned(rows, pieces), turned(probs, pieces) if probs is not None else None
+        order = _order(*pieces.shape, pieces.device)
+        return sort_chunks_by_idxs(rows, pieces.ravel(), order, probs, fused=True)
+
+    def combine_postprocess(self, rows: Tensor) -> Tensor:
+        """As many rows ``[M, D]`` as were sent, perhaps none, to their sums ``[rows, B, D]``."""
+        return self._packed.sums(rows).view(self.hidden_shape)
+
+
+@cache
+def _order(rows: int, columns: int, device: torch.device) -> Tensor:
+    """The places of the columns, one after another, in a matrix that is stored by rows."""
+    return torch.arange(rows * columns, device=device).view(rows, columns).T.ravel()
+
+
+class AllGatherChunk:
+    """The tokens of one chunk, all of which go to every rank; the routing map takes the place of counts.
+
+    The parameters are as in :class:`AllToAllChunk`.
+    """
+
+    num_spare: ClassVar = 0
+    told: tuple[Tensor, HostCopy, RowTransport] | None = None
+    """The routing map of all ranks, how many tokens each expert of this rank gets, and the exchange."""
+
+    def __init__(
+        self, num_local_experts: int, local_expert_indices: Sequence[int], *, config: Any, pg_collection: Any
+    ) -> None:
+        self._fused, self._group = config.moe_permute_fusion, pg_collection.tp_ep
+        self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
+        self.counts_group = lane_group(self._group, "counts")
+        """The ranks that exchange :attr:`counts`, apart from what dispatches use."""
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+        """The tokens ``[T, D]``, and ``probs``; :attr:`counts` is ``[T, E]`` bool, the routing map."""
+        self.hidden_shape, self.counts = hidden_states.shape, routing_map
+        return self.tokens_again(hidden_states), probs
+
+    def tokens_again(self, hidden_states: Tensor) -> Tensor:
+        """``[R, B, D]`` to the tokens ``[T, D]`` that :meth:`dispatch_preprocess` returned for them."""
+        return hidden_states.view(-1, hidden_states.shape[-1])
+
+    def set_counts(self, gathered: Tensor) -> None:
+        """Set the routing maps of all ranks ``[ranks * T, E]``."""
+        self._gathered = gathered
+
+    def transport(self) -> RowTransport:
+        """The token exchange of the chunk; also starts copying the experts' token counts to the host."""
+        if self.told is None:
+            num_rows = len(self._gathered) // self._group.size()
+            counts = HostCopy(self._gathered[:, self._experts].sum(dim=0))
+            self.told = self._gathered, counts, all_gather(num_rows, self._group)
+            del self._gathered
+        return self.told[2]
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """As in the stock dispatcher, without its device synchronization; can run a second time.
+
+        The stock dispatcher synchronizes to read the number of tokens of each expert; here these numbers were
+        copied to the host during the dispatch.
+        """
+        assert self.told is not None, "transport() has not been called"
+        routing_map, counts, _ = self.told
+        tokens_per_expert = counts.wait()
+        local = routing_map[:, self._experts].contiguous()
+        self._sorted = Permutation(local, int(tokens_per_expert.sum()), fused=self._fused)
+        rows, self._row_probs = self._sorted.rows(hidden_states, probs[:, self._experts].contiguous())
+        return rows, tokens_per_expert, self._row_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in the stock dispatcher, in the dtype in which ``token_combine`` sums over ranks."""
+        output = self._sorted.sums(hidden_states)
+        self._dtype = output.dtype
+        return output.to(self._row_probs.dtype)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """As in the stock dispatcher, in the dtype of the tokens."""
+        return hidden_states.to(self._dtype).view(self.hidden_shape)

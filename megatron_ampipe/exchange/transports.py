@@ -1,0 +1,259 @@
+"""Transfers of the rows of chunks: several chunks in one collective, through codecs.
+
+A transport knows where the rows of one chunk go; ``combine`` is the adjoint of ``dispatch``. A codec replaces
+rows by what is sent, and makes the outputs of what arrives: a second hop sorts or copies rows
+(:mod:`.hops`), a wire casts them (:mod:`.codecs`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, exchange_rows, send_receive
+
+# T rows of this rank, G rows of all ranks.
+
+
+class Operation(NamedTuple):
+    """The collectives of a transport; each is the adjoint of the other.
+
+    Both are called with tensors, the rows to ``send`` in each part, those to ``receive``, and the ``group``.
+    """
+
+    dispatch: Callable[..., Transfer]
+    combine: Callable[..., Transfer]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTransport:
+    """The rows of one chunk between the ranks of a group.
+
+    Attributes:
+        operation: How.
+        input_splits: Rows of each part of the dispatch's input: one part per rank for :data:`ALL_TO_ALL`,
+            one part for the others.
+        output_splits: Rows of each part of the dispatch's output, one part per rank.
+        group: The ranks.
+    """
+
+    operation: Operation
+    input_splits: Sequence[int]
+    output_splits: Sequence[int]
+    group: dist.ProcessGroup
+
+    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Each ``[sum(input_splits), ...]`` to ``[sum(output_splits), ...]``."""
+        return self.operation.dispatch(
+            tensors, send=self.input_splits, receive=self.output_splits, group=self.group
+        )
+
+    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Each ``[sum(output_splits), ...]`` to ``[sum(input_splits), ...]``."""
+        return self.operation.combine(
+            tensors, send=self.output_splits, receive=self.input_splits, group=self.group
+        )
+
+
+class Codec(Protocol):
+    """What is done with the tensors of one chunk around a transfer.
+
+    Attributes:
+        uses: Tensors that it reads besides those that it is given.
+    """
+
+    uses: Sequence[Tensor]
+
+    def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
+        """What is sent in place of the tensors."""
+        ...
+
+    def arrive(
+        self, received: Sequence[Tensor], *, combine: bool
+    ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
+        """The outputs, and what fills them from what was received, if they are not the same.
+
+        Not filled before the transfer has ended.
+        """
+        ...
+
+
+def exchange_chunks(
+    transports: Sequence[Any],
+    tensors: Sequence[Sequence[Tensor]],
+    *,
+    combine: bool,
+    codecs: Sequence[Codec] | None = None,
+) -> Transfer:
+    """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
+
+    Args:
+        transports: Of each chunk, all of the same class, with the methods of :class:`RowTransport`.
+        tensors: The tensors of each chunk.
+        combine: Combine instead of dispatch.
+        codecs: Of each chunk; None to send the tensors as they are.
+
+    Returns:
+        A transfer whose outputs are those of the first chunk, then those of the second, and so on.
+    """
+    if codecs is None:
+        return _exchange(transports, tensors, combine)
+    sent = [codec.send(of_chunk, combine=combine) for codec, of_chunk in zip(codecs, tensors, strict=True)]
+    transfer = _exchange(transports, sent, combine)
+    received = itertools.batched(transfer.outputs, len(sent[0]))
+    arrived = [codec.arrive(parts, combine=combine) for codec, parts in zip(codecs, received, strict=True)]
+    fills = [fill for _, fill in arrived if fill is not None]
+
+    def fill_all() -> None:
+        for fill in fills:
+            fill()
+
+    uses = [*transfer.outputs]
+    for codec, of_chunk in zip(codecs, sent, strict=True):
+        uses += (*of_chunk, *codec.uses)
+    outputs = [output for of_chunk, _ in arrived for output in of_chunk]
+    return transfer.then(outputs, fill_all, uses=uses)
+
+
+def _exchange(transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool) -> Transfer:
+    first, count = transports[0], len(transports)
+    if count == 1:
+        transfer: Transfer = first.combine(tensors[0]) if combine else first.dispatch(tensors[0])
+        return transfer
+    if not isinstance(first, RowTransport):
+        return Transfer.all_of(
+            [_exchange([one], [parts], combine) for one, parts in zip(transports, tensors, strict=True)]
+        )
+    inputs = [transport.input_splits for transport in transports]
+    outputs = [transport.output_splits for transport in transports]
+    merged = RowTransport(first.operation, _added(inputs), _added(outputs), first.group)
+    send, receive = (outputs, inputs) if combine else (inputs, outputs)
+    joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
+    return _split_into_chunks(merged.combine(joint) if combine else merged.dispatch(joint), receive)
+
+
+def _added(splits: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(rows) for rows in zip(*splits, strict=True)]
+
+
+def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Tensor:
+    """Concatenate the first part of every tensor, then the second part of every tensor, and so on."""
+    parts = [tensor.split(list(sizes)) for tensor, sizes in zip(tensors, rows, strict=True)]
+    return torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+
+
+def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
+    """The inverse of :func:`_concatenate_by_rank`, applied to a transfer; ordered by chunk."""
+    sizes = [size for of_rank in zip(*rows, strict=True) for size in of_rank]
+    count = len(rows)
+    outputs = [
+        tensor.new_empty((sum(of_chunk), *tensor.shape[1:]))
+        for of_chunk in rows
+        for tensor in transfer.outputs
+    ]
+
+    def fill() -> None:
+        for index, tensor in enumerate(transfer.outputs):
+            parts = tensor.split(sizes)
+            for chunk, output in enumerate(outputs[index :: len(transfer.outputs)]):
+                torch.cat(parts[chunk::count], out=output)
+
+    return transfer.then(outputs, fill)
+
+
+def with_rows(transfer: Transfer, more: Sequence[int]) -> Transfer:
+    """A transfer whose outputs have more rows, which are 0.
+
+    Args:
+        transfer: What is received.
+        more: Of each output.
+    """
+    outputs = [
+        received.new_empty((received.shape[0] + rows, *received.shape[1:]))
+        for received, rows in zip(transfer.outputs, more, strict=True)
+    ]
+
+    def fill() -> None:
+        for received, output in zip(transfer.outputs, outputs, strict=True):
+            output[: received.shape[0]] = received
+            output[received.shape[0] :].zero_()
+
+    return transfer.then(outputs, fill, uses=transfer.outputs)
+
+
+def _gather_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
+    return all_gather_rows(tensors, group=group)
+
+
+def _scatter_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks by a reduce-scatter."""
+    if group.size() == 1:
+        return Transfer(tuple(tensors))
+    received, works = [], []
+    for tensor in tensors:
+        output = tensor.new_empty((receive[0], *tensor.shape[1:]))
+        works.append(
+            dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
+        )
+        received.append(output)
+    return Transfer.of(received, works)
+
+
+def _gather_unequal_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Each ``[T, ...]`` to ``[G, ...]``, the rows of the first rank first."""
+    count, received, works = group.size(), [], []
+    for tensor in tensors:
+        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * count
+        if tensor.is_cuda:
+            works.append(dist.all_to_all(parts, same, group=group))
+        else:
+            works += send_receive(same, parts, group)
+        received.append(output)
+    return Transfer.of(received, works)
+
+
+def _scatter_unequal_rows(
+    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
+    """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks in their order; 16-bit numbers in fp32."""
+    count, (own,) = group.size(), receive
+    sent = exchange_rows(tensors, send=send, receive=[own] * count, group=group)
+    outputs = [tensor.new_empty((own, *tensor.shape[1:])) for tensor in tensors]
+
+    def fill() -> None:
+        for received, output in zip(sent.outputs, outputs, strict=True):
+            parts = received.view(count, own, *received.shape[1:])
+            if output.dtype in (torch.bfloat16, torch.float16):
+                output.copy_(parts.sum(dim=0, dtype=torch.float32))
+            else:
+                torch.sum(parts, dim=0, out=output)
+
+    return sent.then(outputs, fill, uses=sent.outputs)
+
+
+ALL_TO_ALL = Operation(exchange_rows, exchange_rows)
+"""A row goes to one rank."""
+ALL_GATHER = Operation(_gather_rows, _scatter_rows)
+"""Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
+UNEQUAL_GATHER = Operation(_gather_unequal_rows, _scatter_unequal_rows)
+"""The same where ranks have different numbers of rows. Both are exchanges of rows with every other rank,
+which needs as many bytes as a ring does and no padding; sums are taken by the receiver."""
+
+
+def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:
+    """The all-gather of so many rows of each rank."""
+    return RowTransport(ALL_GATHER, (num_rows,), (num_rows,) * group.size(), group)
