@@ -157,6 +157,7 @@ def main() -> None:
             "losses": [expected.pop("losses").tolist(), found.pop("losses").tolist()],
             "differences": differences(expected, found),
             "pipelined": layers.count(AMPipeTransformerLayer),
+            "has routers": any(".router." in name for chunk in stock for name, _ in chunk.named_parameters()),
             "stock keys": [list(chunk.state_dict()) for chunk in stock]
             == [list(chunk.state_dict()) for chunk in ours],
             "dtype": str(stock_config.transformer.params_dtype),

@@ -261,7 +261,8 @@ def _assert_proper_refusal(answer: dict[str, Any]) -> None:
 
 def _assert_parity(answer: dict[str, Any], *, rank: int, pipelined: bool) -> None:
     assert answer["stock keys"]
-    assert pipelined == (answer["pipelined"] > 0), f"{answer['pipelined']} pipelined layers"
+    # A pipeline stage may have dense layers only.
+    assert (pipelined and answer["has routers"]) == (answer["pipelined"] > 0), answer["pipelined"]
     in_fp32 = answer["dtype"] == "torch.float32"
     for expected, found in zip(*answer["losses"], strict=True):
         allowed = LOSS_TOLERANCE if in_fp32 else LOSS_TOLERANCE_16_BIT
