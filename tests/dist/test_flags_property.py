@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import shlex
 import statistics
+import zlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, note, settings
+from hypothesis import HealthCheck, assume, example, given, note, seed, settings
 from hypothesis import strategies as st
 
+import megatron_ampipe
 from megatron_ampipe.refusals import REFUSALS
 from tests.dist.service import Service
 
 EXAMPLES = 40
+SOURCES = sorted(Path(megatron_ampipe.__file__).parent.rglob("*.py"))
+"""The examples are those of a version of the package."""
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-LOSS_TOLERANCE_16_BIT = 1e-3
-"""The loss is a mean over tokens, whose rounding errors of 2**-9 (bf16) mostly cancel; seen: 4e-5."""
-GRADIENT_TOLERANCE_16_BIT = 0.05
-"""Median over parameters of the norm of the difference. About twenty roundings of 2**-9 give about 0.02; a
-lost or duplicated chunk would give an eighth or more for all parameters."""
-WORST_GRADIENT_16_BIT = 0.25
-"""For a single parameter: rounding may route a nearly tied token or two to a different expert, which affects
-router and norms of that layer (seen: 0.17)."""
+LOSS_TOLERANCE_16_BIT = 1e-4
+"""Limits in 16 bits are 1.6 to 2.1 times the worst of 514 random command lines: of the loss 5.6e-5."""
+LOGGED_TOLERANCE_16_BIT = 0.01
+"""Logged losses and buffers (a z-loss: 0.0047)."""
+GRADIENT_TOLERANCE_16_BIT = 0.025
+"""Median over parameters of the norm of the difference (0.0146)."""
+WORST_GRADIENT_16_BIT = 0.08
+"""Norm of the difference for a single parameter (0.044: four numbers that nearly cancel)."""
+GAIN_16_BIT = 0.025
+"""What a single parameter is scaled by, more or less than 1 (0.0158): a chunk may count for too much."""
 
 BASE = shlex.split(
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -49,6 +56,9 @@ LAYOUTS = (
     "--pipeline-model-parallel-size 2",
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
 )
+REPLAY = "--moe-enable-routing-replay"
+"""The worker then prescribes the experts: in 16 bits, rounding decides between two that are nearly tied."""
+
 FEATURES = (
     (
         "--group-query-attention --num-query-groups 2",
@@ -115,7 +125,7 @@ FEATURES = (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ),
-    ("--bf16", "--fp16", "--bf16 --moe-router-dtype fp32"),
+    (f"--bf16 {REPLAY}", f"--fp16 {REPLAY}", f"--bf16 --moe-router-dtype fp32 {REPLAY}"),
     (
         "--untie-embeddings-and-output-weights",
         "--moe-layer-freq 2",
@@ -183,7 +193,6 @@ IMPOSSIBLE = (
     "--context-parallel-size 2 --cp-comm-type ring",
     "--moe-no-such-flag",
     "--recompute-granularity selective --recompute-modules nothing",
-    "--moe-aux-loss-coeff 0.1 0.2 --moe-router-load-balancing-type aux_loss",
     "--transformer-impl transformer_engine",
     "--qk-clip",
     "--log-max-attention-logit",
@@ -208,6 +217,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     )
     groups = draw(st.lists(st.sampled_from(range(len(FEATURES))), max_size=6, unique=True))
     parts += [draw(st.sampled_from(FEATURES[group])) for group in sorted(groups)]
+    # Megatron asserts that when it builds a model.
+    assume("--qk-l2-norm" not in parts or not any("--multi-latent-attention" in part for part in parts))
     return [*parts, wrong]
 
 
@@ -218,9 +229,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield ranks
 
 
-def outcome(service: Service, parts: list[str]) -> str:
-    """``refused`` or ``trained``; anything else fails."""
-    answers = service.ask([*BASE, *(word for part in parts for word in shlex.split(part))])
+def outcome(service: Service, parts: list[str], planted: float | None = None) -> str:
+    """``refused`` or ``trained``; anything else fails.
+
+    Args:
+        service: Of the ranks.
+        parts: Of the command line.
+        planted: What one chunk's gradient of one weight is scaled by.
+    """
+    arguments = [*BASE, *(word for part in parts for word in shlex.split(part))]
+    answers = service.ask({"arguments": arguments, "planted": planted})
     errors = [f"rank {rank}:\n{answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
     assert not errors, "\n".join(errors)
     kinds = {"refused" if "refused" in answer else "trained" for answer in answers}
@@ -243,35 +261,48 @@ def _assert_proper_refusal(answer: dict[str, Any]) -> None:
 
 def _assert_parity(answer: dict[str, Any], *, rank: int, pipelined: bool) -> None:
     assert answer["stock keys"]
-    assert pipelined == (answer["pipelined"] > 0), f"{answer['pipelined']} pipelined layers"
+    # A pipeline stage may have dense layers only.
+    assert (pipelined and answer["has routers"]) == (answer["pipelined"] > 0), answer["pipelined"]
     in_fp32 = answer["dtype"] == "torch.float32"
     for expected, found in zip(*answer["losses"], strict=True):
         allowed = LOSS_TOLERANCE if in_fp32 else LOSS_TOLERANCE_16_BIT
         assert abs(expected - found) <= allowed * abs(expected), f"rank {rank}: loss {found}, not {expected}"
-    wrong = {
-        name: (largest, norm)
-        for name, (largest, norm) in answer["differences"].items()
-        if not (largest <= GRADIENT_TOLERANCE if in_fp32 else norm <= WORST_GRADIENT_16_BIT)
-    }
+    differences = answer["differences"]
+    right = _as_in_fp32 if in_fp32 else _as_in_16_bits
+    wrong = {name: measured for name, measured in differences.items() if not right(name, *measured)}
     assert not wrong, f"rank {rank} differs from stock: {wrong}"
     if not in_fp32:
-        median = statistics.median(norm for _, norm in answer["differences"].values())
-        assert median <= GRADIENT_TOLERANCE_16_BIT, f"rank {rank}: {answer['differences']}"
+        median = statistics.median(norm for _, norm, _ in differences.values())
+        assert median <= GRADIENT_TOLERANCE_16_BIT, f"rank {rank}: {differences}"
+
+
+def _as_in_fp32(name: str, largest: float, norm: float, gain: float) -> bool:
+    return largest <= GRADIENT_TOLERANCE
+
+
+def _as_in_16_bits(name: str, largest: float, norm: float, gain: float) -> bool:
+    if not name.startswith("gradient"):
+        return norm <= LOGGED_TOLERANCE_16_BIT
+    if name.endswith("k_layernorm.bias"):
+        # Softmax takes no notice of what all keys share: but for rounding this gradient is (nearly) zero.
+        return True
+    return norm <= WORST_GRADIENT_16_BIT and abs(gain) <= GAIN_16_BIT
 
 
 @pytest.mark.world_size(2)
 def test_every_command_line_is_refused_or_trains_like_stock(service: Service) -> None:
     outcomes: Counter[str] = Counter()
 
+    @seed(zlib.crc32(b"".join(path.read_bytes() for path in SOURCES)))
     @settings(
         max_examples=EXAMPLES,
-        derandomize=True,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(parts=command_lines())
     @example(parts=["--num-layers 2", "--ampipe-degree 4"])
+    @example(parts=["--num-layers 2", "--ampipe-degree 2", FEATURES[0][0], FEATURES[1][0], FEATURES[-2][0]])
     def has_two_outcomes(parts: list[str]) -> None:
         note("command line: " + " ".join(parts))
         outcomes[outcome(service, parts)] += 1
@@ -289,10 +320,18 @@ def test_every_layout_trains(layout: str, service: Service) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("setting", REFUSED)
-def test_every_row_refuses(setting: str, service: Service) -> None:
-    """Refused by Megatron, the host platform or the table."""
-    assert outcome(service, ["--num-layers 2", "--ampipe-degree 2", REFUSED[setting]]) == "refused"
+@pytest.mark.parametrize("wrong", [*REFUSED.values(), *IMPOSSIBLE])
+def test_every_wrong_setting_is_refused(wrong: str, service: Service) -> None:
+    """By Megatron, the host platform or the table."""
+    assert outcome(service, ["--num-layers 2", "--ampipe-degree 2", wrong]) == "refused"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("factor", [0.0, 1.1])
+def test_a_wrong_gradient_of_one_chunk_is_noticed_in_bf16(factor: float, service: Service) -> None:
+    weight = "module.decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"
+    with pytest.raises(AssertionError, match=rf"differs from stock: {{'gradient of 0 {weight}': [^:]*}}\n"):
+        outcome(service, ["--num-layers 2", "--ampipe-degree 2", f"--bf16 {REPLAY}"], factor)
 
 
 @pytest.mark.world_size(2)
