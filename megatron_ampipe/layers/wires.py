@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ampipe.block.values import SHIPPED_WIRES, WIRE_FLAG
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.named_class import import_class
 from megatron_ampipe.runtime.wire import SHIPPED, Wire

@@ -105,7 +105,7 @@ class Fp8Wire:
 
 
 SHIPPED: Mapping[str, Callable[[], Wire]] = {"bf16": Bf16Wire, "fp8": Fp8Wire}
-"""Wires by name (:data:`megatron_ampipe.block.values.SHIPPED_WIRES`)."""
+"""Wires by name (:data:`megatron_ampipe.block.named_values.SHIPPED_WIRES`)."""
 
 
 def exchange_encoded(
