@@ -97,8 +97,8 @@ def _of_setting(name: str) -> Callable[[Any], object]:
     setting = SETTING[name]
 
     def applies(arguments: Any) -> object:
-        value, conflict = getattr(arguments, setting.dest, None), setting.conflict
-        return value if value is not None and conflict and conflict.applies(value, arguments) else None
+        value, excludes = getattr(arguments, setting.dest, None), setting.excludes
+        return value if value is not None and excludes and excludes.applies(value, arguments) else None
 
     return applies
 
@@ -342,9 +342,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "gathers of parameters as stages of a lane",
     ),
     *(
-        Refusal(one.flag, _of_setting(name), one.conflict.rule, one.conflict.remedy, one.conflict.needs)
+        Refusal(one.flag, _of_setting(name), one.excludes.rule, one.excludes.remedy, one.excludes.needs)
         for name, one in SETTING.items()
-        if one.conflict is not None
+        if one.excludes is not None
     ),
 )
 """All combinations that this version refuses with a degree above 1; no other module refuses one. The rows of

@@ -16,7 +16,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Conflict:
+class Exclusion:
     """Arguments of Megatron with which a setting cannot be used.
 
     Attributes:
@@ -53,7 +53,7 @@ class Setting:
         requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
             value there, other values are examples.
         requires_for: The value for which they are required; None for every value.
-        conflict: Arguments of Megatron that it cannot be used with.
+        excludes: Arguments of Megatron that it cannot be used with.
         startup: Row of the start-up table for a value that is not the default, from the configuration.
         is_folder: The run makes and fills the folder that it names.
     """
@@ -72,7 +72,7 @@ class Setting:
     of_plan: bool = False
     requires: tuple[str, ...] = ()
     requires_for: object = None
-    conflict: Conflict | None = None
+    excludes: Exclusion | None = None
     startup: Callable[[Any], tuple[str, ...]] | None = None
     is_folder: bool = False
 

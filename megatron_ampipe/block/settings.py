@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.block.setting import AUTO, Conflict, Setting
-from megatron_ampipe.block.values import (
+from megatron_ampipe.block.named_values import (
     SHIPPED_GATES,
     SHIPPED_WIRES,
     check_threshold,
@@ -22,6 +21,7 @@ from megatron_ampipe.block.values import (
     class_path,
     parse_size,
 )
+from megatron_ampipe.block.setting import AUTO, Exclusion, Setting
 
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
@@ -192,7 +192,7 @@ class Settings:
         of_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),
         requires_for=AUTO,
-        conflict=Conflict(
+        excludes=Exclusion(
             _is_recomputed,
             "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
             "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
@@ -237,7 +237,7 @@ class Settings:
         "[between all-to-alls](reductions.md). Changes no bit of any gradient",
         choices=("stock", "placed"),
         acts="layers",
-        conflict=Conflict(
+        excludes=Exclusion(
             lambda value, args: value == "placed" and not getattr(args, "overlap_grad_reduce", False),
             "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward "
             "passes",
@@ -257,7 +257,7 @@ class Settings:
         "drops; `chunk` gives each chunk its share, which is another function",
         choices=("sequence", "chunk"),
         acts="layers",
-        conflict=Conflict(
+        excludes=Exclusion(
             lambda value, args: value == "chunk" and not has_capacity(args),
             "has no effect without an expert capacity",
             "Add --moe-expert-capacity-factor, or leave it out.",
@@ -281,7 +281,7 @@ class Settings:
         "which runs after all attention",
         choices=("sequence", "chunk"),
         acts="layers",
-        conflict=Conflict(
+        excludes=Exclusion(
             # Of a user's class, only the class can tell.
             lambda value, args: (
                 value == "chunk"
@@ -303,7 +303,7 @@ class Settings:
         check=check_wire,
         acts="layers",
         with_auto=_DIFFERS,
-        conflict=Conflict(
+        excludes=Exclusion(
             _cannot_be_cast,
             "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 "
             "bit",
@@ -321,7 +321,7 @@ class Settings:
         check=check_threshold,
         acts="layers",
         with_auto=_DIFFERS,
-        conflict=Conflict(
+        excludes=Exclusion(
             _cannot_be_condensed,
             "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
             "weighted, not their inputs",
@@ -337,7 +337,7 @@ class Settings:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
-        conflict=Conflict(
+        excludes=Exclusion(
             lambda _, args: bool(getattr(args, "skip_train", False)),
             "has no effect with --skip-train: only training iterations are recorded",
             "Leave it out.",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.block.named_class import import_class
-from megatron_ampipe.block.values import SHIPPED_WIRES, WIRE_FLAG
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Direction
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.core.utils import unwrap_model
 
+from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
 from megatron_ampipe.block.settings import balances_with_sinkhorn
-from megatron_ampipe.block.values import ROUTER_FLAG as FLAG
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.gates import load_gate, needs_all_tokens

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.block.values import BUDGET_FLAG as FLAG
-from megatron_ampipe.block.values import parse_size, size_to_text
+from megatron_ampipe.block.named_values import BUDGET_FLAG as FLAG
+from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import cluster_of_flag, stage_of_args, workload_of_args

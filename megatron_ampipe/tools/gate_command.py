@@ -7,7 +7,7 @@ import contextlib
 import sys
 import warnings
 
-from megatron_ampipe.block.values import SHIPPED_GATES
+from megatron_ampipe.block.named_values import SHIPPED_GATES
 from megatron_ampipe.errors import BadInput, DifferenceFound
 from megatron_ampipe.tools.whole_numbers import at_least
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ampipe.block.values import SHIPPED_GATES
+from megatron_ampipe.block.named_values import SHIPPED_GATES
 from tests.forked import REPOSITORY
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE, Run, environment
 from tests.megatron.pairs import assert_resumed, assert_same_digits, digits, runs_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ampipe.block.values import SHIPPED_GATES, class_path
+from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 
 

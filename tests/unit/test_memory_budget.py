@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.block.values import parse_size, size_to_text
+from megatron_ampipe.block.named_values import parse_size, size_to_text
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.memory_budget import choose_memory, in_flight
 from megatron_ampipe.plan.cluster import TransferCost, find_cluster, read_cluster, write_cluster

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ampipe.block.values import check_wire
+from megatron_ampipe.block.named_values import check_wire
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Trip, WireCodec, load_wire

@@ -9,8 +9,8 @@ from __future__ import annotations
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 
 from megatron_ampipe.block.named_class import import_class
-from megatron_ampipe.block.values import ROUTER_FLAG as FLAG
-from megatron_ampipe.block.values import class_path
+from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
+from megatron_ampipe.block.named_values import class_path
 from megatron_ampipe.errors import BadInput
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_ampipe.block.values import UNCHANGED, check_wire
+from megatron_ampipe.block.named_values import UNCHANGED, check_wire
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,

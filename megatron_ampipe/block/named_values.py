@@ -1,4 +1,4 @@
-"""Values of flags that are words with a form of their own: names of classes, thresholds, sizes."""
+"""Values of flags that are names or have a unit: classes of users, casts, thresholds, sizes."""
 
 from __future__ import annotations
 
