@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import statistics
 import time
@@ -158,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repeats", type=int, nargs="?", default=30)
     parser.add_argument("--by", metavar="VARIANT", help="print what its passes are made of")
+    parser.add_argument("--json", action="store_true", help="print the ratios of both counts alone")
     chosen = parser.parse_args()
     runs = layers()
     if chosen.by:
@@ -167,6 +169,16 @@ def main() -> None:
                 print(f"{stock[name] / LAYERS:8.1f} {ours[name] / LAYERS:8.1f}  {name}")
         return
     counts = {name: (operators(run).total(), python_calls(run).total()) for name, run in runs.items()}
+    if chosen.json:
+        print(
+            json.dumps(
+                {
+                    name: [count / base for count, base in zip(found, counts[STOCK], strict=True)]
+                    for name, found in counts.items()
+                }
+            )
+        )
+        return
     times = milliseconds(runs, chosen.repeats)
     print(f"{'':20}{'operators':>18}{'Python calls':>20}{'processor ms':>20}")
     for name, (dispatched, called) in counts.items():

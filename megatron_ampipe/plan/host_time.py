@@ -23,26 +23,28 @@ CALLS: dict[StageKind, tuple[float, float]] = {
     kinds.GATHER_ROWS: (3, 3),
     kinds.REGATHER_ROWS: (0, 3),
     kinds.INPUT_NORM: (6, 17),
-    kinds.ATTENTION: (15, 27),
+    kinds.ATTENTION: (17, 29),
     kinds.SCATTER_ROWS: (3, 3),
     kinds.ADD_NORM: (7, 15),
-    kinds.ROUTE: (16, 12),
+    kinds.ROUTE: (17, 12),
     kinds.LOSSES: (16, 7),
     kinds.SHARED: (3, 7),
-    kinds.COUNTS: (6, 0),
-    kinds.DISPATCH: (6, 6),
+    kinds.COUNTS: (5, 0),
+    kinds.DISPATCH: (4, 4),
     kinds.GATHER: (6, 10),
-    kinds.EXPERT: (4, 10),
+    kinds.EXPERT: (4, 10.75),
     kinds.SCATTER: (5, 3),
-    kinds.COMBINE: (3, 3),
+    kinds.COMBINE: (2, 2),
     kinds.MERGE: (4, 1),
 }
-"""Calls of a stage of one chunk, forward and backward; of ``expert``, for one expert (or a grouped GEMM)."""
+"""Calls of a stage of one chunk but the first, forward and backward; of ``expert``, for each local expert
+(once for a grouped GEMM)."""
 PART_OF = {kinds.INPUT_NORM: kinds.QKV, kinds.ADD_NORM: kinds.ATTENTION}
 """Kinds that do a part of another one in blocks that have them."""
-SORTING = 4
-"""Calls that sort the tokens by local expert, in each direction."""
-MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.0}
+EXPERTS, SORTING = 1, 4
+"""Further calls of ``expert``, in each direction; and those that sort the tokens by local expert, if there
+are several."""
+MEAN = {Direction.FORWARD: 8.0, Direction.BACKWARD: 11.4}
 """Calls of a stage on average, in a block with one local expert and without optional stages."""
 
 
@@ -56,16 +58,18 @@ def calls(
         if PART_OF.get(part) == kind:
             forward, backward = forward - CALLS[part][0], backward - CALLS[part][1]
     once = forward if direction is Direction.FORWARD else backward
-    if kind != kinds.EXPERT or workload.local_experts == 1:
+    if kind != kinds.EXPERT:
         return once
-    return SORTING + once * (1 if workload.grouped else workload.local_experts)
+    if workload.local_experts == 1:
+        return EXPERTS + once
+    return EXPERTS + SORTING + once * (1 if workload.grouped else workload.local_experts)
 
 
 def issued_parts(kind: StageKind, direction: Direction, workload: Workload) -> float:
     """How much longer a stage takes to issue than with one local expert."""
     if kind != kinds.EXPERT:
         return 1.0
-    return calls(kind, direction, workload) / CALLS[kind][direction is Direction.BACKWARD]
+    return calls(kind, direction, workload) / (EXPERTS + CALLS[kind][direction is Direction.BACKWARD])
 
 
 def issue_us(

@@ -90,6 +90,17 @@ def test_the_host_waits_once_per_chunk(name: str, reports: list[dict[str, Any]])
     assert reports[1]["census"][name]["4"]["waits"] == expected
 
 
+FIRST = {
+    "forward qkv": 2,
+    "backward qkv": -1,
+    "forward attention": -8,
+    "backward attention": -5,
+    "backward route": -1,
+    "forward merge": 1,
+}
+"""How many calls more the first chunk has: it makes the buffers, and sees no earlier keys."""
+
+
 @pytest.mark.parametrize(
     ("name", "local_experts"),
     [("1 expert per rank", 1), ("2 experts per rank", 2), ("4 experts per rank", 4)],
@@ -107,11 +118,11 @@ def test_the_planner_knows_the_calls_of_each_stage(
             if f"{direction} {kind}" in counted
         }
         assert table.keys() == counted.keys()
+        expected = {place: made + FIRST.get(place, 0) / degree for place, made in table.items()}
         wrong = {
-            place: (made, table[place])
+            place: (made, expected[place])
             for place, made in counted.items()
-            # The first chunk has no earlier keys, and its attention fewer calls.
-            if abs(made - table[place]) > max(2.0, 0.15 * table[place])
+            if abs(made - expected[place]) > 0.06 * expected[place]
         }
         assert wrong == {}, "counted, and in plan/host_time.py"
 

@@ -1,0 +1,42 @@
+"""What a layer costs the host over Megatron's layer, in counts that are the same every time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = {
+    "ampipe 2": (1.90, 2.35),
+    "ampipe 4": (3.90, 4.60),
+    "ampipe 8": (7.85, 9.10),
+    "ampipe 4, stack 2": (3.90, 4.60),
+    "moe-only 4": (2.75, 3.45),
+    "lancet, uncut": (1.15, 1.60),
+}
+"""Operators and Python calls. Megatron's functions, which run for every chunk, are about 3.6 and 4 at degree 4."""
+
+
+@pytest.fixture(scope="module")
+def ratios() -> dict[str, list[float]]:
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.host_cost", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, list[float]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_layer_costs_the_host_no_more_than_it_did(name: str, ratios: dict[str, list[float]]) -> None:
+    operators, calls = ratios[name]
+    assert operators <= MOST[name][0] and calls <= MOST[name][1], f"python -m tests.host_cost --by {name!r}"
+    # A layer that does less than Megatron's for each chunk would be a mistake of the count.
+    assert min(operators, calls) > 1
