@@ -8,7 +8,6 @@ and tensor-parallel ranks send one another as stages. One object per forward cal
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 
@@ -102,24 +101,12 @@ class AttentionStages:
 
         ``hidden`` is what :meth:`gather_rows` gave, where rows are gathered as a stage.
         """
-        layer = self._modules.attention_layer
-        with contextlib.ExitStack() as within:
-            rows = self._row_transfers
-            if rows is not None and rows.gathers:
-                normed = hidden
-                within.enter_context(transfers_apart(layer.self_attention.linear_qkv))
-                within.enter_context(rows.dropped(chunk, hidden))
-            else:
-                normed = layer.input_layernorm(hidden)
-            query, key, value = project_qkv(
-                layer.self_attention,
-                normed,
-                self._rotary_pos_emb,
-                spans=self._rows_of(chunk).queries,
-                num_keys=self._whole.num_keys,
-                documents=self._documents,
-                gathered=self._ring is None,
-            )
+        layer, rows = self._modules.attention_layer, self._row_transfers
+        if rows is None or not rows.gathers:
+            query, key, value = self._project(layer.input_layernorm(hidden), chunk)
+        else:
+            with transfers_apart(layer.self_attention.linear_qkv), rows.dropped(chunk, hidden):
+                query, key, value = self._project(hidden, chunk)
         if self._ring is not None:
             # Views would keep the joint projection.
             return query.contiguous(), key.contiguous(), value.contiguous()
@@ -128,6 +115,17 @@ class AttentionStages:
             # projection would keep a second copy of both.
             query = query.contiguous()
         return query, key, value
+
+    def _project(self, normed: Tensor, chunk: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        return project_qkv(
+            self._modules.attention_layer.self_attention,
+            normed,
+            self._rotary_pos_emb,
+            spans=self._rows_of(chunk).queries,
+            num_keys=self._whole.num_keys,
+            documents=self._documents,
+            gathered=self._ring is None,
+        )
 
     def attend(
         self, step: int, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *context: Tensor

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -163,7 +162,7 @@ class MoEStages:
         )
         for dispatcher, of_ranks in zip(dispatchers, gathered.outputs, strict=True):
             dispatcher.set_counts(of_ranks)
-        return replace(gathered, outputs=(), uses=(*counts, *gathered.outputs))
+        return Transfer((), gathered.works, gathered.unpack, uses=(*counts, *gathered.outputs))
 
     def dispatch(
         self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction

@@ -324,6 +324,7 @@ class BlockStack:
             context.recorder,
             numbers=self._numbers,
             parameters=parameters,
+            keep_graph=keep_graph,
             reductions=context.reductions if keep_graph else None,
         )
         return run_blocks(hidden, call, parameters) if keep_graph else call.forward(hidden)

@@ -6,10 +6,9 @@ Parameters, buffers and checkpoint keys are those of the class that is extended.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,10 +178,11 @@ class ChunkRouting:
         losses = block.losses[chunk] = ChunkLosses()
         if token_ids is not None:
             self.token_ids = token_ids
+        kept = self._enter_chunk(losses, block, chunk)
         try:
-            with self._noting(losses, block, chunk):
-                probs, routing_map = super().forward(hidden)
+            probs, routing_map = super().forward(hidden)
         finally:
+            vars(self).update(kept)
             if token_ids is not None:
                 self.token_ids = None
         counted = routing_map
@@ -265,18 +265,23 @@ class ChunkRouting:
         gate = type(self).__mro__[2]
         return gate.routing is TopKRouter.routing and gate.forward is TopKRouter.forward
 
-    @contextlib.contextmanager
-    def _noting(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> Iterator[None]:
-        """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts."""
+    def _enter_chunk(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> dict[str, Any]:
+        """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts.
+
+        Returns:
+            The attributes to restore afterwards.
+        """
         config, replay = self.config, self._replay
         # Not by ``setattr``, which looks for parameters and modules first.
         attributes = vars(self)
         forced_std = getattr(config, "moe_router_force_biased", None)
         attributes.update(_noted=losses, _block=block, _forced_std=forced_std)
+        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None, "_forced_std": None}
         if config.moe_expert_capacity_factor is not None or forced_std is not None:
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
         if replay is not None:
+            kept["router_replay"] = replay
             self.router_replay = ChunkReplay(
                 replay,
                 block.recorded,
@@ -284,12 +289,7 @@ class ChunkRouting:
                 first_token=block.first_tokens[chunk],
                 chunk=chunk,
             )
-        try:
-            yield
-        finally:
-            attributes.update(config=config, _noted=None, _block=None, _forced_std=None)
-            if replay is not None:
-                self.router_replay = replay
+        return kept
 
     def is_aux_loss_enabled(self) -> bool:
         """As in Megatron; the losses of Megatron's own choice are computed from the logits later."""

@@ -75,8 +75,10 @@ class SequentialExecutor:
         for call in tape.calls:
             if recorder.recording:
                 run_on_host(call, run, recorder)
-            else:
-                finish(run(call))
+            elif (transfer := run(call)) is not None:
+                transfer.wait()
+                # What it brought must not live as long as the next call.
+                transfer = None
 
 
 def run_on_host(call: Call, run: RunCall, recorder: Recorder) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch.nn import Parameter
-
 from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.segment import GradientSums
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums
 
 
 class Draws(Protocol):
@@ -58,7 +56,7 @@ class Pass:
         self,
         num_slots: int,
         blocks: Sequence[BlockState],
-        parameters: Sequence[Sequence[Parameter]],
+        parameters: Sequence[BlockParameters],
         crossing: Crossing | None,
     ) -> None:
         self.slots: list[Any] = [None] * num_slots

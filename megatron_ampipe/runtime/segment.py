@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.nn import Parameter
 
 
@@ -20,6 +20,7 @@ class Segment:
     """The forward of one stage, and the autograd graph for its backward.
 
     Holds edges of the graph, not tensors: a tensor that no operation has saved is freed after its last use.
+    To be made, and differentiated, where gradients are enabled.
 
     Args:
         function: Takes ``bound``, tensors and ``extra``; returns a tuple of tensors.
@@ -109,22 +110,26 @@ class Segment:
         extra: Mapping[str, Any],
         inputs: Sequence[Tensor],
     ) -> list[Tensor]:
-        with torch.enable_grad():
-            detached = with_history(inputs)
-            outputs = function(*bound, *detached, **extra)
-            ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
+        detached = with_history(inputs)
+        outputs = function(*bound, *detached, **extra)
+        ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
         # The output edges keep the graph alive, including the node that the input edges point to.
         first = detached[0].grad_fn
         self._input_edges = [GradientEdge(first, number) for number in range(len(detached))]
-        self._output_edges = [None if end.grad_fn is None else _edge(end, end.grad_fn) for end in ends]
+        self._output_edges = [
+            # As ``get_gradient_edge``, quickly where the node itself keeps the graph alive.
+            GradientEdge(node, end.output_nr)
+            if not isinstance(node := end.grad_fn, _NOT_KEPT)
+            else get_gradient_edge(end)
+            if node is not None
+            else None
+            for end in ends
+        ]
         return [output.detach() for output in outputs]
 
 
-def _edge(end: Tensor, node: Node) -> GradientEdge:
-    """``get_gradient_edge``, quickly where the node itself keeps the graph alive."""
-    if isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(end)
-    return GradientEdge(node, end.output_nr)
+_NOT_KEPT = (type(None), torch._C._FunctionBase)
+"""No node; and nodes of Python functions, which do not keep the graph alive."""
 
 
 def with_history(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -147,7 +152,7 @@ class _DetachInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors detached, but requiring a gradient, because ``anchor`` does."""
-        return tuple(tensor.data for tensor in tensors)
+        return tuple([tensor.data for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
@@ -188,21 +193,22 @@ class _TakeGradients(torch.autograd.Function):
         return found
 
 
-class BlockParameters(NamedTuple):
+class BlockParameters:
     """The trainable parameters of a block, each once.
 
-    Attributes:
+    Args:
         feed_forward: Those that only kinds of ``kinds.FEED_FORWARD`` use.
         others: All others.
+
+    Attributes:
+        all: In the order of their numbers.
+        numbers: Of each.
     """
 
-    feed_forward: tuple[Parameter, ...]
-    others: tuple[Parameter, ...]
-
-    @property
-    def all(self) -> tuple[Parameter, ...]:
-        """All of them, in the order of their numbers."""
-        return self.feed_forward + self.others
+    def __init__(self, feed_forward: Sequence[Parameter], others: Sequence[Parameter]) -> None:
+        self.feed_forward, self.others = tuple(feed_forward), tuple(others)
+        self.all = self.feed_forward + self.others
+        self.numbers = {parameter: number for number, parameter in enumerate(self.all)}
 
 
 class GradientSums:
@@ -215,12 +221,12 @@ class GradientSums:
         parameters: Of the block; others call them by their numbers.
     """
 
-    __slots__ = ("_sums", "_writable", "parameters")
+    __slots__ = ("_sums", "_writable", "numbers", "parameters")
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.parameters = parameters
-        self._sums: list[Tensor | None] = [None] * len(parameters)
-        self._writable = [False] * len(parameters)
+    def __init__(self, parameters: BlockParameters) -> None:
+        self.parameters, self.numbers = parameters.all, parameters.numbers
+        self._sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._writable = [False] * len(self.parameters)
 
     def add(self, number: int, gradient: Tensor | None) -> None:
         """Add one stage's gradient; None adds nothing."""

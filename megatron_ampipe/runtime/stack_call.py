@@ -36,6 +36,7 @@ class StackCall:
         recorder: Told of every stage.
         numbers: Of the layers in Megatron, for the recorder.
         parameters: Of each layer.
+        keep_graph: Whether there will be a backward pass.
         reductions: Of gradients, which stages of the backward pass start; None where no schedule has such
             stages, or nothing is differentiated.
     """
@@ -49,14 +50,15 @@ class StackCall:
         *,
         numbers: Sequence[int],
         parameters: Sequence[BlockParameters],
+        keep_graph: bool,
         reductions: Reductions | None = None,
     ) -> None:
         self._tapes, self._executor, self._recorder, self._numbers = tapes, executor, recorder, numbers
-        self._reductions = reductions
+        self._reductions, self._keeps_graph = reductions, keep_graph
         self._state = Pass(
             tapes.num_slots,
             blocks,
-            [one.all for one in parameters],
+            parameters,
             Crossing() if executor.crosses_streams else None,
         )
 
@@ -154,7 +156,8 @@ class StackCall:
             return transfer
 
         self._recorder.enter(self._numbers, direction)
-        with self._recorder.passes.timed(direction):
+        # Once for all segments. All else works on tensors without a graph.
+        with self._recorder.passes.timed(direction), torch.set_grad_enabled(self._keeps_graph):
             self._executor.execute(tape, run, self._recorder, state.crossing)
         with_the_pass = set(range(len(state.blocks))) - {call.stage.layer for call in tape.calls if call.ends}
         for layer in sorted(with_the_pass, reverse=direction is Direction.BACKWARD):

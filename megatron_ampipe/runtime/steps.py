@@ -367,8 +367,10 @@ class Communicate(Step):
     def run(self, state: Pass) -> Transfer:
         """See :class:`Step`."""
         inputs = self.take(state)
-        size = len(inputs) // len(self.chunks)
-        tensors = [inputs[place * size : (place + 1) * size] for place in range(len(self.chunks))]
+        tensors, count = [inputs], len(self.chunks)
+        if count > 1:
+            size = len(inputs) // count
+            tensors = [inputs[place * size : (place + 1) * size] for place in range(count)]
         bound = state.states[self.stage.layer][self.half]
         transfer: Transfer = self.function(bound, self.chunks, tensors, self.direction)
         self.give(state, transfer.outputs)

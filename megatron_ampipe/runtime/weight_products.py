@@ -57,16 +57,20 @@ class WeightProducts:
     def add_to(self, sums: GradientSums) -> None:
         """Compute the products, each weight's as one if :func:`is_one_product`, and release all."""
         waiting, self._waiting = self._waiting, {}
-        numbers = {parameter: number for number, parameter in enumerate(sums.parameters)}
-        for weight in list(waiting):
-            product, rows, gradients = waiting.pop(weight)
-            counts = [len(one) for one in gradients]
-            inputs, outputs = rows[0].shape[-1], gradients[0].shape[-1]
-            if is_one_product(counts, inputs, outputs, element_bytes=rows[0].element_size()):
-                rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
-            while rows:
-                with torch.no_grad():
-                    sums.add(numbers[weight], product(rows.pop(0), gradients.pop(0)))
+        with torch.no_grad():
+            while waiting:
+                weight = next(iter(waiting))
+                product, rows, gradients = waiting.pop(weight)
+                if len(rows) > 1 and _are_one_product(rows, gradients):
+                    rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
+                number = sums.numbers[weight]
+                while rows:
+                    sums.add(number, product(rows.pop(0), gradients.pop(0)))
+
+
+def _are_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    counts, inputs, outputs = [len(one) for one in gradients], rows[0].shape[-1], gradients[0].shape[-1]
+    return is_one_product(counts, inputs, outputs, element_bytes=rows[0].element_size())
 
 
 def is_one_product(rows: Sequence[int], inputs: int, outputs: int, *, element_bytes: int) -> bool:

@@ -18,7 +18,7 @@ MOST = {
     "moe-only 4": (2.75, 3.45),
     "lancet, uncut": (1.15, 1.60),
 }
-"""Operators and Python calls. Megatron's functions, which run for every chunk, are about 3.6 and 4 at degree 4."""
+"""Operators and Python calls, of which Megatron's and torch's functions, run for every chunk, are most."""
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.exchange.row_scatter import RegatheredRows
-from megatron_ampipe.runtime.segment import GradientSums, Segment
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
 def project(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
 
     again = rows.take_owned()
     rows.gathered = torch.cat([again, 2 * again])
-    sums = GradientSums([weight])
+    sums = GradientSums(BlockParameters([], [weight]))
     gradients: list[Tensor | None] = [torch.ones_like(output) for output in outputs]
     (of_input,) = segment.backward(gradients, parameters=[0], sums=sums)
     assert of_input is not None

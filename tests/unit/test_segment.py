@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ampipe.runtime.segment import GradientSums, Segment
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 
 class Allocations(TorchDispatchMode):
@@ -43,7 +43,7 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30, dtype=dtype))
     gradients = chunk_gradients(dtype)
     before = [gradient.clone() for gradient in gradients]
-    sums = GradientSums([parameter])
+    sums = GradientSums(BlockParameters([], [parameter]))
     with Allocations() as allocations:
         for gradient in gradients:
             sums.add(0, gradient)
@@ -62,7 +62,7 @@ def test_a_sum_is_allocated_once(dtype: torch.dtype) -> None:
 def test_a_single_gradient_is_returned_without_a_copy() -> None:
     parameter = torch.nn.Parameter(torch.zeros(40, 30))
     (gradient,) = chunk_gradients(torch.float32, count=1)
-    sums = GradientSums([parameter])
+    sums = GradientSums(BlockParameters([], [parameter]))
     with Allocations() as allocations:
         sums.add(0, None)
         sums.add(0, gradient)
@@ -101,7 +101,7 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     gradients: list[torch.Tensor | None] = [gradient]
     notes.append(weakref.ref(gradient.untyped_storage()))
     del gradient
-    sums = GradientSums([weight])
+    sums = GradientSums(BlockParameters([], [weight]))
     (found,) = segment.backward(gradients, parameters=[0], sums=sums)
     assert notes[1:] == [not releases]
     assert torch.equal(found, expected) and torch.equal(sums.take(0), of_weight)

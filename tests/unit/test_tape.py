@@ -110,6 +110,7 @@ def test_a_failing_step_says_what_it_was_given() -> None:
         Recorder(),
         numbers=[1],
         parameters=[BlockParameters((), ())],
+        keep_graph=True,
     )
     with pytest.raises(TypeError) as caught:
         call.forward(torch.zeros(ROWS, 1, 4))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.segment import GradientSums
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums
 from megatron_ampipe.runtime.weight_products import WeightProducts
 
 INPUTS, OUTPUTS = 8, 16
@@ -37,7 +37,7 @@ def test_joined_chunks_are_one_product_where_that_moves_less(
     chunks = [WeightProducts() for _ in kept]
     for chunk, (inputs, gradient) in zip(chunks, kept, strict=True):
         chunk.keep(weight, product, inputs, gradient)
-    joined, sums = WeightProducts.joined(chunks), GradientSums([weight])
+    joined, sums = WeightProducts.joined(chunks), GradientSums(BlockParameters([], [weight]))
     joined.add_to(sums)
     assert called == expected
     assert joined.tensors == []
