@@ -61,7 +61,7 @@ class AttentionStages:
         self._ring = self._new_ring()
 
     def again(self) -> AttentionStages:
-        """See ``BlockStages``."""
+        """See ``MegatronState.again``."""
         found = copy.copy(self)
         found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
         found._ring = self._new_ring()

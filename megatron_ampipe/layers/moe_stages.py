@@ -74,7 +74,7 @@ class MoEStages:
             self._condensed: dict[int, Condensed] = {}
 
     def again(self) -> MoEStages:
-        """See ``BlockStages``."""
+        """See ``MegatronState.again``."""
         found = copy.copy(self)
         found._is_again = True
         found._begin()

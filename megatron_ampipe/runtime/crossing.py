@@ -3,7 +3,7 @@
 When the host releases a tensor, torch's caching allocator may reuse its memory for the next allocation on the
 stream that allocated it, even if other streams are still using it. Most tensors stay on one stream. The
 inputs and outputs of collectives do not. :class:`Crossing` reports them, stage by stage, to the executor,
-which keeps them as long as necessary (:mod:`.stream_order` states the rule). Called by :mod:`.block_call` if
+which keeps them as long as necessary (:mod:`.stream_order` states the rule). Called by :mod:`.steps` if
 the executor uses streams.
 """
 

@@ -3,7 +3,7 @@
 On a GPU, host memory is pinned, and copies are asynchronous on the current stream. Without one, "host memory"
 is other memory of the same host, so that the same copies run, on the thread that waits for the lane's
 transfers; it is used again, and is not counted as memory of the device (:func:`is_host_memory`). Called by
-:mod:`.block_call` and :mod:`.inner_tensors`.
+:mod:`.steps` and :mod:`.inner_tensors`.
 """
 
 from __future__ import annotations

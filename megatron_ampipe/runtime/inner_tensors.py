@@ -4,7 +4,7 @@ or copied from host memory.
 Computing them once more is not a checkpoint: the autograd graph of the first run stays, without its
 tensors, and a second run gives them back. So the second run can leave out the last product of the stage, of
 whose result the backward needs nothing; torch's checkpoint would repeat it. MPipeMoE, section III-D, restores
-T_M in these ways. Called by :mod:`.block_call`, and by ``layers`` around the products.
+T_M in these ways. Called by :mod:`.steps`, and by ``layers`` around the products.
 """
 
 from __future__ import annotations

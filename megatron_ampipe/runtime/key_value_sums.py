@@ -1,6 +1,6 @@
 """Accumulates the gradients of keys and values over all chunks that attend to them.
 
-Called by :mod:`.block_call`, and by attention kernels that can accumulate directly into it.
+Called by :mod:`.steps`, and by attention kernels that can accumulate directly into it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
 gives; :mod:`.block_rows` says which of them a block has. All else follows: which stage waits for which
 (:mod:`.flow`, :mod:`.graph`), which tensors pass between stages and when they are released
-(``runtime.values``). A new kind is one row here, its place in :mod:`.block_rows`, one function in
+(``runtime.compile``). A new kind is one row here, its place in :mod:`.block_rows`, one function in
 ``layers/attention_stages.py`` or ``layers/moe_stages.py``, and one cost in
 ``plan/stage_costs.py``; ``docs/design.md`` says what else it may need.
 """
