@@ -177,6 +177,8 @@ def stand_ins() -> Iterator[Places]:
         replace(torch.nn.Module, "cuda", _module_to(places))
         state = torch.get_rng_state
         replace(torch, "get_rng_state", lambda: places.put(state(), _CPU))
+        share = torch.from_numpy
+        replace(torch, "from_numpy", lambda array: places.put(share(array), _CPU))
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "device", lambda *_: contextlib.nullcontext())
         replace(torch.cuda, "_sleep", lambda _: None)
