@@ -876,7 +876,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.MoEAuxLossAutoScaler",
-        "layers/router.py runtime/gradients.py",
+        "layers/router.py runtime/stack_call.py",
         "adds the gradient of a loss whatever gradient comes in",
         "no gradient of the router's losses",
         (behaves(_adds_its_gradient_whatever_comes_in),),

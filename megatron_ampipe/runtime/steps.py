@@ -125,7 +125,7 @@ class Step(ABC):
             slots[slot] = None
 
     def _note(self, crossing: Crossing, tensors: Iterable[Tensor]) -> None:
-        """Tell of tensors that the step reads or writes."""
+        """Report tensors that the step reads or writes."""
         crossing.note_use(tensors)
 
     def text(self, names: Sequence[str]) -> str:
