@@ -54,6 +54,11 @@ def check_checkpoint(args: argparse.Namespace) -> None:
         except Exception as error:
             raise refused(args, f"{path} cannot be read ({reason_of(error)})") from error
         return
+    if args.pretrained_checkpoint is not None:
+        raise refused(args, "holds no checkpoint, and neither does the folder of --load")
+    # A non-persistent checkpoint is stored elsewhere.
+    if args.load is not None and args.exit_on_missing_checkpoint and not args.non_persistent_ckpt_type:
+        raise refused(args, "holds no checkpoint, and --exit-on-missing-checkpoint asks for one")
 
 
 def folders_of(args: argparse.Namespace | None) -> list[tuple[str, str]]:
