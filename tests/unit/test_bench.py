@@ -1156,6 +1156,7 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     saved_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.runtime.tape import Tape
     from megatron_ampipe.tools.measuring import stage_times
 
     happened: list[str] = []
@@ -1171,7 +1172,8 @@ def test_only_the_first_collective_of_a_direction_gets_what_a_link_saved(
     timer = stage_times.StageTimer(saved_bytes=saved_bytes)
     for _ in Direction:
         happened.clear()
-        timer.execute(order, dict.fromkeys(stages, ()), lambda stage: happened.append(str(stage)), Recorder())
+        tape = Tape.of(order, dict.fromkeys(stages, ()))
+        timer.execute(tape, lambda call: happened.append(str(call.stage)), Recorder())
         spend = [f"spend {saved_bytes}"] if saved_bytes else []
         assert happened == [
             *("barrier", "dispatch.0", "expert.0"),
@@ -1213,6 +1215,7 @@ class _Device:
 
 def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_ampipe.runtime.recorder import Recorder
+    from megatron_ampipe.runtime.tape import Tape
     from megatron_ampipe.tools.measuring import stage_times
 
     device = _Device(monkeypatch)
@@ -1221,14 +1224,14 @@ def test_a_stage_on_a_gpu_is_timed_from_when_all_of_it_is_queued(monkeypatch: py
     stage = Stage(kinds.EXPERT, 0)
     issue_s = 1e-3
 
-    def issue(_: Stage) -> None:
+    def issue(_: object) -> None:
         device.happened.append("stage")
         device.now_s += issue_s
 
     def run() -> float:
         begin_s = device.now_s
         device.busy_until_s = 0.0
-        timer.execute([("compute", stage)], {stage: ()}, issue, recorder)
+        timer.execute(Tape.of([("compute", stage)], {stage: ()}), issue, recorder)
         return device.busy_until_s - begin_s
 
     run()
