@@ -242,7 +242,7 @@ def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
     block = workload(sequence_length=32768, experts=experts)
     device = cluster()
     degrees = []
-    for issue_us in (10, 300, 1000):
+    for issue_us in (10, 300, 3000):
         issue = Overhead(forward_us=issue_us, backward_us=issue_us, **NONE)
         host = dataclasses.replace(device.host, issue=issue)
         predictor = Predictor(block, dataclasses.replace(device, host=host))
@@ -250,7 +250,7 @@ def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
         degrees.append(chosen.schedule.degree)
         # The host is not the bottleneck: issuing the stages takes less time than the pass.
         _, _, issues = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
-        assert issue_us == 1000 or sum(issues or ()) < chosen.time.forward
+        assert issue_us == 3000 or sum(issues or ()) < chosen.time.forward
     assert degrees == sorted(degrees, reverse=True)
     assert degrees[0] > degrees[-1]
 
