@@ -41,7 +41,6 @@ from megatron_ampipe.runtime.steps import (
     ZERO,
     AddWeightGradients,
     Communicate,
-    Computation,
     CopyInner,
     Differentiate,
     DifferentiateByLayer,
@@ -49,6 +48,7 @@ from megatron_ampipe.runtime.steps import (
     Give,
     LoadValues,
     Restore,
+    RunStage,
     Step,
     StoreValues,
     Take,
@@ -302,7 +302,7 @@ class _Compiler:
 
     # Steps
 
-    def _compute(self, stage: Stage, *, again: bool) -> Computation:
+    def _compute(self, stage: Stage, *, again: bool) -> RunStage:
         kind, chunk, block = stage.kind, stage.chunk, self._blocks[stage.layer]
         before, takes = self._take_values(block, kind, chunk, again=again)
         if again:
@@ -310,7 +310,7 @@ class _Compiler:
         after, gives = self._give_values(block, kind, chunk, again=again)
         half, function = block.functions.compute(kind)
         keeps = self._keep and again == block.recomputed and not kind.own_backward
-        step = Computation(
+        step = RunStage(
             stage,
             tuple(before),
             tuple(takes),

@@ -151,7 +151,7 @@ class Step(ABC):
 
 
 @dataclass(slots=True)
-class Computation(Step):
+class RunStage(Step):
     """The function of a stage that is computed, with or without a graph.
 
     Attributes:
@@ -262,7 +262,7 @@ class Restore(Step):
 
 @dataclass(slots=True)
 class Differentiate(Step):
-    """The backward of :class:`Computation`: gradients of its results to those of its arguments.
+    """The backward of :class:`RunStage`: gradients of its results to those of its arguments.
 
     Attributes:
         segment: Slot of its graph.
