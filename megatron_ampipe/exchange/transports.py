@@ -65,7 +65,7 @@ class Codec(Protocol):
     """What is done with the tensors of one chunk around a transfer.
 
     Attributes:
-        uses: Tensors that it reads besides those that it is given.
+        uses: Tensors that it reads in addition to those that it is given.
     """
 
     uses: Sequence[Tensor]

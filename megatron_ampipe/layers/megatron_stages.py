@@ -50,7 +50,7 @@ class MegatronState:
 
 
 class MegatronFunctions:
-    """The functions of the stages of a block; see ``runtime.compile.BlockFunctions``.
+    """The functions of the stages of a block; see ``runtime.block_layout.BlockFunctions``.
 
     Args:
         modules: What they call.

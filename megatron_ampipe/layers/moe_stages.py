@@ -36,7 +36,7 @@ class MoEStages:
         chunks: Where the sequence is cut.
         whole: All of it as one chunk.
         num_tokens: Tokens of this rank in the block, ``S * B``.
-        exchange: How often a token is sent.
+        exchange: How the all-to-all groups copies of a token.
         wire: Around the transfers of tokens; None to send them as they are.
         condenser: Chooses which of similar tokens are sent; None to send all.
         token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.

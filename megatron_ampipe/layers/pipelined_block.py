@@ -370,7 +370,7 @@ class BlockStack:
     def _tape(self, executor: Executor, chunks: Sequence[Chunk], *, num_rows: int, keep_graph: bool) -> Tapes:
         """What the current pass runs; made once for each pipeline and number of rows."""
         pipeline, layers = self._context.pipeline, self._features()
-        key = (pipeline, layers, num_rows, keep_graph)
+        key = (pipeline, layers, num_rows, keep_graph, executor.threads)
         if key not in self._tapes:
             self._tapes[key] = compiled(
                 self._order(executor),

@@ -43,7 +43,7 @@ class Plan:
             degree.
         stack: How many consecutive layers share the schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
-        exchange: How often a token is sent.
+        exchange: How the all-to-all groups copies of a token.
         num_layers: Of how many layers the predictions are.
         stock_ms: Predicted time of Megatron's own layers, forward and backward.
         predicted_ms: Predicted time with this plan.

@@ -50,7 +50,8 @@ class Workload:
         ranks_per_node: Of all ranks, those of a node; None if that is not known. Says over which links ranks
             that share an expert gather, and tensor-parallel ranks scatter.
         recomputes: Full recompute: the forward pass runs again before the backward pass.
-        exchange: How often a token is sent (``--ampipe-exchange``); Megatron's own layer has ``rows``.
+        exchange: How the all-to-all groups copies of a token (``--ampipe-exchange``); Megatron's own layer
+            has ``rows``.
         local: Linear layers are Megatron's local ones.
         splits_weights: Gradients of all weights can be separate stages: those of the experts are, too.
         rows_seen: Rows of a token for numbers of places, see :meth:`rows_to`, as a training recorded them;

@@ -18,7 +18,7 @@ class AddedStage:
 
     Attributes:
         kind: Its row; says which row it follows.
-        compute: Its function, if it is computed: as in ``runtime.compile.BlockFunctions``, without the state.
+        compute: Its function, if it is computed: as in ``BlockFunctions``, without the state.
         communicate: Its function, if it is started and waited for, likewise.
         parameters: The trainable parameters that it uses; must belong to the layers of the block.
     """

@@ -1,6 +1,6 @@
 """Consecutive transformer blocks as one autograd function whose inside runs by a schedule.
 
-What a stage computes comes from the layers (:class:`~.compile.BlockFunctions`); in which order, from the
+What a stage computes comes from the layers (:class:`~.block_layout.BlockFunctions`); in which order, from the
 tape; where, from the executor; :class:`~.stack_call.StackCall` brings them together. Called by ``layers``.
 """
 

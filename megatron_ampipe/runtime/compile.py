@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from torch.nn import Parameter
-
+from megatron_ampipe.runtime.block_layout import BlockFunctions, BlockLayout
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
+from megatron_ampipe.runtime.lifetimes import free_slots
 from megatron_ampipe.runtime.moves import (
     Add,
     AddKeys,
@@ -44,7 +43,6 @@ from megatron_ampipe.runtime.steps import (
     CopyInner,
     Differentiate,
     DifferentiateByLayer,
-    Function,
     Give,
     LoadValues,
     Restore,
@@ -54,11 +52,9 @@ from megatron_ampipe.runtime.steps import (
     Take,
 )
 from megatron_ampipe.runtime.tape import Call, Tape, Tapes
-from megatron_ampipe.runtime.weight_products import WeightProducts
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Chunk,
-    DataFlow,
     Direction,
     Layout,
     Schedule,
@@ -67,53 +63,11 @@ from megatron_ampipe.schedule import (
     Stage,
     StageKind,
     Value,
-    data_flow,
-    is_whole,
     issue_order,
     kinds,
     needs_of,
 )
 from megatron_ampipe.schedule.graph import is_of_feed_forward
-
-
-class BlockFunctions(Protocol):
-    """What the stages of a block compute: functions of the state of one of its halves (``BlockState``).
-
-    A function of a kind that is computed takes ``(state, chunk, *values it takes)`` to the values it gives.
-    The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
-    ``sums``, a :class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then
-    returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
-    the same ``inner``, an :class:`~.inner_tensors.InnerTensors` that must run its products.
-    """
-
-    recomputed: Collection[StageKind]
-    """Kinds of stages of which only the inputs are kept, and that run again right before their backward."""
-    stage_parameters: Mapping[StageKind, Sequence[Parameter]]
-    """The trainable parameters of each kind that has any."""
-    all_parameters: Sequence[Parameter]
-    """Of the block, each once."""
-
-    def compute(self, kind: StageKind) -> tuple[int, Function]:
-        """The half of a kind that is computed, and its function."""
-
-    def differentiate(self, kind: StageKind) -> tuple[int, Function]:
-        """The half and the backward of a kind that has its own.
-
-        ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
-        took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
-        values.
-        """
-
-    def communicate(self, kind: StageKind) -> tuple[int, Function]:
-        """The half and the function of a kind that is started and waited for.
-
-        ``(state, chunks, tensors, direction)``, where ``tensors`` are, for each chunk, what the stage takes;
-        in the backward pass the gradients of what it gave. Returns a transfer whose outputs are, chunk by
-        chunk, what it gives; in the backward pass the gradients of what it took.
-        """
-
-    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
-        """Within it, the function of a kind leaves the gradients of its weights to ``products``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +136,7 @@ class _Compiler:
         schedule = order.schedule
         self._apart = frozenset(kind.weights_of for kind in schedule.backward.weights)
         self._blocks = [
-            _Block(layer, features, chunks, functions[layer], whole_attention=schedule.whole_attention)
+            BlockLayout(layer, features, chunks, functions[layer], whole_attention=schedule.whole_attention)
             for layer, features in enumerate(order.layers)
         ]
         self._slots: dict[_Key, int] = {}
@@ -217,12 +171,11 @@ class _Compiler:
         if self._keep:
             calls[Direction.BACKWARD] = self._calls(Direction.BACKWARD)
             finish, gradient = self._hidden_gradient(0, range(len(self._blocks[0].chunks)))
-        read_last = {output: len(calls[Direction.FORWARD])}
-        _free(
+        free_slots(
             [call for direction in Direction for call in calls[direction]],
             pinned={NOTHING, ZERO, output, gradient, *(slot for move in finish for slot in move.slots)}
             - {above},
-            first_backward=read_last[output],
+            first_backward=len(calls[Direction.FORWARD]),
             threads=threads,
         )
         return Tapes(
@@ -485,7 +438,7 @@ class _Compiler:
     # Values
 
     def _take_values(
-        self, block: _Block, kind: StageKind, chunk: int | None, *, again: bool
+        self, block: BlockLayout, kind: StageKind, chunk: int | None, *, again: bool
     ) -> tuple[list[Move], list[Take]]:
         """What a stage takes: of ``Layout.CHUNK`` a stage of the whole sequence gets each chunk's tensor."""
         moves: list[Move] = []
@@ -520,7 +473,9 @@ class _Compiler:
                     found.append(Take(target))
         return moves, found
 
-    def _rows(self, block: _Block, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Take:
+    def _rows(
+        self, block: BlockLayout, slot: int, layout: Layout, chunk: int | None, moves: list[Move]
+    ) -> Take:
         """The rows of a chunk of what is in a slot."""
         spans = block.spans(layout, chunk)
         if len(spans) > 1:
@@ -530,7 +485,7 @@ class _Compiler:
         return Take(slot, block.part(layout, spans[0]))
 
     def _give_values(
-        self, block: _Block, kind: StageKind, chunk: int | None, *, again: bool
+        self, block: BlockLayout, kind: StageKind, chunk: int | None, *, again: bool
     ) -> tuple[list[Move], list[Give]]:
         moves: list[Move] = []
         found: list[Give] = []
@@ -546,7 +501,7 @@ class _Compiler:
         return moves, found
 
     def _to_rows(
-        self, block: _Block, slot: int, layout: Layout, chunk: int | None, moves: list[Move]
+        self, block: BlockLayout, slot: int, layout: Layout, chunk: int | None, moves: list[Move]
     ) -> Give:
         """Into the rows of a chunk of a buffer, or as they are where the chunk has all."""
         spans = block.spans(layout, chunk)
@@ -560,7 +515,7 @@ class _Compiler:
         part = block.part(layout, spans[0])
         return Give(slot) if part is None else Give(slot, part, num_rows)
 
-    def _empty_values(self, block: _Block, kind: StageKind, chunk: int | None) -> Iterator[Move]:
+    def _empty_values(self, block: BlockLayout, kind: StageKind, chunk: int | None) -> Iterator[Move]:
         """For a stage that runs again: memory for what it takes of transfers that do not."""
         givers = dict.fromkeys(source.giver for _, source in block.flow.taken[kind])
         for giver in givers:
@@ -574,7 +529,7 @@ class _Compiler:
     # Gradients
 
     def _take_gradients(
-        self, block: _Block, kind: StageKind, chunk: int | None
+        self, block: BlockLayout, kind: StageKind, chunk: int | None
     ) -> tuple[list[Move], list[Take]]:
         """For each tensor that a stage has given the gradient; of None where nothing depends on it."""
         moves: list[Move] = []
@@ -604,7 +559,7 @@ class _Compiler:
                 found.append(Take(NOTHING))
         return moves, found
 
-    def _total(self, block: _Block, source: Source, chunk: int | None, moves: list[Move]) -> int:
+    def _total(self, block: BlockLayout, source: Source, chunk: int | None, moves: list[Move]) -> int:
         """The slot of all gradients of a value, or of a chunk of it."""
         key = (block.layer, source, chunk)
         arrivals = tuple(self._arrivals.pop(key, ()))
@@ -641,7 +596,7 @@ class _Compiler:
         return moves, slot
 
     def _give_gradients(
-        self, block: _Block, kind: StageKind, chunk: int | None
+        self, block: BlockLayout, kind: StageKind, chunk: int | None
     ) -> tuple[list[Move], list[Give]]:
         """The gradients of what a stage has taken, in the order of :meth:`_take_values`."""
         moves: list[Move] = []
@@ -677,7 +632,7 @@ class _Compiler:
             moves.append(AddKeys((of_keys[0], of_keys[1]), self.slot("sums", block.layer)))
         return moves, found
 
-    def _add(self, block: _Block, value: Value, source: Source, chunk: int, moves: list[Move]) -> Give:
+    def _add(self, block: BlockLayout, value: Value, source: Source, chunk: int, moves: list[Move]) -> Give:
         """Add to the gradient of a chunk."""
         key = (block.layer, source, chunk)
         slot = self.slot("gradient", *key)
@@ -701,7 +656,7 @@ class _Compiler:
         return Give(given)
 
     def _add_to_whole(
-        self, block: _Block, value: Value, source: Source, chunk: int | None, moves: list[Move]
+        self, block: BlockLayout, value: Value, source: Source, chunk: int | None, moves: list[Move]
     ) -> Give:
         """Add to the gradient of a value that is one tensor for the whole sequence."""
         key = (block.layer, source, None)
@@ -723,7 +678,7 @@ class _Compiler:
         return Give(given)
 
     def _arriving(
-        self, block: _Block, kind: StageKind, value: Value, source: Source, chunk: int | None
+        self, block: BlockLayout, kind: StageKind, value: Value, source: Source, chunk: int | None
     ) -> list[Give]:
         """What is still on its way: whoever takes the sum comes after its arrival, and adds it."""
         every = range(len(block.chunks))
@@ -754,102 +709,6 @@ def _moved(give: Give, source: int) -> Move:
     return Scatter(source, (span,), give.num_rows, give.slot)
 
 
-class _Block:
-    """One block: which chunks it has, and which kinds of stages are of the whole sequence."""
-
-    def __init__(
-        self,
-        layer: int,
-        features: BlockFeatures,
-        chunks: Sequence[Chunk],
-        functions: BlockFunctions,
-        *,
-        whole_attention: bool,
-    ) -> None:
-        self.layer, self.chunks, self.functions = layer, chunks, functions
-        self.flow = data_flow(features)
-        _check_transfers(self.flow)
-        self._flows = [data_flow(features.of_chunk(chunk)) for chunk in range(max(1, len(features.restored)))]
-        self.recomputed = features.recomputed
-        self.restores = not features.recomputed and any(kind.restores is not None for kind in self.flow.kinds)
-        self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
-        self._joined = Chunk.joined(chunks)
-        numbers = {parameter: number for number, parameter in enumerate(functions.all_parameters)}
-        self._parameters = {
-            kind: tuple(numbers[parameter] for parameter in parameters)
-            for kind, parameters in functions.stage_parameters.items()
-        }
-
-    def parameters_of(self, kind: StageKind) -> tuple[int, ...]:
-        """Numbers of the parameters that a kind uses."""
-        return self._parameters.get(kind, ())
-
-    def flow_of(self, chunk: int | None) -> DataFlow:
-        """The data flow of a chunk, or of the block: chunks differ in what is restored."""
-        return self.flow if chunk is None else self._flows[chunk * len(self._flows) // len(self.chunks)]
-
-    def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
-        """The rows of a value that belong to a chunk."""
-        found = self._joined if chunk is None else self.chunks[chunk]
-        return found.hidden if layout is Layout.HIDDEN else found.queries
-
-    def num_rows(self, layout: Layout) -> int:
-        """How many rows a value of the whole sequence has."""
-        return sum(span.length for span in self.spans(layout, None))
-
-    def num_keys(self, chunk: int | None) -> int:
-        """How many rows of keys and values the queries of a chunk see."""
-        return (self._joined if chunk is None else self.chunks[chunk]).num_keys
-
-    def part(self, layout: Layout, span: Span) -> slice | None:
-        """A span as a slice of rows; None if it is all rows."""
-        rows = self.num_keys(None) if layout is Layout.KEYS else self.num_rows(layout)
-        return None if span.length == rows else slice(span.local_start, span.local_end)
-
-    def keys_taken(self, kind: StageKind) -> list[str]:
-        """The names of the keys and values that a kind takes."""
-        return [value.name for value, _ in self.flow.taken[kind] if value.layout is Layout.KEYS]
-
-    def index_of(self, giver: StageKind, value: Value) -> int:
-        """Whether a value is the keys (0) or the values (1) that a kind gives."""
-        given = self.flow.given[giver]
-        names = [one.name for one, _ in given if one.layout in (Layout.KEYS, Layout.BLOCK)]
-        return names.index(value.name)
-
-    def is_kept_whole(self, source: Source) -> bool:
-        """Whether the value is one tensor for the whole sequence, rather than one for each chunk."""
-        if source.giver is not None:
-            return source.giver in self._whole
-        return any(kind in self._whole for kind in self.flow.takers[source])
-
-    def num_summed(self, source: Source) -> int:
-        """How many compute stages give a gradient of a value, or of a chunk of it."""
-        per_stage = len(self.chunks) if self.is_kept_whole(source) else 1
-        return sum(
-            1 if kind in self._whole else per_stage
-            for kind in self.gradient_givers(source)
-            if kind.lane.computes
-        )
-
-    def num_adding_rows(self, source: Source) -> int:
-        """How many compute stages of a chunk give a gradient of its rows of a value that is kept whole."""
-        givers = self.gradient_givers(source)
-        return sum(kind.lane.computes and kind not in self._whole for kind in givers)
-
-    def gradient_givers(self, source: Source) -> list[StageKind]:
-        """The kinds that give a gradient of a value."""
-        return [kind for kind in self.flow.takers.get(source, ()) if kind.is_differentiated]
-
-
-def _check_transfers(flow: DataFlow) -> None:
-    """What a transfer brings is kept as it is until it has arrived: it cannot be written into a buffer."""
-    for kind in flow.kinds:
-        if not kind.lane.computes:
-            values = (*kind.takes, *kind.gives)
-            assert all(value.layout is not Layout.KEYS for value in values), f"{kind} transfers keys"
-            assert kind is not flow.output.giver, f"{kind} is a transfer and gives what the block returns"
-
-
 def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Stage]]) -> frozenset[Stage]:
     """For each block its last computed stage, if all of its transfers have ended by then."""
     left = Counter(stage.layer for _, stage in order if not stage.kind.of_parameters)
@@ -868,64 +727,3 @@ def _ends(order: Sequence[tuple[str, Stage]], needs: Mapping[Stage, Sequence[Sta
         if not left[stage.layer]:
             found.append(stage)
     return frozenset(found)
-
-
-def _free(calls: Sequence[Call], *, pinned: Collection[int], first_backward: int, threads: bool) -> None:
-    """Say for each slot which step frees it: the last that uses it.
-
-    Where lanes run on several threads, that is a step that runs after all others that use the slot, whichever
-    thread is faster: of a call that needs them, or comes after such a call in its lane.
-    """
-    uses: dict[int, list[tuple[int, Step, bool]]] = defaultdict(list)
-    for number, call in enumerate(calls):
-        for step in call.steps:
-            for slot in step.taken:
-                uses[slot].append((number, step, True))
-            for slot in step.given:
-                uses[slot].append((number, step, False))
-    before = _before(calls, first_backward) if threads else []
-    frees: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    steps: dict[int, Step] = {}
-    for slot, users in uses.items():
-        if slot in pinned:
-            continue
-        number, step, early = users[-1]
-        if threads:
-            others = 0
-            for user, *_ in users:
-                others |= 1 << user
-            late = next(
-                (
-                    place
-                    for place in range(number, len(calls))
-                    if not others & ~(before[place] | 1 << place) and calls[place].steps
-                ),
-                None,
-            )
-            if late is None:
-                continue
-            if late != number:
-                step, early = calls[late].steps[0], True
-        steps[id(step)] = step
-        frees[id(step)][not early].append(slot)
-    for key, (early_slots, late_slots) in frees.items():
-        steps[key].frees, steps[key].drops = tuple(early_slots), tuple(late_slots)
-
-
-def _before(calls: Sequence[Call], first_backward: int) -> list[int]:
-    """For each call, as bits, the calls that have taken their arguments before it does."""
-    found: list[int] = []
-    latest: dict[str, int] = {}
-    for number, call in enumerate(calls):
-        bits = 0
-        if number >= first_backward:
-            # A pass begins when the one before has ended.
-            bits = (1 << first_backward) - 1
-        needed = [first_backward * (number >= first_backward) + position for position in call.needs]
-        if call.lane in latest:
-            needed.append(latest[call.lane])
-        for one in needed:
-            bits |= found[one] | 1 << one
-        latest[call.lane] = number
-        found.append(bits)
-    return found

@@ -1,4 +1,7 @@
-"""How often a token is sent: the values of ``--ampipe-exchange``. Part of a :class:`~.pipeline.Pipeline`."""
+"""How the all-to-all groups copies of a token (``--ampipe-exchange``).
+
+Part of a :class:`~.pipeline.Pipeline`.
+"""
 
 from __future__ import annotations
 

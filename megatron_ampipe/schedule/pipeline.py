@@ -45,7 +45,7 @@ class Pipeline:
         stack: How many consecutive layers share a schedule: 1 is block by block, 0 all of a pipeline stage.
         memory: What the experts keep for their backward: one of :data:`~.memory_strategy.STRATEGIES`, or one
             for each chunk of the backward pass (:func:`~.memory_strategy.of_chunks`).
-        exchange: How often a token is sent.
+        exchange: How the all-to-all groups copies of a token.
 
     Raises:
         BadInput: a degree is invalid, or degrees and shares contradict each other.

@@ -60,7 +60,7 @@ COPY_LANE = Lane(COPY, "bus")
 
 
 class Scope(Enum):
-    """Of how much of the sequence one stage is."""
+    """How much of the sequence a stage covers."""
 
     CHUNK = "chunk"
     WHOLE = "whole"

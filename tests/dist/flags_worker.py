@@ -96,12 +96,23 @@ class Groups:
         state = vars(parallel_state)
         names = [name for name in state if name.startswith("_") and name[1:2].isupper()]
         if key not in self._made:
+            _agree_on_names_of_groups()
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(**sizes, get_embedding_ranks=embedding_ranks)
             self._made[key] = {name: state[name] for name in names}
         # initialize_model_parallel assigns new values and modifies none in place.
         state.update(self._made[key])
         model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
+
+
+def _agree_on_names_of_groups() -> None:
+    """torch names a group by a count, which differs where a rank alone has made groups for a line."""
+    import torch.distributed as dist
+
+    world = dist.distributed_c10d._world
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, world.group_count)
+    world.group_count = max(counts)
 
 
 def main() -> None:

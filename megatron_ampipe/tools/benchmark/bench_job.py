@@ -41,7 +41,7 @@ class BenchJob:
         layers: How many consecutive layers are one measurement, each with its own weights.
         stacks: How many of them share a schedule; 1 is block by block.
         memories: What the experts keep for their backward, as in ``Pipeline.memory``.
-        exchanges: How often a token is sent.
+        exchanges: How the all-to-all groups copies of a token.
         wires: What rows become while they travel, as ``--ampipe-wire``; None for nothing else.
         gloo_all_to_all: Also measure Megatron's layers with gloo's own all-to-all.
     """

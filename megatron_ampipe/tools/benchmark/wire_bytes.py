@@ -100,7 +100,7 @@ class Routings:
         of it is sent by this rank, the other half by those of the experts.
 
         Args:
-            exchange: How often a token is sent.
+            exchange: How the all-to-all groups copies of a token.
             wire: What rows become while they travel, as ``--ampipe-wire``.
             rank: Of this process, in the order of the experts.
             nodes: The nodes, if there are any.

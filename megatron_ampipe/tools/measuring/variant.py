@@ -71,7 +71,7 @@ class Variant:
         order: Of a plan, the order of the stages (``schedule.to_text``).
         stack: How many consecutive layers share the schedule; 1 is block by block.
         memory: What the experts keep for their backward, as in ``Pipeline.memory``.
-        exchange: How often a token is sent.
+        exchange: How the all-to-all groups copies of a token.
         wire: What rows become while they travel, as ``--ampipe-wire``; None to send them as they are.
     """
 
