@@ -219,7 +219,7 @@ CHECKPOINTS = {
     "missing-and-asked-for": Bad(
         nothing,
         "--load {path}/new --exit-on-missing-checkpoint",
-        "--load {path}/new: the checkpoint cannot be loaded (Megatron has printed the reason above",
+        "--load {path}/new: holds no checkpoint, and --exit-on-missing-checkpoint asks for one",
         "loads",
     ),
     "shard-cut": Bad(
