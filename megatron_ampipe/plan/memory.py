@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_ampipe.plan.linear_products import SUM_BYTES
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, of_chunks
-from megatron_ampipe.schedule.copy_pace import AHEAD
+from megatron_ampipe.schedule.dataflow import AHEAD
 
 
 @dataclass(frozen=True, slots=True)

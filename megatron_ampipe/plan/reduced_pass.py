@@ -19,7 +19,7 @@ from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.simulate import Compiled, compile_program, contention, run
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
-from megatron_ampipe.schedule.placing import placed
+from megatron_ampipe.schedule.passes import placed
 
 OVERLAPPED = "gradients"
 """The lane of reductions that have no place in a schedule."""

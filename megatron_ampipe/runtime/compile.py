@@ -1,6 +1,6 @@
 """Makes a tape of a schedule: numbers for everything that stages hand to one another, decided once.
 
-Which stage takes what from which is :class:`~megatron_ampipe.schedule.flow.DataFlow`. A value, or its
+Which stage takes what from which is :class:`~megatron_ampipe.schedule.dataflow.DataFlow`. A value, or its
 gradient, has a slot from the step that gives it to the last one that takes it. Where one of the two is of a
 chunk and the other of the whole sequence, the argument is a slice of the slot, or a move puts rows together.
 Where several stages take a value, their gradients are summed: those of compute stages at once, so that one
@@ -67,7 +67,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from megatron_ampipe.schedule.graph import is_of_feed_forward
+from megatron_ampipe.schedule.dataflow import is_of_feed_forward
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """What runs when inside transformer blocks, as data: stages, lanes, orders, and their checks."""
 
-from megatron_ampipe.schedule.build import IN_ONE_CHUNK, SCHEDULE_NAMES, build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import (
     Chunk,
@@ -10,7 +9,7 @@ from megatron_ampipe.schedule.chunks import (
     even_chunks,
     row_unit,
 )
-from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, WEIGHTS
+from megatron_ampipe.schedule.dataflow import DataFlow, Source, data_flow, dependencies, is_whole, needs_of
 from megatron_ampipe.schedule.exchange import (
     ALL_EXCHANGES,
     Exchange,
@@ -20,10 +19,8 @@ from megatron_ampipe.schedule.exchange import (
     with_exchange,
 )
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.flow import DataFlow, Source, data_flow, is_whole
-from megatron_ampipe.schedule.graph import dependencies, needs_of
 from megatron_ampipe.schedule.issue import issue_order, stream_of
-from megatron_ampipe.schedule.kinds import MOE_BLOCK
+from megatron_ampipe.schedule.kinds import ALL_KINDS, MOE_BLOCK, WEIGHTS
 from megatron_ampipe.schedule.memory_strategy import (
     COPYING,
     KEEP,
@@ -34,11 +31,12 @@ from megatron_ampipe.schedule.memory_strategy import (
     of_chunks,
     with_memory,
 )
+from megatron_ampipe.schedule.orders import IN_ONE_CHUNK, SCHEDULE_NAMES, build
+from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.pipeline import ALL_LAYERS, Pipeline, parse_shares, parse_stack, stack_to_text
-from megatron_ampipe.schedule.stack import period, unrolled
+from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import Direction, Lane, Layout, Scope, StageKind, Value
 from megatron_ampipe.schedule.text import from_text, stage_from_text, to_text
-from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 __all__ = [
     "ALL_EXCHANGES",

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.graph import needs_of
+from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
-from megatron_ampipe.schedule.types import Program, Schedule, Stage
 
 _REMEDY = "Use one of the named schedules, or fix the text form of this one."
 
@@ -18,7 +18,7 @@ def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
     """Verify that a schedule runs every stage of its blocks once and never waits for itself.
 
     Args:
-        schedule: What :func:`~.stack.unrolled` returns, if it repeats.
+        schedule: What :func:`~.passes.unrolled` returns, if it repeats.
         layers: The features of the blocks that share the schedule.
 
     Raises:

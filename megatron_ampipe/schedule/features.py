@@ -1,10 +1,24 @@
-"""What a block contains, as far as its stages depend on it. Pure data, read by :mod:`.flow`."""
+"""What a block contains, as far as its stages depend on it. Pure data, read by :mod:`.kinds`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from megatron_ampipe.schedule.stage_kind import StageKind
+
+
+class Restored(StrEnum):
+    """How the backward pass of the experts gets what their forward pass has not kept."""
+
+    REBUILD = "rebuild"
+    """Inner tensors are computed once more."""
+    REDISPATCH = "redispatch"
+    """Tokens are sent once more."""
+    OFFLOAD = "offload"
+    """Inner tensors wait in host memory."""
+    OFFLOAD_TOKENS = "offload_tokens"
+    """What has arrived waits in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +36,8 @@ class BlockFeatures:
             can be projected chunk by chunk. Attention as a whole still takes them as a whole.
         recomputed: The forward pass keeps only what the block is given, and its stages run again in the
             backward pass (:attr:`Stage.again <.types.Stage.again>`).
-        restored: What is not kept for the backward pass of the experts, and is restored in it, as names of
-            :attr:`rebuild`, :attr:`redispatch`, :attr:`offload` and :attr:`offload_tokens`: of each chunk of
-            the backward pass, or once for all.
+        restored: What is not kept for the backward pass of the experts, and is restored in it: of each chunk
+            of the backward pass, or once for all.
         condensed: Similar tokens are sent once.
         flex: The dispatcher counts the tokens itself, in the same call that sends them.
         reduces: Its backward pass reduces gradients of parameters over data-parallel ranks, as a stage.
@@ -48,7 +61,7 @@ class BlockFeatures:
     chooses: bool = False
     chunked_qkv: bool = False
     recomputed: bool = False
-    restored: tuple[tuple[str, ...], ...] = ()
+    restored: tuple[tuple[Restored, ...], ...] = ()
     condensed: bool = False
     flex: bool = False
     reduces: bool = False
@@ -71,30 +84,14 @@ class BlockFeatures:
         """Whether ranks pass keys on to one another."""
         return self.ring_ranks > 1
 
-    @property
-    def rebuild(self) -> bool:
-        """Whether experts compute their inner tensors once more in the backward pass, of any chunk."""
-        return any("rebuild" in names for names in self.restored)
-
-    @property
-    def redispatch(self) -> bool:
-        """Whether tokens are sent once more in the backward pass, of any chunk."""
-        return any("redispatch" in names for names in self.restored)
-
-    @property
-    def offload(self) -> bool:
-        """Whether inner tensors of experts wait in host memory for the backward pass, of any chunk."""
-        return any("offload" in names for names in self.restored)
-
-    @property
-    def offload_tokens(self) -> bool:
-        """Whether what has arrived waits in host memory, of any chunk."""
-        return any("offload_tokens" in names for names in self.restored)
+    def restores(self, what: Restored) -> bool:
+        """Whether this is restored of any chunk."""
+        return any(what in of_chunk for of_chunk in self.restored)
 
     @property
     def resort(self) -> bool:
         """Whether inner tensors come from host memory, and what arrives from another rank, of any chunk."""
-        return any({"offload", "redispatch"} <= set(names) for names in self.restored)
+        return any(Restored.OFFLOAD in one and Restored.REDISPATCH in one for one in self.restored)
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
         """With what is restored of one chunk.

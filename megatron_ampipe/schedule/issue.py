@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
+from megatron_ampipe.schedule.program import Program, Stage
 from megatron_ampipe.schedule.stage_kind import COMPUTE
-from megatron_ampipe.schedule.types import Program, Stage
 
 
 def issue_order(

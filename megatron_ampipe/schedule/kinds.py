@@ -1,19 +1,24 @@
-"""The kinds of stages that a block can consist of, as a table.
+"""The kinds of stages as a table, and the rows of a block.
 
 A row says where a stage runs, whether once for the sequence or once per chunk, and which values it takes and
-gives; :mod:`.block_rows` says which of them a block has. All else follows: which stage waits for which
-(:mod:`.flow`, :mod:`.graph`), which tensors pass between stages and when they are released
-(``runtime.compile``). A new kind is one row here, its place in :mod:`.block_rows`, one function in
-``layers/attention_stages.py`` or ``layers/moe_stages.py``, and one cost in
-``plan/stage_costs.py``; ``docs/design.md`` says what else it may need.
+gives. :func:`rows` lists those that a block has, in order, on the lane and of the scope that they have there.
+All else follows: which stage waits for which (:mod:`.dataflow`), which tensors pass between stages and when
+they are released (``runtime.compile``). A new kind is a row here with its place in :func:`rows`, a function
+in ``layers``, and a cost in ``plan``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.stage_kind import (
     COMM_LANE,
     COPY_LANE,
+    INTRA,
     INTRA_LANE,
+    TENSOR_INTRA_LANE,
     TENSOR_LANE,
     Direction,
     Layout,
@@ -39,42 +44,29 @@ _ROUTING, _SPLITS = Value("routing", Layout.STATE), Value("splits", Layout.STATE
 _INNER = Value("inner tensors", Layout.STATE)
 _SHARED_OUTPUT = Value("shared output", Layout.CHUNK)
 _EXPERT_OUTPUT = Value("expert output", Layout.CHUNK)
+_OUTPUT_SHAPE = replace(_EXPERT_OUTPUT, by_shape=True)
 
-INPUT_NORM = StageKind(
-    "input-norm",
-    scope=Scope.EITHER,
-    takes=(HIDDEN_STATES,),
-    gives=(_INPUT,),
-)
+INPUT_NORM = StageKind("input-norm", scope=Scope.EITHER, takes=(HIDDEN_STATES,), gives=(_INPUT,))
 """Input norm of the rows that a tensor-parallel rank owns."""
 GATHER_ROWS = StageKind(
-    "gather-rows",
-    lane=TENSOR_LANE,
-    scope=Scope.EITHER,
-    takes=(_INPUT,),
-    gives=(GATHERED,),
+    "gather-rows", lane=TENSOR_LANE, scope=Scope.EITHER, takes=(_INPUT,), gives=(GATHERED,)
 )
 """All-gather of the rows of all tensor-parallel ranks; backward a reduce-scatter."""
-QKV = StageKind(
-    "qkv",
-    scope=Scope.EITHER,
-    takes=(HIDDEN_STATES,),
-    gives=(QUERY, _KEY, _VALUE),
-)
+QKV = StageKind("qkv", scope=Scope.EITHER, takes=(HIDDEN_STATES,), gives=(QUERY, _KEY, _VALUE))
 """Input norm, unless :data:`INPUT_NORM` does it, query/key/value projection, rotary embedding."""
 REGATHER_ROWS = StageKind(
-    "regather-rows",
-    lane=TENSOR_LANE,
-    scope=Scope.EITHER,
-    directions=(Direction.BACKWARD,),
-    restores=QKV,
+    "regather-rows", lane=TENSOR_LANE, scope=Scope.EITHER, directions=(Direction.BACKWARD,), restores=QKV
 )
 """The all-gather once more: a rank keeps the rows that it owns."""
-ATTEND = StageKind("attend", scope=Scope.EITHER, covers_wait=True, own_backward=True)
-"""Core attention to the keys of one context-parallel rank, in steps (:func:`~.derived_kinds.step_of`)."""
-RING = StageKind("ring", lane=COMM_LANE, scope=Scope.WHOLE)
+ATTEND = StageKind(
+    "attend", scope=Scope.EITHER, takes=(QUERY, RING_KEY, RING_VALUE), gives=(CONTEXT,), covers_wait=True
+)
+"""Core attention to the keys of one context-parallel rank, in steps (:func:`step_of`)."""
+RING = StageKind(
+    "ring", lane=COMM_LANE, scope=Scope.WHOLE, takes=(RING_KEY, RING_VALUE), gives=(RING_KEY, RING_VALUE)
+)
 """Keys and values to the next context-parallel rank; backward, their gradients to the one before."""
-RERING = StageKind("rering", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,))
+RERING = replace(RING, name="rering", directions=(Direction.BACKWARD,))
 """In the backward pass, keys and values to the context-parallel rank before: they were not kept."""
 ATTENTION = StageKind(
     "attention",
@@ -85,32 +77,19 @@ ATTENTION = StageKind(
 )
 """Core attention and output projection; and residual and pre-MoE norm, unless :data:`ADD_NORM` does these."""
 SCATTER_ROWS = StageKind(
-    "scatter-rows",
-    lane=TENSOR_LANE,
-    scope=Scope.EITHER,
-    takes=(PARTIAL,),
-    gives=(_PROJECTED,),
+    "scatter-rows", lane=TENSOR_LANE, scope=Scope.EITHER, takes=(PARTIAL,), gives=(_PROJECTED,)
 )
 """Reduce-scatter of the output projection over tensor-parallel ranks; backward an all-gather."""
 ADD_NORM = StageKind(
-    "add-norm",
-    scope=Scope.EITHER,
-    takes=(_PROJECTED, HIDDEN_STATES),
-    gives=(_RESIDUAL, _NORMED),
+    "add-norm", scope=Scope.EITHER, takes=(_PROJECTED, HIDDEN_STATES), gives=(_RESIDUAL, _NORMED)
 )
 """Bias, dropout, residual, pre-MoE norm, of the rows that a tensor-parallel rank owns."""
 CHOOSE = StageKind("choose", scope=Scope.WHOLE, takes=(_NORMED,), gives=(_CHOICE, _SCORES))
 """Router, where its choice for a token depends on tokens of other chunks."""
-ROUTE = StageKind(
-    "route",
-    takes=(_NORMED, _CHOICE, _SCORES),
-    gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING),
-)
+ROUTE = StageKind("route", takes=(_NORMED, _CHOICE, _SCORES), gives=(_TOKENS, _PROBS, _LOGITS, _ROUTING))
 """Router, unless there is a :data:`CHOOSE`, and permutation of the tokens by expert."""
 CONDENSE = StageKind(
-    "condense",
-    takes=(_TOKENS, _PROBS, _ROUTING),
-    gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING),
+    "condense", takes=(_TOKENS, _PROBS, _ROUTING), gives=(_TOKENS, _PROBS, _OWN_PROBS, _ROUTING)
 )
 """Of similar tokens, those that are sent; they go with probabilities of 1."""
 LOSSES = StageKind("losses", scope=Scope.WHOLE, takes=(_LOGITS,), gives=(_LOSS,))
@@ -126,21 +105,11 @@ COUNTS = StageKind(
     host_reads=True,
 )
 """Exchange of the number of tokens each rank sends to each expert."""
-DISPATCH = StageKind(
-    "dispatch",
-    lane=COMM_LANE,
-    takes=(_TOKENS, _PROBS, _SPLITS),
-    gives=(_TOKENS, _PROBS),
-)
+DISPATCH = StageKind("dispatch", lane=COMM_LANE, takes=(_TOKENS, _PROBS, _SPLITS), gives=(_TOKENS, _PROBS))
 """All-to-all that brings the tokens to the ranks of their experts."""
 SPREAD = StageKind("spread", lane=INTRA_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
 """All-to-all within a node that hands tokens, which came to it, on to the ranks of their experts."""
-STORE_TOKENS = StageKind(
-    "store-tokens",
-    lane=COPY_LANE,
-    takes=(_TOKENS,),
-    directions=(Direction.FORWARD,),
-)
+STORE_TOKENS = StageKind("store-tokens", lane=COPY_LANE, takes=(_TOKENS,), directions=(Direction.FORWARD,))
 """What has arrived, to host memory."""
 GATHER = StageKind("gather", lane=COMM_LANE, takes=(_TOKENS, _PROBS), gives=(_TOKENS, _PROBS))
 """All-gather over the ranks that share an expert of what has arrived at each; backward a reduce-scatter."""
@@ -148,48 +117,21 @@ EXPERT = StageKind("expert", takes=(_TOKENS, _PROBS), gives=(_EXPERT_OUTPUT, _IN
 """The local experts."""
 STORE = StageKind("store", lane=COPY_LANE, takes=(_INNER,), directions=(Direction.FORWARD,))
 """What the experts have kept for their backward, to host memory."""
-SCATTER = StageKind(
-    "scatter",
-    lane=COMM_LANE,
-    takes=(_EXPERT_OUTPUT,),
-    gives=(_EXPERT_OUTPUT,),
-    by_shape=(_EXPERT_OUTPUT,),
-)
+SCATTER = StageKind("scatter", lane=COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """Reduce-scatter of expert outputs over the ranks that share an expert; backward an all-gather."""
-COLLECT = StageKind(
-    "collect",
-    lane=INTRA_LANE,
-    takes=(_EXPERT_OUTPUT,),
-    gives=(_EXPERT_OUTPUT,),
-    by_shape=(_EXPERT_OUTPUT,),
-)
+COLLECT = StageKind("collect", lane=INTRA_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """All-to-all within a node that brings expert outputs back to where ``spread`` began, and adds them there."""
-COMBINE = StageKind(
-    "combine",
-    lane=COMM_LANE,
-    takes=(_EXPERT_OUTPUT,),
-    gives=(_EXPERT_OUTPUT,),
-    by_shape=(_EXPERT_OUTPUT,),
-)
+COMBINE = StageKind("combine", lane=COMM_LANE, takes=(_OUTPUT_SHAPE,), gives=(_EXPERT_OUTPUT,))
 """All-to-all that brings the expert outputs back."""
 EXPAND = StageKind("expand", takes=(_EXPERT_OUTPUT, _OWN_PROBS), gives=(_EXPERT_OUTPUT,))
 """Expert outputs of the tokens that were sent, weighted for all tokens."""
-MERGE = StageKind(
-    "merge",
-    takes=(_EXPERT_OUTPUT, _RESIDUAL, _SHARED_OUTPUT),
-    gives=(HIDDEN_STATES,),
-    by_shape=(_EXPERT_OUTPUT,),
-)
+MERGE = StageKind("merge", takes=(_OUTPUT_SHAPE, _RESIDUAL, _SHARED_OUTPUT), gives=(HIDDEN_STATES,))
 """Unpermutation, projection of latent experts, shared expert output, residual."""
 MLP = StageKind("mlp", takes=(_NORMED, _RESIDUAL), gives=(HIDDEN_STATES,), covers_wait=True)
 """Of a layer without experts: its MLP, residual."""
 
 REPERMUTE = StageKind(
-    "repermute",
-    takes=(_NORMED,),
-    gives=(_TOKENS,),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
+    "repermute", takes=(_NORMED,), gives=(_TOKENS,), directions=(Direction.BACKWARD,), restores=EXPERT
 )
 """Permutation of the tokens by expert once more, for :data:`REDISPATCH`."""
 REDISPATCH = StageKind(
@@ -211,11 +153,7 @@ RESPREAD = StageKind(
 )
 """``spread`` once more, likewise."""
 LOAD_TOKENS = StageKind(
-    "load-tokens",
-    lane=COPY_LANE,
-    gives=(_TOKENS,),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
+    "load-tokens", lane=COPY_LANE, gives=(_TOKENS,), directions=(Direction.BACKWARD,), restores=EXPERT
 )
 """What had arrived, from host memory."""
 REGATHER = StageKind(
@@ -228,50 +166,171 @@ REGATHER = StageKind(
 )
 """``gather`` once more, of what was sent once more or comes from host memory."""
 
-REBUILD = StageKind(
-    "rebuild",
-    takes=(_TOKENS, _PROBS),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
-)
+REBUILD = StageKind("rebuild", takes=(_TOKENS, _PROBS), directions=(Direction.BACKWARD,), restores=EXPERT)
 """Sorting, first product and activation of the local experts once more, without the second product."""
-RESORT = StageKind(
-    "resort",
-    takes=(_TOKENS, _PROBS),
-    directions=(Direction.BACKWARD,),
-    restores=EXPERT,
-)
+RESORT = StageKind("resort", takes=(_TOKENS, _PROBS), directions=(Direction.BACKWARD,), restores=EXPERT)
 """Sorting of what was sent once more; the experts' inner tensors come from host memory."""
 LOAD = StageKind("load", lane=COPY_LANE, directions=(Direction.BACKWARD,), restores=EXPERT)
 """What :data:`STORE` has copied, from host memory."""
-REDUCE = StageKind(
-    "reduce",
-    lane=COMM_LANE,
-    scope=Scope.WHOLE,
-    directions=(Direction.BACKWARD,),
-    of_parameters=True,
-)
+REDUCE = StageKind("reduce", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,))
 """Reduction of the gradients that were complete when the pass had ended the block above."""
 REDUCE_EXPERTS = StageKind(
-    "reduce-experts",
-    lane=COMM_LANE,
-    scope=Scope.WHOLE,
-    directions=(Direction.BACKWARD,),
-    of_parameters=True,
+    "reduce-experts", lane=COMM_LANE, scope=Scope.WHOLE, directions=(Direction.BACKWARD,)
 )
 """Reduction of the gradients that were complete when the feed-forward half of this block had ended."""
 
-MOE_BLOCK = (
-    INPUT_NORM, GATHER_ROWS, QKV, REGATHER_ROWS, ATTEND, RING, RERING, ATTENTION, SCATTER_ROWS, ADD_NORM,
-    CHOOSE, ROUTE, CONDENSE, LOSSES, SHARED, COUNTS, DISPATCH, SPREAD, STORE_TOKENS, GATHER, EXPERT, STORE,
-    SCATTER, COLLECT, COMBINE, EXPAND, MERGE, MLP, REPERMUTE, REDISPATCH, RESPREAD, LOAD_TOKENS, REGATHER,
-    REBUILD, RESORT, LOAD, REDUCE, REDUCE_EXPERTS,
-)  # fmt: skip
-"""All of them, in the order of a block; :func:`~.block_rows.rows` makes those of one."""
+MOE_BLOCK = tuple(row for row in list(globals().values()) if isinstance(row, StageKind))
+"""All of them, in the order of a block; :func:`rows` makes those of one."""
 
 STEPPED = frozenset({ATTEND, RING, RERING})
-"""Kinds that a block has in steps (:func:`~.derived_kinds.step_of`), never as such."""
+"""Kinds that a block has in steps (:func:`step_of`), never as such."""
 OF_ROWS = frozenset({INPUT_NORM, GATHER_ROWS, REGATHER_ROWS, SCATTER_ROWS, ADD_NORM})
 """Kinds that only blocks have whose tensor-parallel ranks gather or scatter rows of attention as stages."""
 FEED_FORWARD = frozenset({SHARED, EXPERT, MLP})
 """Kinds whose parameters have their gradients before the backward pass comes to attention."""
+
+
+def step_of(kind: StageKind, step: int) -> StageKind:
+    """One step of attention over context-parallel ranks: a kind with the name and number of the step.
+
+    Step 0 attends to the keys of this rank. ``ring<t>`` brings the keys of the rank ``t`` places before, and
+    ``attend<t>`` attends to them. It does not begin before the keys of step ``t - 2`` were used, so a rank
+    has keys of two others at most. The backward pass goes from the last step to the first: ``rering<t>``
+    brings the keys of step ``t`` from the next rank, and the backward of ``ring<t>`` takes their gradients,
+    to which every rank adds its part, one place back.
+    """
+
+    def keys_of(number: int) -> tuple[Value, ...]:
+        # In the backward pass, every step takes what the one before has brought, under the same name.
+        suffix = f" {number}" if number else ""
+        return tuple(Value(value.name + suffix, value.layout) for value in (RING_KEY, RING_VALUE))
+
+    def used(number: int) -> Value:
+        return Value(f"used {number}", Layout.STATE)
+
+    found = replace(kind, name=f"{kind.name}{step}", step_of=kind, step=step)
+    if kind == ATTEND:
+        before = (CONTEXT,) if step else ()
+        return replace(found, takes=(QUERY, *keys_of(step), *before), gives=(CONTEXT, used(step)))
+    if kind == RING:
+        turn = (used(step - 2),) if step > 1 else ()
+        return replace(found, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
+    assert kind == RERING, f"{kind} has no steps"
+    attends, follows = step_of(ATTEND, step), step_of(ATTEND, step + 2)
+    return replace(found, takes=keys_of(0), gives=keys_of(0), restores=attends, follows=follows)
+
+
+def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:
+    """The rows of attention over context-parallel ranks, in place of :data:`~.kinds.STEPPED`."""
+    steps = range(1, num_ranks)
+    forward = (step_of(kind, step) for step in steps for kind in (RING, ATTEND))
+    return (step_of(ATTEND, 0), *forward, *(step_of(RERING, step) for step in reversed(steps)))
+
+
+def _weights(kind: StageKind) -> StageKind:
+    return StageKind(
+        f"{kind.name}-weights", scope=Scope.EITHER, directions=(Direction.BACKWARD,), weights_of=kind
+    )
+
+
+WEIGHTS = {kind: _weights(kind) for kind in (QKV, ATTENTION, SHARED, EXPERT, MLP)}
+"""For each kind with linear layers, the gradients of their weights as a stage: of one chunk, or of the whole
+sequence in one product of all chunks. Nothing waits for them."""
+ALL_KINDS = (*MOE_BLOCK, *WEIGHTS.values())
+"""All kinds that a schedule can name."""
+
+
+def rows(block: BlockFeatures) -> tuple[StageKind, ...]:
+    """The rows of a block with these features."""
+    found = [*_attention(block), *([MLP] if block.dense else _experts(block))]
+    if block.reduces:
+        found.append(REDUCE)
+    if block.reduces_experts:
+        found.append(REDUCE_EXPERTS)
+    for kind in block.added:
+        assert kind.after is not None, f"{kind} does not say which row it follows"
+        follows = ADD_NORM if kind.after == ATTENTION and block.scatters_rows else kind.after
+        if follows not in found:
+            continue
+        place = found.index(follows) + 1
+        while place < len(found) and found[place].after == kind.after:
+            place += 1
+        found.insert(place, kind)
+    return tuple(found)
+
+
+def _attention(block: BlockFeatures) -> Iterator[StageKind]:
+    """From the input norm to the norm before the router."""
+    lane = TENSOR_INTRA_LANE if block.row_links == INTRA_LANE.resource else TENSOR_LANE
+    scope = Scope.EITHER if block.chunked_qkv else Scope.WHOLE
+    qkv = replace(QKV, scope=scope)
+    if block.ring:
+        qkv = replace(qkv, gives=(QUERY, RING_KEY, RING_VALUE))
+    if block.gathers_rows:
+        yield replace(INPUT_NORM, scope=scope)
+        yield replace(GATHER_ROWS, scope=scope, lane=lane)
+        qkv = replace(qkv, takes=(GATHERED,))
+    yield qkv
+    # A recomputed block gathers again anyway.
+    if block.gathers_rows and not block.recomputed:
+        yield replace(REGATHER_ROWS, scope=scope, lane=lane)
+    if block.ring:
+        yield from ring_rows(block.ring_ranks)
+    if block.scatters_rows:
+        takes = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
+        yield replace(ATTENTION, takes=takes, gives=(PARTIAL,))
+        yield SCATTER_ROWS.on(lane)
+        yield ADD_NORM
+    else:
+        yield ATTENTION
+
+
+def _experts(block: BlockFeatures) -> Iterator[StageKind]:
+    """From the router to what the block returns, and what the backward pass restores."""
+    # Ranks that share an expert use the links of their node, where tokens leave it.
+    near = INTRA_LANE if block.nodes or block.gathers == INTRA else COMM_LANE
+    if block.chooses:
+        yield CHOOSE
+    yield replace(ROUTE, ordered=block.ordered_routing)
+    if block.condensed:
+        yield CONDENSE
+    if block.losses:
+        yield LOSSES
+    if block.shared:
+        yield SHARED
+    if not block.flex:
+        yield COUNTS
+    yield DISPATCH
+    if block.nodes:
+        yield SPREAD
+    if block.restores(Restored.OFFLOAD_TOKENS):
+        yield STORE_TOKENS
+    if block.gathers:
+        yield GATHER.on(near)
+    yield EXPERT
+    if block.restores(Restored.OFFLOAD):
+        yield STORE
+    if block.gathers:
+        yield SCATTER.on(near)
+    if block.nodes:
+        yield COLLECT
+    yield COMBINE
+    if block.condensed:
+        yield EXPAND
+    # Latent experts are projected here, so the backward needs what they return.
+    yield replace(MERGE, takes=(_EXPERT_OUTPUT, *MERGE.takes[1:])) if block.latent else MERGE
+    if block.restores(Restored.REDISPATCH):
+        yield REPERMUTE
+        yield REDISPATCH
+        if block.nodes:
+            yield RESPREAD
+    if block.restores(Restored.OFFLOAD_TOKENS):
+        yield LOAD_TOKENS
+    if block.gathers and (block.restores(Restored.REDISPATCH) or block.restores(Restored.OFFLOAD_TOKENS)):
+        yield REGATHER.on(near)
+    if block.restores(Restored.REBUILD):
+        yield REBUILD
+    if block.resort:
+        yield RESORT
+    if block.restores(Restored.OFFLOAD):
+        yield LOAD

@@ -10,27 +10,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.features import BlockFeatures
+from megatron_ampipe.schedule.features import BlockFeatures, Restored
 
 KEEP = "keep"
 """The strategy that restores nothing."""
 
-STRATEGIES: Mapping[str, tuple[str, ...]] = {
+STRATEGIES: Mapping[str, tuple[Restored, ...]] = {
     KEEP: (),
-    "rebuild": ("rebuild",),
-    "redispatch": ("rebuild", "redispatch"),
-    "offload": ("offload",),
-    "S2": ("redispatch", "offload"),
-    "S3": ("rebuild", "offload_tokens"),
+    "rebuild": (Restored.REBUILD,),
+    "redispatch": (Restored.REBUILD, Restored.REDISPATCH),
+    "offload": (Restored.OFFLOAD,),
+    "S2": (Restored.REDISPATCH, Restored.OFFLOAD),
+    "S3": (Restored.REBUILD, Restored.OFFLOAD_TOKENS),
 }
-"""What each strategy restores, as in :attr:`~.features.BlockFeatures.restored`.
+"""What each strategy restores, as in ``BlockFeatures.restored``.
 
 ``S2`` and ``S3`` are those of the paper's table II. ``rebuild`` is not in it: what arrived is kept, the inner
 tensors are computed once more. Of the first three, each keeps less than the one before.
 """
 PAPER_NAMES: Mapping[str, str] = {"S1": "offload", "S4": "redispatch"}
 """Other names of strategies, from the same table."""
-COPYING = tuple(name for name, restored in STRATEGIES.items() if "offload" in " ".join(restored))
+COPYING = tuple(
+    name
+    for name, restored in STRATEGIES.items()
+    if Restored.OFFLOAD in restored or Restored.OFFLOAD_TOKENS in restored
+)
 """The strategies that copy to host memory."""
 
 BETWEEN_CHUNKS = "/"

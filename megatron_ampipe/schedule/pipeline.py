@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.build import build
 from megatron_ampipe.schedule.check import check
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.exchange import Exchange, with_exchange
 from megatron_ampipe.schedule.features import BlockFeatures
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.memory_strategy import KEEP, check_memory, with_memory
-from megatron_ampipe.schedule.stack import period, unrolled
-from megatron_ampipe.schedule.types import Schedule
+from megatron_ampipe.schedule.orders import build
+from megatron_ampipe.schedule.passes import period, unrolled
+from megatron_ampipe.schedule.program import Schedule
 
 _ROUNDING_OF_SHARES = 0.015
 """Allowed deviation of the sum of the shares from 1, so that 0.33,0.33,0.33 means thirds."""

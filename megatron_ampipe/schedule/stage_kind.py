@@ -1,12 +1,11 @@
 """What a kind of stage is: its lane, its scope, the values that it takes and gives. Types, and all lanes.
 
-The kinds themselves are in :mod:`.kinds`, and those of a block in :mod:`.block_rows`. Everything that handles
-stages of any kind imports these types.
+The kinds themselves are in :mod:`.kinds`. Everything that handles stages of any kind imports these types.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
 from megatron_ampipe.timeline import COMPUTE as COMPUTE
@@ -94,17 +93,20 @@ class Value:
     Attributes:
         name: A stage that takes a value and gives one of the same name replaces it for all later rows.
         layout: How chunks share it.
+        by_shape: Of a value that a stage takes: its function is linear in it, so that its gradients need no
+            more than the shape. A transfer that gives nothing else does not run again in a recomputed block.
     """
 
     name: str
     layout: Layout
+    by_shape: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageKind:
     """What a stage does. A kind is its name: kinds of one name are equal.
 
-    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (:mod:`.block_rows`) are the same
+    The kinds of :mod:`.kinds` are what names stand for; the rows of a block (``kinds.rows``) are the same
     kinds with what depends on the block: the lane of a transfer, the scope, what is taken and given.
 
     Attributes:
@@ -117,8 +119,6 @@ class StageKind:
         gives: The results of its function, in order, without ``Layout.STATE``; in the backward pass the
             gradients it receives.
         directions: In which passes it runs.
-        by_shape: Of what it takes, values of which its gradients need no more than the shape: its function is
-            linear in them. A transfer that gives nothing else does not run again in a recomputed block.
         ordered: Each chunk waits for the one before it.
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
@@ -127,9 +127,6 @@ class StageKind:
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
             program of its schedule does; without it, the stage of the kind itself computes them.
-        of_parameters: It transfers no value of a block but gradients of parameters that are complete.
-        own_backward: Its backward is a function of the layer, not of autograd. It is given what the stage
-            took of ``Layout.BLOCK``, or what restored that, and adds its gradients up itself.
         follows: For a kind that restores: it waits for the backward of this one, so that only a part of
             what is restored is in memory.
         step_of: The kind of which it is one of several steps; the layer has one function for all of them.
@@ -142,33 +139,22 @@ class StageKind:
     takes: tuple[Value, ...] = field(default=(), repr=False)
     gives: tuple[Value, ...] = field(default=(), repr=False)
     directions: tuple[Direction, ...] = field(default=tuple(Direction), repr=False)
-    by_shape: tuple[Value, ...] = field(default=(), repr=False)
     ordered: bool = field(default=False, repr=False)
     host_reads: bool = field(default=False, repr=False)
     covers_wait: bool = field(default=False, repr=False)
     after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
-    of_parameters: bool = field(default=False, repr=False)
-    own_backward: bool = field(default=False, repr=False)
     follows: StageKind | None = field(default=None, repr=False)
     step_of: StageKind | None = field(default=None, repr=False)
     step: int = field(default=0, repr=False)
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        # Stages are keys of many tables, and a planner looks them up many thousand times.
-        object.__setattr__(self, "_hash", hash(self.name))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, StageKind) and self.name == other.name)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Hashes differ from process to process.
-        return StageKind, tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        # Of a string, Python keeps it: stages are keys of many tables.
+        return hash(self.name)
 
     def on(self, lane: Lane) -> StageKind:
         """The same kind on another lane."""
@@ -183,6 +169,20 @@ class StageKind:
     def is_differentiated(self) -> bool:
         """Whether its backward stage computes gradients of what its forward stage takes."""
         return self.directions == tuple(Direction)
+
+    @property
+    def of_parameters(self) -> bool:
+        """Whether it transfers no value of a block but gradients of parameters that are complete."""
+        return not (self.lane.computes or self.copies or self.takes or self.gives or self.restores)
+
+    @property
+    def own_backward(self) -> bool:
+        """Whether its backward is a function of the layer, not of autograd.
+
+        It is given what the stage took of ``Layout.BLOCK``, or what restored that, and adds its gradients up
+        itself.
+        """
+        return self.lane.computes and any(value.layout is Layout.BLOCK for value in self.takes)
 
     @property
     def row(self) -> StageKind:

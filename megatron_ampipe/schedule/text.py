@@ -23,8 +23,8 @@ import re
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, step_of
 from megatron_ampipe.schedule.kinds import (
+    ALL_KINDS,
     GATHER,
     GATHER_ROWS,
     REGATHER,
@@ -32,9 +32,10 @@ from megatron_ampipe.schedule.kinds import (
     SCATTER,
     SCATTER_ROWS,
     STEPPED,
+    step_of,
 )
+from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import Direction, Scope, StageKind
-from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.timeline import AGAIN
 
 

@@ -26,16 +26,15 @@ from megatron_ampipe.schedule import (
     StageKind,
     build,
     check,
+    dataflow,
     dependencies,
     even_chunks,
-    flow,
     from_text,
     kinds,
     needs_of,
     to_text,
 )
-from megatron_ampipe.schedule.block_rows import rows
-from megatron_ampipe.schedule.derived_kinds import ring_rows
+from megatron_ampipe.schedule.kinds import ring_rows, rows
 from megatron_ampipe.tools.timeline_picture import draw
 from tests.added_stages import AUDIT, COPY, COSTS, DELAY
 from tests.plan_cases import cluster, without_device, workload
@@ -172,15 +171,15 @@ def test_one_schedule_can_hold_several_layers(chunked_qkv: bool) -> None:
 def test_a_kind_in_the_table_needs_no_change_of_a_builder(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """As if its row stood in ``schedule/block_rows.py``."""
+    """As if its row stood in ``schedule/kinds.py``."""
 
     def with_another(block: BlockFeatures) -> tuple[StageKind, ...]:
         found = list(rows(block))
         found.insert(found.index(kinds.EXPERT) + 1, DELAY)
         return tuple(found)
 
-    monkeypatch.setattr(flow, "rows", with_another)
-    for remembered in (flow.data_flow, build):
+    monkeypatch.setattr(dataflow, "rows", with_another)
+    for remembered in (dataflow.data_flow, build):
         remembered.cache_clear()
         request.addfinalizer(remembered.cache_clear)
     features = BlockFeatures(losses=True, ordered_routing=True)
@@ -195,7 +194,7 @@ def test_kinds_that_follow_the_same_row_keep_their_order() -> None:
         StageKind(name, takes=DELAY.takes, gives=DELAY.gives, after=kinds.EXPERT)
         for name in ("first", "second")
     )
-    rows = flow.data_flow(BlockFeatures(added=(first, second)))
+    rows = dataflow.data_flow(BlockFeatures(added=(first, second)))
     place = rows.kinds.index(kinds.EXPERT)
     assert rows.kinds[place + 1 : place + 3] == (first, second)
 

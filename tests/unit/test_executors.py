@@ -15,8 +15,8 @@ from megatron_ampipe.runtime.executors import ThreadExecutor, demote_gloo_thread
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import kinds
+from megatron_ampipe.schedule.program import Stage
 from megatron_ampipe.schedule.stage_kind import COMM
-from megatron_ampipe.schedule.types import Stage
 
 _PR_SET_NAME = 15
 

@@ -29,7 +29,7 @@ from megatron_ampipe.schedule import (
     kinds,
     needs_of,
 )
-from megatron_ampipe.schedule.derived_kinds import step_of
+from megatron_ampipe.schedule.kinds import step_of
 from tests.plan_cases import NONE, cluster, workload
 
 

@@ -23,10 +23,9 @@ from megatron_ampipe.schedule import (
     to_text,
 )
 from megatron_ampipe.schedule.chunks import SequenceLayout
-from megatron_ampipe.schedule.derived_kinds import step_of
-from megatron_ampipe.schedule.graph import needs_of
+from megatron_ampipe.schedule.dataflow import needs_of
 from megatron_ampipe.schedule.issue import issue_order
-from megatron_ampipe.schedule.kinds import ATTEND, RERING, RING
+from megatron_ampipe.schedule.kinds import ATTEND, RERING, RING, step_of
 
 ROWS, BATCH, HEADS, GROUPS, SIZE, VALUE_SIZE = 48, 2, 4, 2, 8, 8
 NAMES = ("ampipe", "moe-only", "lancet", "sequential")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Lane, stage_kind
-from megatron_ampipe.schedule.derived_kinds import ALL_KINDS, ring_rows
+from megatron_ampipe.schedule.kinds import ALL_KINDS, ring_rows
 from megatron_ampipe.timeline import AGAIN, StageSpan, Timeline
 
 

@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.attention_order import attending, backward_order, exchanges_of_rows, of_chunk
-from megatron_ampipe.schedule.derived_kinds import WEIGHTS, step_of
-from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.flow import data_flow
-from megatron_ampipe.schedule.graph import dependencies
+from megatron_ampipe.schedule.dataflow import data_flow, dependencies
+from megatron_ampipe.schedule.features import BlockFeatures, Restored
 from megatron_ampipe.schedule.issue import completed
 from megatron_ampipe.schedule.kinds import (
     ADD_NORM,
@@ -31,23 +28,28 @@ from megatron_ampipe.schedule.kinds import (
     DISPATCH,
     EXPERT,
     GATHER,
+    GATHER_ROWS,
     INPUT_NORM,
     LOSSES,
     MERGE,
     QKV,
     REDISPATCH,
     REGATHER,
+    REGATHER_ROWS,
     RERING,
     RESPREAD,
     RING,
     ROUTE,
     SCATTER,
+    SCATTER_ROWS,
     SHARED,
     SPREAD,
+    WEIGHTS,
+    step_of,
 )
-from megatron_ampipe.schedule.placing import bound, placed
+from megatron_ampipe.schedule.passes import bound, placed
+from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
-from megatron_ampipe.schedule.types import LaneOrder, Program, Schedule, Stage
 
 
 @functools.lru_cache(maxsize=512)
@@ -111,7 +113,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     still have to travel, and not after half of the way.
 
     Where tensor-parallel ranks scatter the rows of a chunk, something of the next one is computed meanwhile
-    (:func:`attending`); backward, the experts of another one.
+    (:func:`_attending`); backward, the experts of another one.
     """
     chunks = range(degree)
     attends, routes, choice = [ATTENTION], [ROUTE], _choice(features)
@@ -129,11 +131,11 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     before = [[*attends[::-1], *projects], *([norms] if norms else [])]
     if choice:
         # All attention comes before the first dispatch.
-        forward = attending(degree, norms, projects, attends, adds)
+        forward = _attending(degree, norms, projects, attends, adds)
         later = [routes]
-        ended = backward_order(degree, 1, adds, *before) if adds else backward_order(degree, 0, *before)
+        ended = _backward_order(degree, 1, adds, *before) if adds else _backward_order(degree, 0, *before)
     else:
-        forward = attending(degree, norms, projects, attends, [*adds, *routes])
+        forward = _attending(degree, norms, projects, attends, [*adds, *routes])
         later = [[*routes, *adds], *before] if adds else [[*routes, *before[0]]]
         ended = []
     lead = max(1, degree // 4)
@@ -150,13 +152,13 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
             *(_each(ROUTE, chunks) if choice else ()),
         ],
         last_half=[
-            *backward_order(degree, lead, [EXPERT], *later),
+            *_backward_order(degree, lead, [EXPERT], *later),
             *choice,
             *ended,
             *(stage for (kind,) in reversed(earlier) for stage in _each(kind, chunks[::-1])),
             *reversed(whole),
         ],
-        backward_comm=_redispatched(backward_order(degree, lead, [COMBINE], [DISPATCH]), features),
+        backward_comm=_redispatched(_backward_order(degree, lead, [COMBINE], [DISPATCH]), features),
     )
 
 
@@ -258,8 +260,8 @@ def _overlapped(
         ],
         comm=[
             *(Stage(step_of(RING, step)) for step in range(1, features.ring_ranks)),
-            *exchanges_of_rows(first_half, features, Direction.FORWARD),
-            *(stage for chunk in chunks for stage in of_chunk(chunk, *counts, DISPATCH)),
+            *_exchanges_of_rows(first_half, features, Direction.FORWARD),
+            *(stage for chunk in chunks for stage in _of_chunk(chunk, *counts, DISPATCH)),
             *_each(COMBINE, chunks),
         ],
         features=features,
@@ -269,7 +271,7 @@ def _overlapped(
         compute=[*_each(MERGE, reversed(chunks)), *losses, *reversed(shared), *last_half],
         comm=[
             *_with_ring(backward_comm, features),
-            *exchanges_of_rows(last_half, features, Direction.BACKWARD),
+            *_exchanges_of_rows(last_half, features, Direction.BACKWARD),
         ],
         features=features,
         direction=Direction.BACKWARD,
@@ -286,7 +288,11 @@ def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[S
     """The collectives of a backward pass, with the tokens of a chunk sent again right before its combine."""
     found = []
     for stage in backward_comm:
-        if stage.kind == COMBINE and stage.chunk is not None and features.of_chunk(stage.chunk).redispatch:
+        if (
+            stage.kind == COMBINE
+            and stage.chunk is not None
+            and features.of_chunk(stage.chunk).restores(Restored.REDISPATCH)
+        ):
             found.append(Stage(REDISPATCH, stage.chunk))
         found.append(stage)
     return found
@@ -376,3 +382,72 @@ SCHEDULE_NAMES = tuple(_BUILDERS)
 """The named orders of stages."""
 IN_ONE_CHUNK = "lancet"
 """The one that overlaps without cutting the sequence."""
+
+
+def _attending(
+    degree: int,
+    norms: list[StageKind],
+    projects: list[StageKind],
+    attends: list[StageKind],
+    then: list[StageKind],
+) -> list[Stage]:
+    """Forward, the stages up to the last route.
+
+    Where rows are scattered between ``attends`` and ``then``, the queries of the next chunk are projected
+    meanwhile, if chunks do that. Else the next chunk attends, but not before the first dispatch: with few
+    chunks, what that would hide is less than what is then sent later. What is gathered between ``norms`` and
+    ``projects`` travels during attention of the chunk before.
+    """
+    if ADD_NORM not in then:
+        return [stage for chunk in range(degree) for stage in _of_chunk(chunk, *projects, *attends, *then)]
+
+    def of(chunk: int, kinds: list[StageKind]) -> list[Stage]:
+        return _of_chunk(chunk, *kinds) if 0 <= chunk < degree else []
+
+    if projects:
+        stages = [*of(0, norms), *of(0, projects)]
+        for chunk in range(degree):
+            stages += of(chunk + 1, norms) + of(chunk, attends) + of(chunk + 1, projects) + of(chunk, then)
+        return stages
+    first = 0 if ROUTE in then else -1
+    stages = []
+    for chunk in range(degree + 1):
+        stages += of(chunk, attends)
+        stages += of(0, then) if chunk == first else []
+        stages += of(chunk - 1, then) if chunk - 1 > first else []
+    return stages
+
+
+def _backward_order(degree: int, lead: int, kinds: list[StageKind], *later: list[StageKind]) -> list[Stage]:
+    """``kinds`` of every chunk, last chunk first; the first of ``later`` of the chunk ``lead`` before it, and
+    each other of the chunk before that."""
+    stages = []
+    for chunk in reversed(range(-lead - len(later), degree)):
+        stages += _of_chunk(chunk, *kinds) if chunk >= 0 else []
+        for place, some in enumerate(later):
+            stages += _of_chunk(chunk + lead + place, *some) if 0 <= chunk + lead + place < degree else []
+    return stages
+
+
+def _exchanges_of_rows(stages: Iterable[Stage], features: BlockFeatures, direction: Direction) -> list[Stage]:
+    """The transfers of rows between tensor-parallel ranks, in the order of the stages that they follow.
+
+    Rows are gathered again right before they are needed, while that chunk's attention is differentiated.
+    """
+    after: dict[StageKind, tuple[StageKind, ...]]
+    if direction is Direction.FORWARD:
+        after = {INPUT_NORM: (GATHER_ROWS,), ATTENTION: (SCATTER_ROWS,)}
+    else:
+        after = {ADD_NORM: (SCATTER_ROWS,), QKV: (REGATHER_ROWS, GATHER_ROWS)}
+    of_block = {kind: kind for kind in data_flow(features).kinds}
+    return [
+        Stage(of_block[kind], one.chunk)
+        for one in stages
+        for kind in after.get(one.kind, ())
+        if kind in of_block
+    ]
+
+
+def _of_chunk(chunk: int, *kinds: StageKind) -> list[Stage]:
+    """Stages of one chunk, in order."""
+    return [Stage(kind, chunk) for kind in kinds]

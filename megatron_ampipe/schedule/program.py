@@ -100,14 +100,14 @@ class Schedule:
     """The order of all stages of one block, or of several consecutive ones.
 
     Attributes:
-        name: That of a named schedule (:mod:`.build`), or what a planner calls its own.
+        name: That of a named schedule (:mod:`.orders`), or what a planner calls its own.
         degree: Number of parts in which the forward pass goes over the sequence.
         forward: Order of the forward pass.
         backward: Order of the backward pass.
         backward_degree: Number of parts of the backward pass. One of the two degrees divides the other. The
             sequence is cut into as many chunks as the larger one says, and a stage of the other direction is
             of several adjacent chunks.
-        repeats: It is one period of a schedule of any number of blocks, which :func:`~.stack.unrolled` makes.
+        repeats: It is one period of a schedule of any number of blocks, which ``passes.unrolled`` makes.
     """
 
     name: str

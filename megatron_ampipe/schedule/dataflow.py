@@ -1,18 +1,145 @@
-"""Which stage waits for which, derived from the data flow of the blocks (:mod:`.flow`).
+"""Which stage waits for which: the rows of a block, connected by the values that they take.
 
 The checker, the issue order, the planner and the runtime all read it from here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from megatron_ampipe.schedule.copy_pace import with_copies_in_time
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.flow import data_flow, is_whole
-from megatron_ampipe.schedule.kinds import FEED_FORWARD, REDUCE_EXPERTS
-from megatron_ampipe.schedule.stage_kind import Direction, Layout, StageKind
-from megatron_ampipe.schedule.types import Schedule, Stage
+from megatron_ampipe.schedule.kinds import (
+    EXPERT,
+    FEED_FORWARD,
+    HIDDEN_STATES,
+    LOAD,
+    LOAD_TOKENS,
+    REDUCE_EXPERTS,
+    STORE,
+    STORE_TOKENS,
+    rows,
+)
+from megatron_ampipe.schedule.program import Schedule, Stage
+from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageKind, Value
+
+
+class Source(NamedTuple):
+    """Where a value that a stage takes comes from. A tuple, because every stage looks some up.
+
+    Attributes:
+        giver: The kind that gives it; None for what the block itself is given.
+        name: Of the value.
+    """
+
+    giver: StageKind | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFlow:
+    """The rows of one block, each value that a row takes connected with the row that gives it.
+
+    Attributes:
+        kinds: The rows that the block has, in order.
+        sources: For each row, where each value that it takes comes from; None for a value that no row of this
+            block gives, and that is left out.
+        takers: For each source the rows that take it, in order.
+        output: What the block returns.
+        taken: For each row the tensors that it takes, each with where it comes from.
+        given: The same of the tensors that it gives.
+        recalled: For each row with ``own_backward`` what its backward takes besides gradients.
+        recallers: For each source the rows whose backward takes it so.
+        once: Transfers that do not run again in a recomputed block: those that run forward only, whose result
+            is kept, and those of whose result the rest needs the shape alone.
+    """
+
+    kinds: tuple[StageKind, ...]
+    sources: Mapping[StageKind, tuple[Source | None, ...]]
+    takers: Mapping[Source, tuple[StageKind, ...]]
+    output: Source
+    taken: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
+    given: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
+    recalled: Mapping[StageKind, tuple[tuple[Value, Source], ...]]
+    recallers: Mapping[Source, tuple[StageKind, ...]]
+    once: frozenset[StageKind]
+
+    def is_restored(self, kind: StageKind) -> bool:
+        """Whether other rows give back what stages of this kind have not kept for their backward."""
+        return any(row.restores == kind for row in self.kinds)
+
+
+@functools.lru_cache(maxsize=512)
+def data_flow(features: BlockFeatures) -> DataFlow:
+    """The rows of a block with these features."""
+    kinds = rows(features)
+    latest: dict[str, Source] = {HIDDEN_STATES.name: Source(None, HIDDEN_STATES.name)}
+    sources: dict[StageKind, tuple[Source | None, ...]] = {}
+    takers: dict[Source, tuple[StageKind, ...]] = {}
+    for kind in kinds:
+        sources[kind] = tuple(latest.get(value.name) for value in kind.takes)
+        for source in sources[kind]:
+            if source is not None:
+                takers[source] = (*takers.get(source, ()), kind)
+        latest |= {value.name: Source(kind, value.name) for value in kind.gives}
+    taken = {
+        kind: tuple(
+            (value, source)
+            for value, source in zip(kind.takes, sources[kind], strict=True)
+            if source is not None and value.layout is not Layout.STATE
+        )
+        for kind in kinds
+    }
+    given = {
+        kind: tuple(
+            (value, Source(kind, value.name)) for value in kind.gives if value.layout is not Layout.STATE
+        )
+        for kind in kinds
+    }
+    restorers = {kind.restores: kind for kind in kinds if kind.restores is not None}
+    recalled = {
+        kind: given[restorers[kind]]
+        if kind in restorers
+        else tuple(one for one in taken[kind] if one[0].layout is Layout.BLOCK)
+        for kind in kinds
+        if kind.own_backward
+    }
+    recallers: dict[Source, tuple[StageKind, ...]] = {}
+    for kind, values in recalled.items():
+        for _, source in values:
+            recallers[source] = (*recallers.get(source, ()), kind)
+    output = latest[HIDDEN_STATES.name]
+    once = _once(kinds, takers, taken, given)
+    return DataFlow(kinds, sources, takers, output, taken, given, recalled, recallers, once)
+
+
+def _once(
+    kinds: Sequence[StageKind],
+    takers: Mapping[Source, Sequence[StageKind]],
+    taken: Mapping[StageKind, Sequence[tuple[Value, Source]]],
+    given: Mapping[StageKind, Sequence[tuple[Value, Source]]],
+) -> frozenset[StageKind]:
+    """:attr:`DataFlow.once`, from the last row to the first: what runs again takes what it took."""
+    found: set[StageKind] = set()
+    for kind in reversed(kinds):
+        by_shape = all(
+            value.by_shape and taker.scope is Scope.CHUNK and (taker.lane.computes or taker in found)
+            for _, given_source in given[kind]
+            for taker in takers.get(given_source, ())
+            for value, source in taken[taker]
+            if source == given_source
+        )
+        is_transfer = kind.scope is Scope.CHUNK and not kind.lane.computes
+        if not kind.is_differentiated or (is_transfer and by_shape):
+            found.add(kind)
+    return frozenset(found)
+
+
+def is_whole(kind: StageKind, *, whole_attention: bool) -> bool:
+    """Whether a stage of this row of a block is of the whole sequence rather than of a chunk."""
+    return whole_attention if kind.scope is Scope.EITHER else kind.scope is Scope.WHOLE
 
 
 def dependencies(
@@ -33,7 +160,7 @@ def dependencies(
     Gradients of weights that are separate stages wait for the gradients of the inputs of the same stage, and
     nothing waits for them. Reductions of gradients wait for all of the block above, ``REDUCE_EXPERTS`` also
     for the feed-forward half of the same block. Copies to and from host memory keep pace with the stages
-    whose tensors they copy (:mod:`.copy_pace`).
+    whose tensors they copy.
 
     Args:
         layers: The features of consecutive blocks that share a schedule: each takes what the one before it
@@ -50,7 +177,7 @@ def dependencies(
             layers, degree=degree, whole_attention=whole_attention, direction=direction, layer=layer
         )
     if direction is Direction.FORWARD:
-        return with_copies_in_time(
+        return _with_copies_in_time(
             {
                 stage: needed
                 for stage, needed in forward.items()
@@ -86,7 +213,7 @@ def dependencies(
                 found[one].append(stage)
         if stage.kind.follows is not None:
             waits += [one for one in of_kind.get(stage.kind.follows, ()) if one.layer == stage.layer]
-    return with_copies_in_time(
+    return _with_copies_in_time(
         {stage: tuple(needed) for stage, needed in (found | restoring).items()}, direction
     )
 
@@ -226,3 +353,37 @@ def _forward(
                 needed[Stage(kind, chunk - 1, layer)] = None
             graph[Stage(kind, chunk, layer)] = tuple(needed)
     return graph
+
+
+AHEAD = 2
+"""Of how many chunks tensors are loaded before the experts need them, or wait to be stored after that."""
+
+
+def _with_copies_in_time(
+    needs: Mapping[Stage, tuple[Stage, ...]], direction: Direction
+) -> dict[Stage, tuple[Stage, ...]]:
+    """The dependencies of a pass, with those that bound how much is held on the device.
+
+    Data alone would allow all tensors to be loaded when the backward pass begins, and all to wait for their
+    copy until the forward pass ends: nothing would be gained.
+
+    Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
+    backward, a load waits until the experts of the chunk that many before its own are differentiated.
+
+    Args:
+        needs: What each stage waits for.
+        direction: Of the pass.
+    """
+    found = dict(needs)
+    if not any(stage.kind.copies for stage in needs):
+        return found
+    forward = direction is Direction.FORWARD
+    experts = [stage for stage in needs if stage.kind == EXPERT and not stage.again]
+    experts.sort(key=lambda stage: (stage.layer, stage.chunk), reverse=not forward)
+    for before, after in zip(experts, experts[AHEAD:], strict=False):
+        for kind in (STORE_TOKENS, STORE) if forward else (LOAD_TOKENS, LOAD):
+            copy = replace(before if forward else after, kind=kind)
+            if copy in found:
+                waiting, awaited = (after, copy) if forward else (copy, before)
+                found[waiting] = (*found[waiting], awaited)
+    return found
