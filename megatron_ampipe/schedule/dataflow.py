@@ -203,16 +203,18 @@ def dependencies(
     backward |= _weights(backward, {kind.weights_of: kind for kind in weights}, joined)
     found = backward | _again(forward, backward, layers)
     _add_needs_of_reductions(found)
-    of_kind: dict[StageKind, list[Stage]] = {}
+    of_layer: dict[int, list[Stage]] = {}
     for stage in backward if restoring else ():
-        of_kind.setdefault(stage.kind, []).append(stage)
+        of_layer.setdefault(stage.layer, []).append(stage)
     for stage, waits in restoring.items():
-        assert stage.kind.restores is not None
-        for one in of_kind[stage.kind.restores]:
-            if one.layer == stage.layer and stage.chunk in (None, one.chunk):
+        restored = stage.kind.restores
+        assert restored is not None
+        for one in of_layer[stage.layer]:
+            if one.kind == restored and stage.chunk in (None, one.chunk):
                 found[one].append(stage)
-        if stage.kind.follows is not None:
-            waits += [one for one in of_kind.get(stage.kind.follows, ()) if one.layer == stage.layer]
+            # What is restored of two steps is in memory at most.
+            if one.kind.step_of == restored.step_of is not None and one.kind.step == restored.step + 2:
+                waits.append(one)
     return _with_copies_in_time(
         {stage: tuple(needed) for stage, needed in (found | restoring).items()}, direction
     )

@@ -216,8 +216,7 @@ def step_of(kind: StageKind, step: int) -> StageKind:
         turn = (used(step - 2),) if step > 1 else ()
         return replace(found, takes=(*keys_of(step - 1), *turn), gives=keys_of(step))
     assert kind == RERING, f"{kind} has no steps"
-    attends, follows = step_of(ATTEND, step), step_of(ATTEND, step + 2)
-    return replace(found, takes=keys_of(0), gives=keys_of(0), restores=attends, follows=follows)
+    return replace(found, takes=keys_of(0), gives=keys_of(0), restores=step_of(ATTEND, step))
 
 
 def ring_rows(num_ranks: int) -> tuple[StageKind, ...]:

@@ -127,8 +127,6 @@ class StageKind:
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
             program of its schedule does; without it, the stage of the kind itself computes them.
-        follows: For a kind that restores: it waits for the backward of this one, so that only a part of
-            what is restored is in memory.
         step_of: The kind of which it is one of several steps; the layer has one function for all of them.
         step: Which.
     """
@@ -145,7 +143,6 @@ class StageKind:
     after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
-    follows: StageKind | None = field(default=None, repr=False)
     step_of: StageKind | None = field(default=None, repr=False)
     step: int = field(default=0, repr=False)
 
