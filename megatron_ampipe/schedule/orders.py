@@ -9,7 +9,6 @@ adds weight gradients of all chunks at once.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -116,7 +115,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
     (:func:`_attending`); backward, the experts of another one.
     """
     chunks = range(degree)
-    attends, routes, choice = [ATTENTION], [ROUTE], _choice(features)
+    routes, choice = [ROUTE], _choice(features)
     adds: list[StageKind] = [ADD_NORM] if features.scatters_rows else []
     norms = [INPUT_NORM] if features.gathers_rows else []
     whole = [Stage(kind) for kind in (*norms, QKV)]
@@ -125,8 +124,8 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
         projects, whole = [QKV], []
     else:
         norms = []
-    *earlier, last = _attends(features)
-    attends[:0] = last
+    steps = _attends(features)
+    earlier, attends = steps[:-1], [*steps[-1:], ATTENTION]
     # Backward, each list after a transfer of the chunk, during which another chunk is computed.
     before = [[*attends[::-1], *projects], *([norms] if norms else [])]
     if choice:
@@ -146,7 +145,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
         features,
         first_half=[
             *whole,
-            *(stage for (kind,) in earlier for stage in _each(kind, chunks)),
+            *(stage for kind in earlier for stage in _each(kind, chunks)),
             *forward,
             *choice,
             *(_each(ROUTE, chunks) if choice else ()),
@@ -155,7 +154,7 @@ def _ampipe(degree: int, features: BlockFeatures) -> Schedule:
             *_backward_order(degree, lead, [EXPERT], *later),
             *choice,
             *ended,
-            *(stage for (kind,) in reversed(earlier) for stage in _each(kind, chunks[::-1])),
+            *(stage for kind in reversed(earlier) for stage in _each(kind, chunks[::-1])),
             *reversed(whole),
         ],
         backward_comm=_redispatched(_backward_order(degree, lead, [COMBINE], [DISPATCH]), features),
@@ -205,10 +204,12 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
     """Attention whole; only the MoE layer is pipelined."""
     chunks = range(degree)
-    attends = itertools.chain(*_attends(features))
     norms = [INPUT_NORM] if features.gathers_rows else []
     adds = [ADD_NORM] if features.scatters_rows else []
-    attention = [*(Stage(kind) for kind in (*norms, QKV, *attends, ATTENTION, *adds)), *_choice(features)]
+    attention = [
+        *(Stage(kind) for kind in (*norms, QKV, *_attends(features), ATTENTION, *adds)),
+        *_choice(features),
+    ]
     last_first = chunks[::-1]
     return _overlapped(
         "moe-only",
@@ -298,11 +299,9 @@ def _redispatched(backward_comm: list[Stage], features: BlockFeatures) -> list[S
     return found
 
 
-def _attends(features: BlockFeatures) -> list[list[StageKind]]:
-    """Attention to the keys of one rank after another, step by step; one empty step without a ring."""
-    if not features.ring:
-        return [[]]
-    return [[step_of(ATTEND, step)] for step in range(features.ring_ranks)]
+def _attends(features: BlockFeatures) -> list[StageKind]:
+    """Attention to the keys of one rank after another, step by step; none without a ring."""
+    return [step_of(ATTEND, step) for step in range(features.ring_ranks)] if features.ring else []
 
 
 def _with_ring(backward_comm: list[Stage], features: BlockFeatures) -> list[Stage]:
@@ -351,7 +350,7 @@ def _program(
         for stage in comm:
             for one in _with_near(stage, features, direction):
                 lanes.setdefault(one.kind.lane.name, []).append(one)
-    return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
+    return Program.of(lanes)
 
 
 def _with_near(stage: Stage, features: BlockFeatures, direction: Direction) -> list[Stage]:

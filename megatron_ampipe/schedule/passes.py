@@ -8,7 +8,7 @@ period lists the stages of one block in every lane; a stage of it may belong to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.schedule.dataflow import needs_of
@@ -26,7 +26,7 @@ from megatron_ampipe.schedule.kinds import (
     STORE,
     STORE_TOKENS,
 )
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction, StageKind
 
 
@@ -39,46 +39,32 @@ def period(schedule: Schedule) -> Schedule:
     """
     if schedule.repeats:
         return schedule
-    forward, backward = schedule.forward, _without(schedule.backward, lambda stage: stage.again)
+    forward = schedule.forward
+    backward = schedule.backward.mapped(lambda stages: (stage for stage in stages if not stage.again))
     if QKV not in forward.whole and len(forward.lanes) > 1:
-        forward = _merging(forward, before_projections=-1)
-        backward = _merging(backward, after_projections=1)
+        forward, backward = _merging(forward, before=-1), _merging(backward, after=1)
     return replace(schedule, forward=forward, backward=backward, repeats=True)
 
 
-def _merging(
-    program: Program, *, before_projections: int | None = None, after_projections: int | None = None
-) -> Program:
+def _merging(program: Program, *, before: int | None = None, after: int | None = None) -> Program:
     """The program with each merge next to the projections of its chunk, of a relative layer."""
     begins = INPUT_NORM if any(stage.kind == INPUT_NORM for stage in program.stages) else QKV
 
     def with_merges(stages: Sequence[Stage]) -> Iterator[Stage]:
         for stage in stages:
-            if stage.kind != begins:
+            if stage.kind == begins and before is not None:
+                yield Stage(MERGE, stage.chunk, before)
+            if not _ends_a_block(stage.kind):
                 yield stage
-                continue
-            if before_projections is not None:
-                yield Stage(MERGE, stage.chunk, before_projections)
-            yield stage
-            if after_projections is not None:
-                yield Stage(MERGE, stage.chunk, after_projections)
+            if stage.kind == begins and after is not None:
+                yield Stage(MERGE, stage.chunk, after)
 
-    left = _without(program, lambda stage: _ends_a_block(stage.kind))
-    return Program(tuple(LaneOrder(lane.lane, tuple(with_merges(lane.stages))) for lane in left.lanes))
+    return program.mapped(with_merges)
 
 
 def _ends_a_block(kind: StageKind | None) -> bool:
     """Whether it is the merge, or a kind that was added after it, which :func:`unrolled` places."""
     return kind is not None and (kind == MERGE or _ends_a_block(kind.after))
-
-
-def _without(program: Program, is_left_out: Callable[[Stage], bool]) -> Program:
-    return Program(
-        tuple(
-            LaneOrder(lane.lane, tuple(stage for stage in lane.stages if not is_left_out(stage)))
-            for lane in program.lanes
-        )
-    )
 
 
 def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
@@ -92,48 +78,27 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
             that are to run again are placed, and so are reductions.
     """
 
-    def program(direction: Direction) -> Program:
+    def repeated(program: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
-        return Program(
-            tuple(
-                LaneOrder(
-                    lane.lane,
-                    tuple(
-                        stage
-                        for stage in _repeated(lane.stages, num_layers=len(layers), direction=direction)
-                        if stage in needs
-                    ),
-                )
-                for lane in schedule.program(direction).lanes
-            )
+        return program.mapped(
+            lambda stages: (stage for stage in _repeated(stages, len(layers), direction) if stage in needs)
         )
 
-    found = replace(
-        schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD), repeats=False
-    )
-    known = {direction: set(found.program(direction).stages) for direction in Direction}
+    whole = replace(schedule.mapped(repeated), repeats=False)
     # An order can come from before there were stages of tensor-parallel ranks.
-    added = {
-        MLP,
-        REDUCE,
-        REDUCE_EXPERTS,
-        STORE,
-        STORE_TOKENS,
-        *OF_ROWS,
-        *(kind for features in layers for kind in features.added),
-    }
-    places_again = not any(stage.again for stage in known[Direction.BACKWARD])
+    placeable = {MLP, REDUCE, REDUCE_EXPERTS, STORE, STORE_TOKENS, *OF_ROWS}
+    placeable.update(kind for features in layers for kind in features.added)
+    runs_again = any(stage.again for stage in whole.backward.stages)
     lacks_others = any(
-        stage.kind not in added and stage.kind.restores is None and not (stage.again and places_again)
+        stage.kind not in placeable and stage.kind.restores is None and (runs_again or not stage.again)
         for direction in Direction
-        for stage in needs_of(found, layers, direction)
-        if stage not in known[direction]
+        for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
     # What else is missing is an error in the order that was given, which :func:`~.check.check` reports.
-    return bound(found if lacks_others else placed(found, layers), layers)
+    return bound(whole if lacks_others else placed(whole, layers), layers)
 
 
-def _repeated(stages: Sequence[Stage], *, num_layers: int, direction: Direction) -> Iterator[Stage]:
+def _repeated(stages: Sequence[Stage], num_layers: int, direction: Direction) -> Iterator[Stage]:
     """The stages of a lane in one period, once for each layer in the order of the pass."""
     ahead = max((stage.layer for stage in stages), default=0)
     behind = min((stage.layer for stage in stages), default=0)
@@ -148,13 +113,12 @@ def _repeated(stages: Sequence[Stage], *, num_layers: int, direction: Direction)
 def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the stages of its blocks that it lacks.
 
-    Each is put right before the first stage that needs it; all stages that run again, where :mod:`.passes`
-    says; reductions of gradients where :func:`_with_reductions` says.
+    Each is put right before the first stage that needs it; stages that run again, where
+    :func:`_with_stages_again` says; reductions of gradients where :func:`_with_reductions` says.
     """
 
-    def program(direction: Direction) -> Program:
+    def completed_program(known: Program, direction: Direction) -> Program:
         needs = needs_of(schedule, layers, direction)
-        known = schedule.program(direction)
         if needs.keys() <= set(known.stages):
             return known
         lane_of = {stage: order.lane for order in known.lanes for stage in order.stages}
@@ -163,29 +127,24 @@ def placed(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         before = {stage: tuple(one for one in needs[stage] if one in lane_of) for stage in lane_of}
         order = [stage for _, stage in issue_order(known, before, host_waits=False)]
         if not any(stage.again for stage in order):
-            order = with_stages_again(order, needs)
+            order = _with_stages_again(order, needs)
         in_one_chunk = schedule.degree_of(direction) == 1
         for stage in _with_reductions(completed(order, needs), needs, lane_of, in_one_chunk=in_one_chunk):
             own = COMPUTE if len(known.lanes) == 1 else stage.kind.lane.name
             lanes.setdefault(lane_of.get(stage, own), []).append(stage)
-        return Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
+        return Program.of(lanes)
 
-    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
+    return schedule.mapped(completed_program)
 
 
 def bound(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
     """The schedule with the rows of its blocks in place of the kinds that have their names."""
 
-    def program(direction: Direction) -> Program:
+    def of_rows(program: Program, direction: Direction) -> Program:
         rows = {stage: stage for stage in needs_of(schedule, layers, direction)}
-        return Program(
-            tuple(
-                LaneOrder(order.lane, tuple(rows.get(stage, stage) for stage in order.stages))
-                for order in schedule.program(direction).lanes
-            )
-        )
+        return program.mapped(lambda stages: (rows.get(stage, stage) for stage in stages))
 
-    return replace(schedule, forward=program(Direction.FORWARD), backward=program(Direction.BACKWARD))
+    return schedule.mapped(of_rows)
 
 
 def _with_reductions(
@@ -218,7 +177,7 @@ def _with_reductions(
     return found
 
 
-def with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
+def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[Stage]]) -> list[Stage]:
     """A backward order with the stages that run again.
 
     They run in the mirrored order of the backward stages of their block, spread evenly over those of the

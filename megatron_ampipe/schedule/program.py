@@ -5,7 +5,8 @@ Pure values: nothing here knows how a stage is computed (``layers``) or executed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
@@ -94,6 +95,15 @@ class Program:
         # Hashes differ from process to process.
         return Program, (self.lanes,)
 
+    @classmethod
+    def of(cls, lanes: Mapping[str, Iterable[Stage]]) -> Program:
+        """A program of these lanes."""
+        return cls(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items()))
+
+    def mapped(self, change: Callable[[Sequence[Stage]], Iterable[Stage]]) -> Program:
+        """The program with the stages of each lane changed."""
+        return Program.of({order.lane: change(order.stages) for order in self.lanes})
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -138,6 +148,14 @@ class Schedule:
     def program(self, direction: Direction) -> Program:
         """The program of one direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
+
+    def mapped(self, change: Callable[[Program, Direction], Program]) -> Schedule:
+        """The schedule with both programs changed."""
+        return replace(
+            self,
+            forward=change(self.forward, Direction.FORWARD),
+            backward=change(self.backward, Direction.BACKWARD),
+        )
 
     @property
     def whole_attention(self) -> bool:
