@@ -9,7 +9,7 @@ adds weight gradients of all chunks at once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.errors import BadInput
@@ -47,7 +47,7 @@ from megatron_ampipe.schedule.kinds import (
     step_of,
 )
 from megatron_ampipe.schedule.passes import bound, placed
-from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
+from megatron_ampipe.schedule.program import Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE, Direction, StageKind
 
 
@@ -168,21 +168,21 @@ def _lancet(degree: int, features: BlockFeatures) -> Schedule:
     Those of attention have no transfer of the same block left to cover; where layers share a schedule, they
     run during the first combine of the next one.
     """
+
+    def with_weights(stages: Sequence[Stage]) -> Iterator[Stage]:
+        last: dict[StageKind, list[Stage]] = {kind: [] for kind in (SHARED, ATTENTION, QKV)}
+        for stage in stages:
+            if stage.kind == EXPERT:
+                yield from last.pop(SHARED, ())
+            if stage.kind == ROUTE:
+                yield Stage(WEIGHTS[EXPERT], stage.chunk)
+            yield stage
+            if stage.kind in last:
+                last[stage.kind].append(Stage(WEIGHTS[stage.kind], stage.chunk))
+        yield from (*last[ATTENTION], *last[QKV])
+
     schedule = _ampipe(degree, features)
-    (compute, *others) = schedule.backward.lanes
-    stages: list[Stage] = []
-    last: dict[StageKind, list[Stage]] = {kind: [] for kind in (SHARED, ATTENTION, QKV)}
-    for stage in compute.stages:
-        if stage.kind == EXPERT:
-            stages += last.pop(SHARED, ())
-        if stage.kind == ROUTE:
-            stages.append(Stage(WEIGHTS[EXPERT], stage.chunk))
-        stages.append(stage)
-        if stage.kind in last:
-            last[stage.kind].append(Stage(WEIGHTS[stage.kind], stage.chunk))
-    stages += [*last[ATTENTION], *last[QKV]]
-    backward = Program((LaneOrder(COMPUTE, tuple(stages)), *others))
-    return replace(schedule, name="lancet", backward=backward)
+    return replace(schedule, name="lancet", backward=schedule.backward.mapped(with_weights))
 
 
 def _joined(degree: int, features: BlockFeatures) -> Schedule:
@@ -190,15 +190,18 @@ def _joined(degree: int, features: BlockFeatures) -> Schedule:
 
     Those of the feed-forward half while the tokens of the last chunk travel back, those of attention last.
     """
+
+    def with_weights(stages: Sequence[Stage]) -> Iterator[Stage]:
+        in_chunks = {stage.kind for stage in stages if stage.chunk is not None}
+        last_route = next((stage for stage in reversed(stages) if stage.kind == ROUTE), None)
+        for stage in stages:
+            if stage == last_route:
+                yield from (Stage(WEIGHTS[kind]) for kind in (SHARED, EXPERT) if kind in in_chunks)
+            yield stage
+        yield from (Stage(WEIGHTS[kind]) for kind in (ATTENTION, QKV) if kind in in_chunks)
+
     schedule = _ampipe(degree, features)
-    (compute, *others) = schedule.backward.lanes
-    stages = list(compute.stages)
-    in_chunks = {stage.kind for stage in stages if stage.chunk is not None}
-    last_route = max(place for place, stage in enumerate(stages) if stage.kind == ROUTE)
-    stages[last_route:last_route] = [Stage(WEIGHTS[kind]) for kind in (SHARED, EXPERT) if kind in in_chunks]
-    stages += [Stage(WEIGHTS[kind]) for kind in (ATTENTION, QKV) if kind in in_chunks]
-    backward = Program((LaneOrder(COMPUTE, tuple(stages)), *others))
-    return replace(schedule, name="joined", backward=backward)
+    return replace(schedule, name="joined", backward=schedule.backward.mapped(with_weights))
 
 
 def _moe_only(degree: int, features: BlockFeatures) -> Schedule:
@@ -355,9 +358,9 @@ def _program(
 
 def _with_near(stage: Stage, features: BlockFeatures, direction: Direction) -> list[Stage]:
     """A transfer with those that go with it next to the experts, in the order in which they run."""
-    near = [kind for kind in data_flow(features).kinds if kind in _NEAR.get(stage.kind, ())]
-    near.sort(key=_NEAR.get(stage.kind, ()).index)
-    found = [stage, *(Stage(kind, stage.chunk) for kind in near)]
+    rows = {kind: kind for kind in data_flow(features).kinds}
+    near = (Stage(rows[kind], stage.chunk) for kind in _NEAR.get(stage.kind, ()) if kind in rows)
+    found = [stage, *near]
     to_experts = (stage.kind == COMBINE) == (direction is Direction.BACKWARD)
     return found if to_experts or stage.kind == REDISPATCH else found[::-1]
 
