@@ -182,7 +182,7 @@ def work(job: LancetJob, rank: int, answer: Callable[..., None]) -> None:
     """One rank: all layers in turns."""
 
     def measure_case(index: int, progress: Callable[[], None]) -> dict[str, Any]:
-        from megatron_ampipe.tools.benchmark.passes import measure
+        from megatron_ampipe.tools.benchmark.timed_passes import measure
 
         return measure(job.cases[index], variants(job.what), job, rank=rank, progress=progress)
 

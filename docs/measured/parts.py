@@ -199,7 +199,7 @@ def frozen(layer: Any) -> torch.nn.Module:
 def work(job: PartsJob, rank: int, answer: Callable[..., None]) -> None:
     """One rank: every row in turns, in an order that rotates."""
     start_torch(job, rank=rank)
-    from megatron_ampipe.tools.benchmark.passes import _Passes
+    from megatron_ampipe.tools.benchmark.timed_passes import _Passes
     from megatron_ampipe.tools.measuring.blocks import BlockFactory
 
     for index, case in enumerate(job.cases):

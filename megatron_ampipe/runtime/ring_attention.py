@@ -4,7 +4,7 @@ In Megatron's zigzag order, rank ``r`` of ``n`` holds the slices ``r`` and ``2 *
 Its rows attend to its own keys in step 0, and in step ``t`` to those of the rank ``t`` places before it in
 the ring. Of an earlier rank all rows see the first slice; of a later one the rows of the second slice see
 both. So only step 0 needs a causal mask, and every step is the same work on every rank. The stages are
-``schedule.derived_kinds.ring_rows``, the kernels are in :mod:`.merged`. Called by ``layers``; depends on no
+``schedule.kinds.ring_rows``, the kernels are in :mod:`.merged`. Called by ``layers``; depends on no
 device.
 """
 

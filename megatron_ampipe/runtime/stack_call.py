@@ -140,7 +140,7 @@ class StackCall:
         state, tape = self._state, self._tapes.passes[direction]
 
         def run(call: Call) -> Transfer | None:
-            if call.stage.kind.of_parameters:
+            if not call.steps and call.stage.kind.of_parameters:
                 return self._reduce(call.stage)
             transfer = None
             for step in call.steps:

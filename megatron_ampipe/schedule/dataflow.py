@@ -168,7 +168,7 @@ def dependencies(
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
-        weights: Kinds of weight gradients that are separate stages (``derived_kinds.WEIGHTS``).
+        weights: Kinds of weight gradients that are separate stages (``kinds.WEIGHTS``).
         joined: Those of them, and other kinds, that are of the whole sequence.
     """
     forward: dict[Stage, tuple[Stage, ...]] = {}

@@ -265,7 +265,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import Cut, Variant
-from megatron_ampipe.tools.benchmark.passes import _compare
+from megatron_ampipe.tools.benchmark.timed_passes import _compare
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 

@@ -20,7 +20,7 @@ def main() -> None:
 def _compare(job: BenchJob, rank: int, answer: Answer) -> None:
     def measure_case(index: int, progress: Callable[[], None]) -> dict[str, Any]:
         # Imports Megatron, which must not come before the link is emulated.
-        from megatron_ampipe.tools.benchmark.passes import measure
+        from megatron_ampipe.tools.benchmark.timed_passes import measure
 
         return measure(job.cases[index], job.variants_of(index), job, rank=rank, progress=progress)
 

@@ -135,7 +135,7 @@ def case_result(
     Args:
         case: What was measured.
         variants: Stock first.
-        reports: What each rank found (:func:`.passes.measure`).
+        reports: What each rank found (:func:`.timed_passes.measure`).
         link: Over which link.
         layers: How many of these blocks one pass goes through.
     """

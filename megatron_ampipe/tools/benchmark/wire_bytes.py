@@ -1,7 +1,7 @@
 """Bytes that a pass sends: counted by the kernel, and those that the routing of the pass asks for.
 
 The two come from different places: counters of the network interface, and the routing maps of Megatron's own
-routers. Called by :mod:`.passes` in the ranks of ``ampipe bench``.
+routers. Called by :mod:`.timed_passes` in the ranks of ``ampipe bench``.
 """
 
 from __future__ import annotations

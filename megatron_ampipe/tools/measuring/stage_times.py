@@ -4,7 +4,7 @@ Before each collective the ranks meet at a barrier outside the measured time, so
 its transfer and not the wait for a peer that was still computing. A shaped link saves up while it is idle. In
 a pipeline that only happens before the first collective, so only the first one has that advantage here. On a
 GPU the stream is kept busy until a stage is issued, so that its time is that of its kernels, not of their
-launches. Used by ``benchmark.passes`` and ``profiling.block_times``.
+launches. Used by ``benchmark.timed_passes`` and ``profiling.block_times``.
 """
 
 from __future__ import annotations
