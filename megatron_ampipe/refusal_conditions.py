@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_ampipe.block.setting import AUTO
 from megatron_ampipe.block.settings import has_capacity, settings_of
-from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
+from megatron_ampipe.schedule.features import expert_tensor_ranks
 
 
 def hybrid_without_pair(arguments: Any) -> object:

@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch import Tensor
 
-from megatron_ampipe.block_features import counts_inside
 from megatron_ampipe.runtime.collectives import HostCopy, Transfer
+from megatron_ampipe.schedule.features import counts_inside
 
 # T tokens of a chunk, R received tokens (HybridEP: rows, one for each of a token's local experts), D hidden
 # size, K experts of a token, E experts of all ranks, P ranks, L experts of a rank.

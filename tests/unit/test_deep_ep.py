@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_ampipe.block_features import counts_inside
 from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk
 from megatron_ampipe.exchange.transports import exchange_chunks
 from megatron_ampipe.schedule import SCHEDULE_NAMES, BlockFeatures, build, check
+from megatron_ampipe.schedule.features import counts_inside
 
 
 class FakeBuffer:
