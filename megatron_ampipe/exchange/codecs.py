@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_ampipe.block.named_class import import_class
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import Direction
 
@@ -118,16 +117,19 @@ def load_wire(name: str) -> Wire:
     """
     if name in SHIPPED:
         return SHIPPED[name]()
-    found = import_class(WIRE_FLAG, name, path=name, fits=_is_wire, kind="Wires")
-    if not isinstance(found, type) or not _is_wire(found):
-        raise BadInput(
-            WIRE_FLAG,
-            name,
-            rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
-            remedy="Give it both; see docs/wire.md.",
-        )
+    wire_class = import_class(
+        WIRE_FLAG,
+        name,
+        name,
+        fits=lambda found: (
+            callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
+        ),
+        kind="Wires",
+        rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
+        remedy="Give it both; see docs/wire.md.",
+    )
     try:
-        wire: Wire = found()
+        wire: Wire = wire_class()
     except Exception as error:
         raise BadInput(
             WIRE_FLAG,
@@ -136,10 +138,6 @@ def load_wire(name: str) -> Wire:
             remedy="Give its arguments defaults.",
         ) from error
     return wire
-
-
-def _is_wire(found: type) -> bool:
-    return callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
 
 
 class WireCodec:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from megatron_ampipe.block.settings import Settings, balances_with_sinkhorn, has_capacity
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE, StageKind
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -185,6 +185,12 @@ def features_of_settings(
     return features.without_experts if dense else features
 
 
+def has_capacity(settings: Any) -> bool:
+    """Whether experts have a capacity limit: Megatron treats a negative factor as none, and 0 drops all."""
+    factor = getattr(settings, "moe_expert_capacity_factor", None)
+    return factor is not None and factor >= 0
+
+
 def counts_inside(settings: Any) -> bool:
     """Whether the dispatcher counts the tokens in the call that sends them."""
     if settings.moe_token_dispatcher_type != "flex":
@@ -298,7 +304,7 @@ def chooses_at_once(settings: Any, own: Settings) -> bool:
     compares all tokens, unless ``router_scope`` is ``chunk``, and balancing by quantiles always.
     """
     drops = has_capacity(settings) and settings.moe_token_drop_policy == "probs"
-    balances_chunks = own.router_scope == "chunk" and balances_with_sinkhorn(settings)
+    balances_chunks = own.router_scope == "chunk" and "sinkhorn" in settings.moe_router_load_balancing_type
     return (drops and own.capacity_scope != "chunk") or (_balances(settings) and not balances_chunks)
 
 
