@@ -30,7 +30,10 @@ IMPOSSIBLE_GATES = {
 }
 """Names of gates that there are and that cannot be had: why, and what to use."""
 
-SHIPPED_WIRES = ("bf16", "fp8")
+SHIPPED_WIRES = {
+    "bf16": "megatron_ampipe.exchange.codecs:Bf16Wire",
+    "fp8": "megatron_ampipe.exchange.codecs:Fp8Wire",
+}
 """What rows can be cast to while they travel."""
 
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
