@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import has_capacity, settings_of
-from megatron_ampipe.block_features import expert_tensor_ranks
+from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.schedule import KEEP, Exchange, NodeLayout, Pipeline, useful_exchanges
+from megatron_ampipe.schedule.features import expert_tensor_ranks, has_capacity
 
 
 def hybrid_without_pair(arguments: Any) -> object:
@@ -48,6 +48,33 @@ def not_equal(name: str, expected: object) -> Callable[[Any], object]:
     return lambda arguments: (
         value if (value := getattr(arguments, name, expected)) not in (expected, None) else None
     )
+
+
+def of_setting(name: str, applies: Callable[[Any, Any], bool]) -> Callable[[Any], object]:
+    """Refuses values of AMPipe's setting ``name`` for which ``applies(value, arguments)``."""
+
+    def refused(arguments: Any) -> object:
+        value = getattr(arguments, f"ampipe_{name}", None)
+        return value if value is not None and applies(value, arguments) else None
+
+    return refused
+
+
+def has(arguments: Any, *names: str) -> bool:
+    """Whether one of these flags is on."""
+    return any(getattr(arguments, name, False) for name in names)
+
+
+def recomputes_experts(arguments: Any) -> bool:
+    """Whether Megatron computes the experts again."""
+    granularity = getattr(arguments, "recompute_granularity", None)
+    modules = getattr(arguments, "recompute_modules", None) or []
+    return granularity == "full" or (granularity == "selective" and "moe" in modules)
+
+
+def sends_rows(arguments: Any) -> bool:
+    """Whether the dispatcher sends each row to the ranks that need it, in a collective of AMPipe's."""
+    return getattr(arguments, "moe_token_dispatcher_type", "alltoall") == "alltoall"
 
 
 def weights_apart_without_local_layers(arguments: Any) -> object:
@@ -126,8 +153,7 @@ def probs_on_input_above_top1(arguments: Any) -> object:
 
 def fp32_residual_with_local_layers(arguments: Any) -> object:
     """Refuses an fp32 residual connection with 16-bit local layers."""
-    sixteen_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
-    if not sixteen_bit or getattr(arguments, "transformer_impl", "local") != "local":
+    if not has(arguments, "bf16", "fp16") or getattr(arguments, "transformer_impl", "local") != "local":
         return None
     return is_set("fp32_residual_connection")(arguments)
 
@@ -150,15 +176,14 @@ def recomputes(*modules: str) -> Callable[[Any], object]:
     return applies
 
 
-def _packs_documents(arguments: Any) -> bool:
-    return bool(
-        getattr(arguments, "sft", False) or getattr(arguments, "dataloader_inter_document_masking", False)
-    )
+def packs_documents(arguments: Any) -> bool:
+    """Whether sequences are packed from documents, which do not attend to one another."""
+    return has(arguments, "sft", "dataloader_inter_document_masking")
 
 
 def packs_documents_of_context_ranks(arguments: Any) -> object:
     """Refuses context parallelism of packed documents."""
-    return above_one("context_parallel_size")(arguments) if _packs_documents(arguments) else None
+    return above_one("context_parallel_size")(arguments) if packs_documents(arguments) else None
 
 
 def exchange_without_copies(arguments: Any) -> object:

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_ampipe import refusal_conditions as when
 from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.block.settings import SETTING
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.schedule.features import has_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,6 @@ def refuse_with_token_ids(router: str, arguments: Any) -> None:
         if value is not None:
             rule = f"with --ampipe-router {router}, {refusal.rule}"
             raise BadInput(refusal.setting, value, rule=rule, remedy=refusal.remedy)
-
-
-def _of_setting(name: str) -> Callable[[Any], object]:
-    """The value of a setting that cannot be used with these arguments."""
-    setting = SETTING[name]
-
-    def applies(arguments: Any) -> object:
-        value, excludes = getattr(arguments, setting.dest, None), setting.excludes
-        return value if value is not None and excludes and excludes.applies(value, arguments) else None
-
-    return applies
 
 
 _QUANTIZED = "quantized layers update their weights if marked as the first micro-batch, which AMPipe undoes"
@@ -341,14 +330,82 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use --use-distributed-optimizer.",
         "gathers of parameters as stages of a lane",
     ),
-    *(
-        Refusal(one.flag, _of_setting(name), one.excludes.rule, one.excludes.remedy, one.excludes.needs)
-        for name, one in SETTING.items()
-        if one.excludes is not None
+    Refusal(
+        "--ampipe-memory",
+        when.of_setting("memory", lambda memory, args: memory != "keep" and when.recomputes_experts(args)),
+        "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
+        "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
+        "core_attn.",
+        "nothing: there is nothing left to save",
+    ),
+    Refusal(
+        "--ampipe-grad-reduce",
+        when.of_setting(
+            "grad_reduce", lambda time, args: time == "placed" and not when.has(args, "overlap_grad_reduce")
+        ),
+        "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward passes",
+        "Add --overlap-grad-reduce, or leave it out.",
+        "nothing: there is nothing left to place",
+    ),
+    Refusal(
+        "--ampipe-capacity-scope",
+        when.of_setting("capacity_scope", lambda scope, args: scope == "chunk" and not has_capacity(args)),
+        "has no effect without an expert capacity",
+        "Add --moe-expert-capacity-factor, or leave it out.",
+        "nothing: there is nothing that a scope would change",
+    ),
+    Refusal(
+        "--ampipe-router-scope",
+        when.of_setting(
+            "router_scope",
+            # Of a user's class, only the class can tell.
+            lambda scope, args: (
+                scope == "chunk"
+                and not when.has(args, "ampipe_router")
+                and when.load_balancing("sinkhorn")(args) is None
+            ),
+        ),
+        "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
+        "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
+        "nothing: there is nothing that a scope would change",
+    ),
+    Refusal(
+        "--ampipe-wire",
+        when.of_setting(
+            "wire",
+            lambda wire, args: (
+                not when.sends_rows(args) or (wire == "bf16" and when.has(args, "bf16", "fp16"))
+            ),
+        ),
+        "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 bit",
+        "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
+        "an encoding of the rows of the other dispatchers, whose libraries send them",
+    ),
+    Refusal(
+        "--ampipe-condense",
+        when.of_setting(
+            "condense",
+            lambda _, args: (
+                not when.sends_rows(args)
+                or when.packs_documents(args)
+                or when.has(args, "moe_apply_probs_on_input", "reset_attention_mask")
+            ),
+        ),
+        "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
+        "weighted, not their inputs",
+        "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
+        "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
+        "a comparison of tokens that knows where documents begin, and the rows of other dispatchers",
+    ),
+    Refusal(
+        "--ampipe-trace-dir",
+        when.of_setting("trace_dir", lambda _, args: when.has(args, "skip_train")),
+        "has no effect with --skip-train: only training iterations are recorded",
+        "Leave it out.",
+        "a trace of evaluations",
     ),
 )
-"""All combinations that this version refuses with a degree above 1; no other module refuses one. The rows of
-AMPipe's flags are columns of their settings, unless they need to know schedules."""
+"""All combinations that this version refuses with a degree above 1; no other module refuses one."""
 
 _OTHER_ROUTER = "Leave it out, or use a router that reads hidden states, such as --ampipe-router cosine."
 

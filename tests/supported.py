@@ -179,7 +179,7 @@ def flags_table() -> Iterator[str]:
     (files,) = (one for one in add_arguments(ArgumentParser())._actions if one.dest == "ampipe_config")
     yield f"| `--ampipe-config FILE ...` | none | {files.help} |"
     for setting in SETTING.values():
-        default = setting.shown_default or f"`{setting.default}`"
+        default = setting.shown_default if setting.default is None else f"`{setting.default}`"
         yield f"| `{setting.flag} {setting.metavar}` | {default} | {setting.help} |"
 
 

@@ -1,9 +1,10 @@
-"""Values of flags that are names or have a unit: classes of users, casts, thresholds, sizes."""
+"""Values of flags that are names or have a unit: classes, which are imported, casts, thresholds, sizes."""
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.spelling import did_you_mean
@@ -25,16 +26,14 @@ IMPOSSIBLE_GATES = {
         "later ones, and no chunk could be sent before the last is known",
         "Use one of " + ", ".join(SHIPPED_GATES) + ".",
     ),
-    "sinkhorn": (
-        "it is a load-balancing type of Megatron",
-        "Use --moe-router-load-balancing-type sinkhorn.",
-    ),
+    "sinkhorn": ("it is a load-balancing type of Megatron", "Use --moe-router-load-balancing-type sinkhorn."),
 }
 """Names of gates that there are and that cannot be had: why, and what to use."""
 
-UNCHANGED = "none"
-"""In ``ampipe bench --wire``: rows travel as they are."""
-SHIPPED_WIRES = ("bf16", "fp8")
+SHIPPED_WIRES = {
+    "bf16": "megatron_ampipe.exchange.codecs:Bf16Wire",
+    "fp8": "megatron_ampipe.exchange.codecs:Fp8Wire",
+}
 """What rows can be cast to while they travel."""
 
 _CLASS = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -43,49 +42,75 @@ _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(MiB|GiB)", re.ASCII)
 
 
 def class_path(name: str) -> str:
-    """``package.module:Class`` for a value of ``--ampipe-router``.
-
-    Raises:
-        BadInput: the value is neither a shipped gate nor of this form.
-    """
+    """``package.module:Class`` for a value of ``--ampipe-router``; :class:`BadInput` if it names none."""
     if name in IMPOSSIBLE_GATES:
         rule, remedy = IMPOSSIBLE_GATES[name]
         raise BadInput(ROUTER_FLAG, name, rule=rule, remedy=remedy)
     if name in SHIPPED_GATES:
         return SHIPPED_GATES[name]
-    examples = "cosine", "my_package.my_module:MyRouter"
-    _require_class(ROUTER_FLAG, name, list(SHIPPED_GATES), examples=examples)
+    _require_class(ROUTER_FLAG, name, SHIPPED_GATES, "cosine", "my_package.my_module:MyRouter")
     return name
 
 
 def check_wire(name: str, *, flag: str = WIRE_FLAG) -> None:
-    """Check the form of a value of ``--ampipe-wire``, or of another flag that takes the same.
-
-    Raises:
-        BadInput: it is neither a shipped wire nor ``package.module:Class``.
-    """
+    """Raise :class:`BadInput` for a value that is neither a shipped wire nor ``package.module:Class``."""
     if name not in SHIPPED_WIRES:
-        _require_class(flag, name, SHIPPED_WIRES, examples=("fp8", "my_package.my_module:MyWire"))
+        _require_class(flag, name, SHIPPED_WIRES, "fp8", "my_package.my_module:MyWire")
 
 
-def _require_class(flag: str, name: str, shipped: Sequence[str], *, examples: tuple[str, str]) -> None:
-    """Check that a value names a class; ``shipped`` are the names that the flag also knows."""
+def _require_class(flag: str, name: str, shipped: Collection[str], *examples: str) -> None:
     if _CLASS.fullmatch(name) is None:
         raise BadInput(
             flag,
             name or "(empty)",
             rule=f"is neither package.module:Class nor one of {', '.join(shipped)}",
-            remedy=did_you_mean(name, list(shipped), most=1)
-            or f"Use for example {flag} {examples[0]}, or {flag} {examples[1]}.",
+            remedy=did_you_mean(name, shipped)
+            or f"Use for example {' or '.join(f'{flag} {example}' for example in examples)}.",
         )
 
 
-def check_threshold(value: float) -> None:
-    """Check a value of ``--ampipe-condense``.
+def import_class(
+    flag: str, name: str, path: str, *, fits: Callable[[type], bool], kind: str, rule: str, remedy: str
+) -> type:
+    """The class that a path names. Imports its module.
+
+    Args:
+        flag: Whose value it is.
+        name: The value as the user wrote it.
+        path: ``package.module:Class``.
+        fits: Whether a class can be meant.
+        kind: What such classes are called.
+        rule: Why another one is refused.
+        remedy: What to do about it.
 
     Raises:
-        BadInput: it is no cosine at which two tokens are similar.
+        BadInput: there is no such module or class, or it does not fit.
     """
+    module_name, _, class_name = path.partition(":")
+    cause: Exception | None = None
+    try:
+        module = importlib.import_module(module_name)
+        found: object = getattr(module, class_name, None)
+        if isinstance(found, type) and fits(found):
+            return found
+        if found is None:
+            rule, remedy = f"{module_name} has no class {class_name!r}", "Check the name of the class."
+            classes = [key for key, value in vars(module).items() if isinstance(value, type) and fits(value)]
+            if classes:
+                remedy = f"{kind} in it: {', '.join(sorted(classes))}."
+    except ModuleNotFoundError as error:
+        cause, missing = error, error.name or module_name
+        rule, remedy = f"no module named {missing!r}", f"Install {missing!r}, which the module imports."
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            remedy = "Check the name, and that its folder is in PYTHONPATH on every rank."
+    except Exception as error:
+        cause, remedy = error, f"Try python -c 'import {module_name}'."
+        rule = f"importing {module_name} fails: {type(error).__name__}: {error}".rstrip(".")
+    raise BadInput(flag, name, rule=rule, remedy=remedy) from cause
+
+
+def check_threshold(value: float) -> None:
+    """Raise :class:`BadInput` for a value of ``--ampipe-condense`` that is no cosine of similar tokens."""
     # Written so that NaN is refused.
     if not 0 < value <= 1:
         raise BadInput(
@@ -97,13 +122,9 @@ def check_threshold(value: float) -> None:
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as ``60GiB``.
-
-    Raises:
-        BadInput: it is no size, or 0.
-    """
-    found = _SIZE.fullmatch(text)
-    size_bytes = 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+    """The bytes of a size such as ``60GiB``; :class:`BadInput` if it is none, or 0."""
+    parts = _SIZE.fullmatch(text)
+    size_bytes = 0 if parts is None else int(float(parts[1]) * _UNITS[parts[2]])
     if not size_bytes:
         raise BadInput(
             BUDGET_FLAG,

@@ -1,11 +1,9 @@
-"""A row of the table of settings, and the rules that follow from its columns. The table is in
-:mod:`megatron_ampipe.block.settings`.
-"""
+"""A row of the table of settings, and the rules that follow from its columns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,23 +11,6 @@ from megatron_ampipe.errors import BadInput
 
 AUTO = "auto"
 """The value that leaves a choice to AMPipe."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exclusion:
-    """Arguments of Megatron with which a setting cannot be used.
-
-    Attributes:
-        applies: Takes the value of the setting and Megatron's parsed arguments.
-        rule: Why it is refused, as one clause.
-        remedy: What to use instead.
-        needs: What would have to be there for the combination to run; if nothing can be done, why.
-    """
-
-    applies: Callable[[Any, Any], bool]
-    rule: str
-    remedy: str
-    needs: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +22,7 @@ class Setting:
             ``memory-budget`` in a section ``ampipe:`` of a file.
         default: The value without the flag.
         help: What it does, in Markdown for the table in docs/usage.md; ``--help`` prints it as plain text.
-        shown_default: The default in both, where the value does not say it.
+        shown_default: The default in both, if it is None.
         metavar: What it takes, in both.
         type: Turns the text into the value.
         choices: All values, if they are few.
@@ -53,7 +34,6 @@ class Setting:
         requires: Settings of which one must be given too, as the user would add them. ``auto`` must be the
             value there, other values are examples.
         requires_for: The value for which they are required; None for every value.
-        excludes: Arguments of Megatron that it cannot be used with.
         startup: Row of the start-up table for a value that is not the default, from the configuration.
         is_folder: The run makes and fills the folder that it names.
     """
@@ -61,7 +41,7 @@ class Setting:
     name: str
     default: object
     help: str
-    shown_default: str | None = None
+    shown_default: str = "none"
     metavar: str
     type: Callable[[str], Any] = str
     choices: tuple[str, ...] | None = None
@@ -72,7 +52,6 @@ class Setting:
     of_plan: bool = False
     requires: tuple[str, ...] = ()
     requires_for: object = None
-    excludes: Exclusion | None = None
     startup: Callable[[Any], tuple[str, ...]] | None = None
     is_folder: bool = False
 
@@ -95,18 +74,14 @@ class Setting:
     def plain_help(self) -> str:
         """The text of ``--help``."""
         text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", self.help).replace("`", "")
-        return f"{text} (default: {self.shown_default or self.default})"
+        return f"{text} (default: {self.shown_default if self.default is None else self.default})"
 
     def refuse(self, value: object, rule: str, remedy: str) -> BadInput:
         """The error for a value of it."""
         return BadInput(self.flag, value, rule=rule, remedy=remedy)
 
     def check_value(self, value: object) -> None:
-        """Refuse a value that is wrong whatever the other settings are.
-
-        Raises:
-            BadInput: it is.
-        """
+        """Raise :class:`BadInput` for a value that is wrong whatever the other settings are."""
         if value == "":
             raise self.refuse("(empty)", "is empty", "Give a value, or leave it out.")
         if self.choices is not None and value not in self.choices:
@@ -118,24 +93,17 @@ class Setting:
         if self.check is not None:
             self.check(value)
 
-    def check_required(self, given: dict[str, Any]) -> None:
-        """Refuse it without the settings that it requires.
-
-        Args:
-            given: Values of the settings that the user gives, by name.
-
-        Raises:
-            BadInput: none of them is given.
-        """
-        value = given[self.name]
-        if not self.requires or (self.requires_for is not None and value != self.requires_for):
+    def check_required(self, given: Mapping[str, Any]) -> None:
+        """Raise :class:`BadInput` if ``given``, what the user sets by name, has none of :attr:`requires`."""
+        if self.requires_for not in (None, given[self.name]):
             return
         wanted = []
         for words in self.requires:
             flag, _, example = words.partition(" ")
-            name = flag.removeprefix("--ampipe-").replace("-", "_")
-            if given.get(name) == AUTO or (example != AUTO and name in given):
+            value = given.get(flag.removeprefix("--ampipe-").replace("-", "_"))
+            if value == AUTO or (example != AUTO and value is not None):
                 return
             wanted.append(words if example == AUTO else flag)
-        rule = f"requires {' or '.join(wanted)}"
-        raise self.refuse(value, rule, f"Add {self.requires[0]}, or leave {self.flag} out.")
+        if wanted:
+            remedy = f"Add {self.requires[0]}, or leave {self.flag} out."
+            raise self.refuse(given[self.name], f"requires {' or '.join(wanted)}", remedy)

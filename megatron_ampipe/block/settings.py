@@ -1,8 +1,7 @@
 """What a user sets: one field for each ``--ampipe-*`` flag, which is also its row of the table of settings.
 
-From a row follow the parser and ``--help``, the keys of files, the configuration with its defaults, the
-checks of values, what a flag requires and where it has an effect, combinations that are refused, the row of
-the start-up table, and the tables in docs/usage.md and docs/supported.md. A new flag is a row and its use.
+From a row (:class:`.setting.Setting`) follow the parser, the keys of files, the checks of values, the row of
+the start-up table and that of the table in docs/usage.md. A new flag is a row and its use.
 """
 
 from __future__ import annotations
@@ -21,14 +20,19 @@ from megatron_ampipe.block.named_values import (
     class_path,
     parse_size,
 )
-from megatron_ampipe.block.setting import AUTO, Exclusion, Setting
+from megatron_ampipe.block.setting import AUTO, Setting
 
 TRACED_ITERATIONS = 3
 """How many iterations, counted from the end of the run, a trace holds."""
 
 _CHOSEN = "is what --ampipe-degree auto chooses"
 _DIFFERS = "changes numbers, so degrees that are tried in training would differ in them"
-_NO_SCOPE = "nothing: there is nothing that a scope would change"
+_PLACED = "after the last all-to-all of the next layer's backward pass"
+_RECORDED = "who goes where, in one of {} iterations; 'ampipe routing' shows it"
+_CONDENSED = (
+    "another function than a stock run's: of the tokens of a sequence and chunk that go to one expert, one "
+    "whose cosine with an earlier one is at least this takes its result; the log says how many do"
+)
 
 
 def _row(default: Any = None, **columns: Any) -> Any:
@@ -45,69 +49,25 @@ def _degree(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"is neither a whole number nor {AUTO}: {text!r}") from None
 
 
-def has_capacity(arguments: Any) -> bool:
-    """Whether experts have a capacity limit; Megatron treats a negative factor as none."""
-    factor = getattr(arguments, "moe_expert_capacity_factor", None)
-    return factor is not None and factor >= 0
-
-
-def balances_with_sinkhorn(arguments: Any) -> bool:
-    """Whether Megatron's routing compares tokens with each other."""
-    chosen = getattr(arguments, "moe_router_load_balancing_type", None)
-    return "sinkhorn" in (chosen if isinstance(chosen, list) else [chosen])
-
-
-def _sends_rows(arguments: Any) -> bool:
-    """Whether the dispatcher sends each row to the ranks that need it, in a collective of AMPipe's."""
-    return getattr(arguments, "moe_token_dispatcher_type", "alltoall") == "alltoall"
-
-
-def _is_recomputed(memory: str, arguments: Any) -> bool:
-    granularity = getattr(arguments, "recompute_granularity", None)
-    modules = getattr(arguments, "recompute_modules", None) or []
-    return memory != "keep" and (granularity == "full" or (granularity == "selective" and "moe" in modules))
-
-
-def _cannot_be_cast(wire: str, arguments: Any) -> bool:
-    of_16_bit = getattr(arguments, "bf16", False) or getattr(arguments, "fp16", False)
-    return not _sends_rows(arguments) or (wire == "bf16" and of_16_bit)
-
-
-def _cannot_be_condensed(_: float, arguments: Any) -> bool:
-    apart = ("moe_apply_probs_on_input", "sft", "reset_attention_mask", "dataloader_inter_document_masking")
-    return not _sends_rows(arguments) or any(getattr(arguments, name, False) for name in apart)
-
-
-def _router_row(config: Any) -> tuple[str, ...]:
-    path = class_path(config.router)
+def _router_row(own: Any) -> tuple[str, ...]:
+    path = class_path(own.router)
     return "router", path.rpartition(":")[2], f"{path}, in place of Megatron's; 'ampipe gate' checks it"
 
 
-def _router_scope_row(config: Any) -> tuple[str, ...]:
-    name = "Sinkhorn" if config.router is None else class_path(config.router).rpartition(":")[2]
+def _router_scope_row(own: Any) -> tuple[str, ...]:
+    name = "Sinkhorn" if own.router is None else class_path(own.router).rpartition(":")[2]
     return "warning", (
         f"--ampipe-router-scope chunk: {name} compares the tokens of a chunk, which is another function for "
         "each degree, and later tokens of a chunk influence earlier ones"
     )
 
 
-def _wire_row(config: Any) -> tuple[str, ...]:
-    reasons = {
-        "bf16": "rows and their gradients travel in bf16",
-        "fp8": "rows and their gradients travel in fp8 (e4m3) with a scale per row",
-    }
-    reason = reasons.get(config.wire, "rows and their gradients go through this class")
-    if config.pipeline.exchange.has_two_hops:
-        reason += ", between nodes alone"
-    return "wire", config.wire, f"{reason}; numbers are rounded, so losses differ from a stock run's"
-
-
-def _condense_row(config: Any) -> tuple[str, ...]:
-    reason = (
-        "another function than a stock run's: of the tokens of a sequence and chunk that go to one expert, "
-        "one whose cosine with an earlier one is at least this takes its result; the log says how many do"
-    )
-    return "condensed tokens", f"{config.condense:g}", reason
+def _wire_row(own: Any) -> tuple[str, ...]:
+    how = "travel in {}" if own.wire in SHIPPED_WIRES else "go through this class"
+    name = {"fp8": "fp8 (e4m3) with a scale per row"}.get(own.wire, own.wire)
+    where = ", between nodes alone" if own.pipeline.exchange.has_two_hops else ""
+    reason = f"rows and their gradients {how.format(name)}{where}"
+    return "wire", own.wire, f"{reason}; numbers are rounded, so losses differ from a stock run's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +101,6 @@ class Settings:
     )
     cluster: str | None = _row(
         metavar="FILE",
-        shown_default="none",
         help="figures of `ampipe profile`, a file or the name of an included one: `--ampipe-degree auto` "
         "plans instead of trying, and `--ampipe-memory auto` compares by them",
         of_plan=True,
@@ -149,19 +108,14 @@ class Settings:
     )
     plan: str | None = _row(
         metavar="FILE",
-        shown_default="none",
         help="run the plan that `ampipe plan --output` wrote: degrees, chunks, order of stages",
     )
     save_plan: str | None = _row(
         metavar="FILE",
-        shown_default="none",
         help="write what `--ampipe-degree auto` chooses as a plan; a restart of the same command line runs "
         "it",
         requires=("--ampipe-degree auto",),
-        startup=lambda config: (
-            "plan",
-            f"the choice is written to {config.save_plan}; a restart reads it there",
-        ),
+        startup=lambda own: ("plan", f"the choice is written to {own.save_plan}; a restart reads it there"),
     )
     schedule: str = _row(
         "ampipe",
@@ -192,17 +146,9 @@ class Settings:
         of_plan=True,
         requires=("--ampipe-memory-budget 60GiB",),
         requires_for=AUTO,
-        excludes=Exclusion(
-            _is_recomputed,
-            "--recompute-granularity full and --recompute-modules moe keep less of the experts than this",
-            "Leave it out, or recompute other modules: --recompute-granularity selective --recompute-modules "
-            "core_attn.",
-            "nothing: there is nothing left to save",
-        ),
     )
     memory_budget: str | None = _row(
         metavar="SIZE",
-        shown_default="none",
         help="for `--ampipe-memory auto`: memory for the activations of the layers of a pipeline stage, "
         "such as `60GiB`",
         check=parse_size,
@@ -237,18 +183,7 @@ class Settings:
         "[between all-to-alls](reductions.md). Changes no bit of any gradient",
         choices=("stock", "placed"),
         acts="layers",
-        excludes=Exclusion(
-            lambda value, args: value == "placed" and not getattr(args, "overlap_grad_reduce", False),
-            "has no effect without --overlap-grad-reduce: gradients are then reduced after all backward "
-            "passes",
-            "Add --overlap-grad-reduce, or leave it out.",
-            "nothing: there is nothing left to place",
-        ),
-        startup=lambda config: (
-            "gradient reduction",
-            config.grad_reduce,
-            "after the last all-to-all of the next layer's backward pass",
-        ),
+        startup=lambda own: ("gradient reduction", own.grad_reduce, _PLACED),
     )
     capacity_scope: str = _row(
         "sequence",
@@ -257,12 +192,6 @@ class Settings:
         "drops; `chunk` gives each chunk its share, which is another function",
         choices=("sequence", "chunk"),
         acts="layers",
-        excludes=Exclusion(
-            lambda value, args: value == "chunk" and not has_capacity(args),
-            "has no effect without an expert capacity",
-            "Add --moe-expert-capacity-factor, or leave it out.",
-            _NO_SCOPE,
-        ),
     )
     router: str | None = _row(
         metavar="NAME",
@@ -281,35 +210,16 @@ class Settings:
         "which runs after all attention",
         choices=("sequence", "chunk"),
         acts="layers",
-        excludes=Exclusion(
-            # Of a user's class, only the class can tell.
-            lambda value, args: (
-                value == "chunk"
-                and getattr(args, "ampipe_router", None) is None
-                and not balances_with_sinkhorn(args)
-            ),
-            "has no effect: of Megatron's own routing, only sinkhorn can balance each chunk",
-            "Leave it out, or choose a router that compares tokens, such as --ampipe-router expert-choice.",
-            _NO_SCOPE,
-        ),
         startup=_router_scope_row,
     )
     wire: str | None = _row(
         metavar="NAME",
-        shown_default="none",
         help="what rows of tokens and their gradients become [while they travel](wire.md): "
         f"{', '.join(f'`{name}`' for name in SHIPPED_WIRES)}, or `package.module:Class`. Fewer bytes, "
         "rounded numbers",
         check=check_wire,
         acts="layers",
         with_auto=_DIFFERS,
-        excludes=Exclusion(
-            _cannot_be_cast,
-            "it needs the dispatcher alltoall, which alone sends rows as they are; and bf16 needs rows of 32 "
-            "bit",
-            "Use --moe-token-dispatcher-type alltoall; with --bf16 or --fp16 also --ampipe-wire fp8.",
-            "an encoding of the rows of the other dispatchers, whose libraries send them",
-        ),
         startup=_wire_row,
     )
     condense: float | None = _row(
@@ -321,15 +231,7 @@ class Settings:
         check=check_threshold,
         acts="layers",
         with_auto=_DIFFERS,
-        excludes=Exclusion(
-            _cannot_be_condensed,
-            "it needs the dispatcher alltoall, sequences of one document, and experts whose results are "
-            "weighted, not their inputs",
-            "Use --moe-token-dispatcher-type alltoall without --moe-apply-probs-on-input, --sft, "
-            "--reset-attention-mask and --dataloader-inter-document-masking, or leave it out.",
-            "a comparison of tokens that knows where documents begin, and the rows of other dispatchers",
-        ),
-        startup=_condense_row,
+        startup=lambda own: ("condensed tokens", f"{own.condense:g}", _CONDENSED),
     )
     trace_dir: str | None = _row(
         metavar="DIR",
@@ -337,13 +239,7 @@ class Settings:
         help=f"record when every stage of the last {TRACED_ITERATIONS} iterations ran, one Chrome/Perfetto "
         "trace per rank; `ampipe draw DIR` makes a picture of it",
         acts="layers",
-        excludes=Exclusion(
-            lambda _, args: bool(getattr(args, "skip_train", False)),
-            "has no effect with --skip-train: only training iterations are recorded",
-            "Leave it out.",
-            "a trace of evaluations",
-        ),
-        startup=lambda config: ("trace", config.trace_dir),
+        startup=lambda own: ("trace", own.trace_dir),
         is_folder=True,
     )
     routing_dir: str | None = _row(
@@ -351,11 +247,7 @@ class Settings:
         shown_default="off",
         help="record [how tokens are routed](routing.md), at any degree, for `ampipe routing` and `ampipe "
         "plan --routing`",
-        startup=lambda config: (
-            "routing",
-            config.routing_dir,
-            f"who goes where, in one of {config.routing_interval} iterations; 'ampipe routing' shows it",
-        ),
+        startup=lambda own: ("routing", own.routing_dir, _RECORDED.format(own.routing_interval)),
         is_folder=True,
     )
     routing_interval: int = _row(
@@ -368,11 +260,7 @@ class Settings:
     )
 
     def startup_rows(self, *, stock: bool) -> list[tuple[str, ...]]:
-        """Rows of the start-up table for the settings that are not the default.
-
-        Args:
-            stock: The layers are Megatron's own, and most settings have no effect.
-        """
+        """Rows of the start-up table for what is not the default and, in ``stock`` layers, has an effect."""
         return [
             setting.startup(self)
             for setting in SETTING.values()
@@ -383,16 +271,16 @@ class Settings:
 
 
 SETTING: Mapping[str, Setting] = {
-    one.name: Setting(name=one.name, default=one.default, **one.metadata)
-    for one in dataclasses.fields(Settings)
+    row.name: Setting(name=row.name, default=row.default, **row.metadata)
+    for row in dataclasses.fields(Settings)
 }
 """The table, by name."""
 
 
 def given_settings(arguments: Any) -> dict[str, Any]:
     """What the user sets, by name; parsed arguments hold None for the rest."""
-    found = {name: getattr(arguments, setting.dest, None) for name, setting in SETTING.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(arguments, setting.dest, None) for name, setting in SETTING.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def settings_of(arguments: Any) -> Settings:
@@ -401,11 +289,7 @@ def settings_of(arguments: Any) -> Settings:
 
 
 def check_given(given: dict[str, Any]) -> None:
-    """Refuse wrong values, and settings that cannot be given together, whatever they resolve to.
-
-    Raises:
-        BadInput: the first of them.
-    """
+    """Raise :class:`BadInput` for the first wrong value, or settings that cannot be given together."""
     for name, value in given.items():
         SETTING[name].check_value(value)
     plan = given.get("plan")

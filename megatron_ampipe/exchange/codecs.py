@@ -1,25 +1,33 @@
-"""What travels in place of the rows of tokens: casts to fewer bits, statistics, a user's compression.
+"""What travels in place of the rows of tokens, with other numbers: casts, a user's class, fewer rows.
 
-A :class:`Wire` is put around the transfers of dispatch and combine, in both passes (``--ampipe-wire``). It is
+A :class:`Wire` (``--ampipe-wire``) is put around the transfers of dispatch and combine, in both passes. It is
 no part of the autograd graph: the backward pass sends gradients through the same two methods. What a class
 must promise is in docs/wire.md.
+
+A :class:`Condenser` (``--ampipe-condense``) is Luffy's condensation, for causal models (Chen et al., 2024,
+arXiv 2411.15419; the abstract was at hand). Among the rows of a chunk that one sequence sends to one expert,
+a row goes if no earlier row that goes is similar to it. Every other row takes the result of the earliest such
+row, weighted by its own token's probability: a later token never influences an earlier one. The backward
+pass is the exact adjoint, except that the choice of rows, like that of experts, has no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from megatron_ampipe.block.named_class import import_class
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG
+from megatron_ampipe.block.named_values import SHIPPED_WIRES, WIRE_FLAG, import_class
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.exchange.transports import Arrived
 from megatron_ampipe.schedule import Direction
 
-# T rows that are sent or received, D hidden size.
+# T rows that are sent or received, D hidden size. Condensed: P rows of a chunk, one for each pair of a token
+# and an expert; Q rows that are sent; T tokens, E experts, B batch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +67,18 @@ class Wire(Protocol):
             Their number, other sizes and dtypes must be the same on all ranks. The same for the same rows:
             some settings of memory and recompute send rows twice.
         """
-        ...
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
         """Write the rows into ``out`` ``[T, D]``, from what other ranks' :meth:`encode` returned."""
-        ...
 
 
 class Bf16Wire:
     """Rows in bf16: half of the bytes of fp32. Relative error of a value at most 2**-8."""
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """See :class:`Wire`."""
         return (rows.bfloat16(),)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        """See :class:`Wire`."""
         out.copy_(parts[0])
 
 
@@ -89,7 +93,7 @@ class Fp8Wire:
     _SCALE_BYTES = 4
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """See :class:`Wire`; one tensor ``[T, D + 4]`` of bytes, the values and then the scale in fp32."""
+        """One tensor ``[T, D + 4]`` of bytes, the values and then the scale in fp32."""
         wide = rows.float()
         largest = wide.abs().amax(dim=1, keepdim=True)
         # Of a row of zeros any scale is right. What is divided by must not be 0 in fp32.
@@ -99,15 +103,9 @@ class Fp8Wire:
         return (torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], dim=1),)
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, trip: Trip) -> None:
-        """See :class:`Wire`."""
         values = parts[0][:, : -self._SCALE_BYTES].view(torch.float8_e4m3fn)
         scale = parts[0][:, -self._SCALE_BYTES :].contiguous().view(torch.float32)
         out.copy_(values.float().mul_(scale))
-
-
-SHIPPED: Mapping[str, Callable[[], Wire]] = {"bf16": Bf16Wire, "fp8": Fp8Wire}
-"""Wires by name."""
-assert set(SHIPPED) == set(SHIPPED_WIRES)
 
 
 def load_wire(name: str) -> Wire:
@@ -116,18 +114,19 @@ def load_wire(name: str) -> Wire:
     Raises:
         BadInput: there is no such module or class, it cannot be made, or it lacks a method.
     """
-    if name in SHIPPED:
-        return SHIPPED[name]()
-    found = import_class(WIRE_FLAG, name, path=name, fits=_is_wire, kind="Wires")
-    if not isinstance(found, type) or not _is_wire(found):
-        raise BadInput(
-            WIRE_FLAG,
-            name,
-            rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
-            remedy="Give it both; see docs/wire.md.",
-        )
+    wire_class = import_class(
+        WIRE_FLAG,
+        name,
+        SHIPPED_WIRES.get(name, name),
+        fits=lambda found: (
+            callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
+        ),
+        kind="Wires",
+        rule="is no class with the methods encode(rows, trip) and decode(parts, out, trip)",
+        remedy="Give it both; see docs/wire.md.",
+    )
     try:
-        wire: Wire = found()
+        wire: Wire = wire_class()
     except Exception as error:
         raise BadInput(
             WIRE_FLAG,
@@ -138,17 +137,8 @@ def load_wire(name: str) -> Wire:
     return wire
 
 
-def _is_wire(found: type) -> bool:
-    return callable(getattr(found, "encode", None)) and callable(getattr(found, "decode", None))
-
-
 class WireCodec:
-    """A wire around one transfer. Of the tensors of a chunk the first has the rows; others go as they are.
-
-    Args:
-        wire: Encodes and decodes.
-        trip: Which transfer.
-    """
+    """A wire around one transfer. Of the tensors of a chunk the first has the rows; others go as they are."""
 
     uses: Sequence[Tensor] = ()
 
@@ -176,9 +166,7 @@ class WireCodec:
         self._num_parts, self._row_shape, self._dtype = len(encoded), rows.shape[1:], rows.dtype
         return (*encoded, *others)
 
-    def arrive(
-        self, received: Sequence[Tensor], *, combine: bool
-    ) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
         """Rows ``[T, D]`` as they were sent, and the other tensors."""
         parts, others = received[: self._num_parts], received[self._num_parts :]
         rows = parts[0].new_empty((parts[0].shape[0], *self._row_shape), dtype=self._dtype)
@@ -188,3 +176,86 @@ class WireCodec:
             self._wire.decode(parts, rows, self._trip)
 
         return (rows, *others), fill
+
+
+ROUNDING = 1e-6
+"""Rounding may make the cosine of equal rows so much smaller than 1."""
+
+
+class Condensed(NamedTuple):
+    """Which rows of a chunk are sent.
+
+    Attributes:
+        sent: ``[Q]`` int64, rows that are sent, in order.
+        place: ``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes.
+        counts: ``[E]`` int64, rows that are sent for each expert.
+    """
+
+    sent: Tensor
+    place: Tensor
+    counts: Tensor
+
+
+class Condenser:
+    """Chooses the rows that are sent, and counts them. One object per process.
+
+    Args:
+        threshold: Cosine from which on two rows are similar, above 0 and at most 1.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self._rows = self._sent = 0
+
+    def condense(self, rows: Tensor, routing_map: Tensor, *, batch: int, counted: bool) -> Condensed:
+        """Choose the rows of one chunk.
+
+        On a GPU the host waits for the number of rows of each expert, and for the choice.
+
+        Args:
+            rows: ``[P, D]``, sorted by expert and then by token, as Megatron permutes them; perhaps followed
+                by rows that are not sent.
+            routing_map: ``[T, E]`` bool; token ``t`` is of sequence ``t % B``.
+            batch: Number of sequences, ``B``.
+            counted: Whether the rows count for :meth:`take_share`.
+        """
+        tokens = routing_map.T.nonzero()[:, 1]
+        directions = normalize(rows[: len(tokens)].detach().float(), dim=1)
+        per_expert = routing_map.sum(dim=0).tolist()
+        first, taken = 0, []
+        for of_expert, of_token in zip(directions.split(per_expert), tokens.split(per_expert), strict=True):
+            taken.append(first + _earliest_similar(of_expert, of_token % batch, self.threshold))
+            first += len(of_token)
+        taken_from = torch.cat(taken)
+        goes = taken_from == torch.arange(first, device=rows.device)
+        sent = goes.nonzero()[:, 0]
+        counts = torch.stack([part.sum() for part in goes.split(per_expert)])
+        if counted:
+            self._rows, self._sent = self._rows + first, self._sent + len(sent)
+        return Condensed(sent, (goes.cumsum(dim=0) - 1)[taken_from], counts)
+
+    def take_share(self) -> float | None:
+        """Share of the rows that were not sent since the last call, 0 to 1; None if there were none."""
+        rows, sent = self._rows, self._sent
+        self._rows = self._sent = 0
+        return 1 - sent / rows if rows else None
+
+
+def _earliest_similar(rows: Tensor, sequences: Tensor, threshold: float) -> Tensor:
+    """For each row of one expert the earliest row that goes and is similar to it, ``[N]``; itself if it goes.
+
+    Rows are ``[N, D]`` of length 1, in the order of the tokens; ``sequences [N]`` says of which one each is.
+    """
+    own = torch.arange(len(rows), device=rows.device)
+    if not len(rows):
+        return own
+    earlier = (sequences[:, None] == sequences).tril(-1)
+    similar = (rows @ rows.T).masked_fill_(~earlier, float("-inf")) >= threshold - ROUNDING
+    open_rows, goes = torch.ones_like(own, dtype=torch.bool), torch.zeros_like(own, dtype=torch.bool)
+    while open_rows.any():
+        # A row is decided when all earlier rows that are similar to it are.
+        decided = open_rows & ~(similar & open_rows).any(dim=1)
+        goes |= decided
+        open_rows &= ~(decided | (similar & goes).any(dim=1))
+    # argmax is the first of equal values.
+    return torch.where(goes, own, (similar & goes).int().argmax(dim=1))

@@ -2,15 +2,15 @@
 
 The permutations are Megatron's. DeepEP's buffer counts tokens, permutes them by rank and exchanges them in
 one call; a token goes once to every rank that has experts for it. HybridEP's also puts them into the order of
-the experts, so that ``expert`` permutes nothing. Not run on the hardware that both need; tests use stand-ins
-of their interfaces (``tests/deep_ep_standin.py``, ``tests/hybrid_ep_standin.py``).
+the experts. Not run on the hardware that both need; tests use stand-ins of their interfaces
+(``tests/deep_ep_standin.py``, ``tests/hybrid_ep_standin.py``).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,8 +19,8 @@ from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch import Tensor
 
-from megatron_ampipe.block_features import counts_inside
 from megatron_ampipe.runtime.collectives import HostCopy, Transfer
+from megatron_ampipe.schedule.features import counts_inside
 
 # T tokens of a chunk, R received tokens (HybridEP: rows, one for each of a token's local experts), D hidden
 # size, K experts of a token, E experts of all ranks, P ranks, L experts of a rank.
@@ -34,7 +34,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
     """
 
     num_spare: ClassVar = 0
-    told: tuple[int, tuple[int, ...]] | None = None
+    told: tuple[int, list[int]] | None = None
     """``R``, and the tokens for each expert of this rank, as in :class:`~.packing.AllToAllChunk`."""
     _transport: DeepEPTransport | HybridEPTransport | None = None
 
@@ -84,27 +84,24 @@ class FlexChunk(MoEFlexTokenDispatcher):
         if self._transport is None:
             manager = self._comm_manager
             if self.config.moe_flex_dispatcher_backend == "hybridep":
-                # Megatron makes the buffer in the first dispatch of all.
-                self._transport = HybridEPTransport(manager, buffer=lambda: fused_a2a._hybrid_ep_buffer)
+                self._transport = HybridEPTransport(manager)
                 return self._transport
             find_buffer = fused_a2a.get_buffer
             if not counts_inside(self.config):
                 find_buffer, self.told = told_buffer, self.told or self._read(self._gathered)
-            num_received, tokens_per_expert = self.told or (None, ())
             self._transport = DeepEPTransport(
                 find_buffer(manager.group, self._hidden_bytes),
                 manager.token_indices,
                 num_experts=manager.num_experts,
-                num_received=num_received,
-                tokens_per_expert=tokens_per_expert,
+                told=self.told,
             )
         return self._transport
 
-    def _read(self, gathered: HostCopy) -> tuple[int, tuple[int, ...]]:
+    def _read(self, gathered: HostCopy) -> tuple[int, list[int]]:
         num_experts, rank = self._comm_manager.num_experts, self.counts_group.rank()
         arriving = gathered.wait().view(self.counts_group.size(), -1).sum(dim=0).tolist()
-        of_experts = arriving[rank * self.num_local_experts : (rank + 1) * self.num_local_experts]
-        return arriving[num_experts + rank], tuple(of_experts)
+        first = rank * self.num_local_experts
+        return arriving[num_experts + rank], arriving[first : first + self.num_local_experts]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Any, ...]:
         """As in the stock dispatcher, of what its manager would have kept of the exchange; can run again."""
@@ -125,10 +122,6 @@ def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
 
     A buffer counts into one place on the host. A dispatch that waits for its count there could read that of
     an earlier one that did not wait, so the stock layers, which wait, have another buffer.
-
-    Args:
-        group: The ranks that exchange tokens.
-        hidden_bytes: Size of a token.
     """
     global _told_buffer
     of_stock, fused_a2a._buffer = fused_a2a._buffer, _told_buffer
@@ -142,13 +135,8 @@ def told_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
 def to_multihot(experts: Tensor, probs: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor]:
     """Megatron's ``_indices_to_multihot``, for which the host waits for nothing.
 
-    Args:
-        experts: ``[T, K]`` int64; -1 for none.
-        probs: ``[T, K]``.
-        num_experts: E.
-
-    Returns:
-        ``[T, E]`` bool, the experts of each token; and ``[T, E]``, their probabilities, 0 elsewhere.
+    From ``[T, K]`` int64, -1 for no expert, and ``[T, K]`` probabilities to ``[T, E]`` bool, the experts of
+    each token; and ``[T, E]``, their probabilities, 0 elsewhere.
     """
     # What has no expert goes into a separate column, which is left out.
     places = experts.masked_fill(experts < 0, num_experts)
@@ -164,32 +152,25 @@ class DeepEPTransport:
     blocks the host if it is not known how many tokens will arrive.
 
     Args:
-        buffer: ``deep_ep.Buffer`` of the ranks that exchange tokens. It copies what it receives to new
-            tensors, so chunks in flight share nothing.
+        buffer: ``deep_ep.Buffer``. It copies what it receives to new tensors, so chunks share nothing.
         experts: ``[T, K]`` int64, the experts of each token; -1 for none.
         num_experts: Of all ranks.
-        num_received: ``R``; None if it is not known. DeepEP takes it within a node alone.
-        tokens_per_expert: As in the attributes, if ``R`` is known.
+        told: ``R``, which DeepEP takes within a node alone, and :attr:`tokens_per_expert`; None if they are
+            not known.
 
     Attributes:
         received_experts: ``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks.
         tokens_per_expert: Received tokens for each local expert, known on the host.
     """
 
+    received_experts: Tensor
+    _handle: Any = None
+
     def __init__(
-        self,
-        buffer: Any,
-        experts: Tensor,
-        *,
-        num_experts: int,
-        num_received: int | None = None,
-        tokens_per_expert: Sequence[int] = (),
+        self, buffer: Any, experts: Tensor, *, num_experts: int, told: tuple[int, Sequence[int]] | None = None
     ) -> None:
         self._buffer, self._experts, self._num_experts = buffer, experts, num_experts
-        self._num_received = num_received
-        self._handle: Any = None
-        self.received_experts: Tensor
-        self.tokens_per_expert = tokens_per_expert
+        self._num_received, self.tokens_per_expert = told or (None, ())
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
         """Tokens ``[T, D]`` and fp32 probabilities ``[T, K]`` to ``[R, D]`` and ``[R, K]``.
@@ -203,9 +184,9 @@ class DeepEPTransport:
         per_rank, per_node, per_expert, goes_to, _ = self._buffer.get_dispatch_layout(
             self._experts, self._num_experts
         )
-        is_told = self._num_received is not None
+        num_received = self._num_received
         # To DeepEP, 0 says that the number is not known: one row is received that no rank has sent.
-        told = {"num_worst_tokens": max(1, self._num_received or 0)} if is_told else {}
+        told = {} if num_received is None else {"num_worst_tokens": max(1, num_received)}
         received, experts, weights, counted, self._handle, _ = self._buffer.dispatch(
             tokens.contiguous(),
             topk_idx=self._experts,
@@ -216,12 +197,11 @@ class DeepEPTransport:
             num_tokens_per_expert=per_expert,
             **told,
         )
-        self.received_experts = experts[: self._num_received]
-        if not is_told:
+        self.received_experts = experts[:num_received]
+        if num_received is None:
             self.tokens_per_expert = counted
-        counted = (per_rank, per_node, per_expert, goes_to)
-        uses = (self._experts, self.received_experts, *tensors_among(counted), *tensors_among(self._handle))
-        return Transfer((received[: self._num_received], weights[: self._num_received]), uses=uses)
+        uses = self._experts, self.received_experts, per_rank, per_node, per_expert, goes_to, *self._handle
+        return Transfer((received[:num_received], weights[:num_received]), uses=tensors_among(uses))
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """Expert outputs ``[R, D]``, summed over the ranks of a token, to ``[T, D]``.
@@ -251,35 +231,30 @@ class HybridEPTransport:
 
     Args:
         manager: Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
-            call, with Megatron's settings. Its routing map is ``[T, E]`` bool.
-        buffer: Finds ``deep_ep.HybridEPBuffer``, through which that call was made.
+            call, and with the very first the buffer. Its routing map is ``[T, E]`` bool.
 
     Attributes:
         tokens_per_expert: ``[local experts]`` int64 on the host, received rows of each local expert.
     """
 
-    def __init__(self, manager: Any, *, buffer: Callable[[], Any]) -> None:
-        self._manager, self._buffer = manager, buffer
-        self._fuses = bool(manager.config.moe_permute_fusion_into_hybridep)
-        self._handle: Any = None
-        self._num_received = 0
-        self.tokens_per_expert: Tensor
+    tokens_per_expert: Tensor
+    _handle: Any = None
+    _num_received = 0
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
 
     def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Tokens ``[T, D]`` and fp32 probabilities ``[T, E]`` to ``[R, D]`` and ``[R]``.
-
-        In the backward pass of the combine the gradients ``[T, D]`` alone, along the same ways.
-        """
+        """As :meth:`DeepEPTransport.dispatch`, with probabilities ``[T, E]`` to ``[R]``."""
         if len(tensors) == 1:
-            received, *_ = self._buffer().dispatch_with_permute(
+            received, *_ = fused_a2a._hybrid_ep_buffer.dispatch_with_permute(
                 hidden=tensors[0].contiguous(),
                 scaling_factor=None,
                 num_permuted_tokens=self._num_received,
                 **self._options("fuse_permute_dispatch"),
             )
             return Transfer((received,), uses=tensors_among(self._handle))
-        manager = self._manager
-        tokens, probs = tensors
+        manager, (tokens, probs) = self._manager, tensors
         manager.token_probs = probs.contiguous()
         with torch.no_grad():
             received = manager.dispatch(tokens.contiguous())
@@ -290,12 +265,9 @@ class HybridEPTransport:
         return Transfer((received, manager.dispatched_probs), uses=uses)
 
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Expert outputs ``[R, D]``, summed over the experts of a token, to ``[T, D]``.
-
-        In the backward pass of the dispatch also gradients of the probabilities, ``[R]`` to ``[T, E]``.
-        """
+        """As :meth:`DeepEPTransport.combine`, with probabilities ``[R]`` to ``[T, E]``."""
         tokens, *probs = tensors
-        combined, of_probs = self._buffer().combine_with_unpermute(
+        combined, of_probs = fused_a2a._hybrid_ep_buffer.combine_with_unpermute(
             hidden=tokens.contiguous(),
             probs=probs[0].float().contiguous() if probs else None,
             **self._options("fuse_unpermute_combine"),
@@ -306,4 +278,4 @@ class HybridEPTransport:
     def _options(self, fuse: str) -> dict[str, Any]:
         """As in the first call; older versions of HybridEP have no name for the fused kernels."""
         options = {"handle": self._handle, "pad_multiple": self._manager.pad_multiple}
-        return options | ({fuse: True} if self._fuses else {})
+        return options | ({fuse: True} if self._manager.config.moe_permute_fusion_into_hybridep else {})

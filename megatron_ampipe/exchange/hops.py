@@ -1,30 +1,26 @@
 """The second hop of tokens that have crossed nodes, between the ranks of one node; the groups of both hops.
 
-The first hop crosses nodes, to the rank that has the sender's place in its own node. That rank hands the rows
-on to the ranks of its node that have their experts, and sends back what comes from those. A hop is a codec
-around an all-to-all within the node. Rows are arranged where the collective is started and where it has
-ended: on the lane of the transfer, not on that of the computation.
+The first hop goes to the rank that has the sender's place in another node, so that a rank has one message for
+each node. That rank hands the rows on in its node, and sends back what comes from there. A hop is a codec
+around an all-to-all within the node: rows are arranged on the lane of the transfer.
 
-Every copy of a token in two hops (:class:`SortHop`) is the two-dimensional hierarchical all-to-all of Tutel
-(Hwang et al., 2023) and FSMoE. Between nodes, a rank has one message for each other node, and not one for
-each rank there. In the papers each all-to-all begins within the node, with the rank that has the place of the
-destination. Here the combine does, and the dispatch is its adjoint: it crosses nodes first. Bytes and
-messages are as many. A token once per node (:class:`SumHop`) is what DeepEP and HierMoE send.
+Every copy of a token in two hops (:class:`SortHop`) is the two-dimensional all-to-all of Tutel (Hwang et al.,
+2023) and FSMoE. There each all-to-all begins within the node; here the combine does, and the dispatch is its
+adjoint. A token once per node (:class:`SumHop`) is what DeepEP and HierMoE send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport
-from megatron_ampipe.schedule import NodeLayout
+from megatron_ampipe.exchange.transports import ALL_TO_ALL, Arrived, RowTransport
 
 # R rows that came from other nodes, D hidden size, E experts, L experts of a rank, N nodes, G ranks of a
 # node, C copies for the ranks of the node.
@@ -32,13 +28,21 @@ from megatron_ampipe.schedule import NodeLayout
 NOT_ROUTED = float("-inf")
 """Stands in place of a probability where an expert does not get the token; no router gives it."""
 
-Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
-"""As :meth:`~.transports.Codec.arrive` returns it."""
-
 
 def places_of(routing_map: Tensor, num_places: int) -> Tensor:
     """``[T, E]`` to ``[T, places]``: which places have experts of a token."""
     return routing_map.unflatten(1, (num_places, -1)).any(dim=2)
+
+
+def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
+    """The row of each copy ``[C]``, place by place, and where its mark is in ``[T, places]``, of which some are set.
+
+    A stable sort puts what is set first, in order, without a wait for how much that is.
+    """
+    num_rows, num_places = to_places.shape
+    marks = to_places.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[:num_copies]
+    rows = marks % max(1, num_rows)
+    return rows, rows * num_places + marks // max(1, num_rows)
 
 
 def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None = None) -> Tensor:
@@ -47,21 +51,14 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
     return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGroups:
+class NodeGroups(NamedTuple):
     """The process groups of two hops, for one rank.
 
     Attributes:
-        layout: How many nodes there are, and ranks on each.
-        node: The node of this rank, counted within its expert-parallel group.
-        place: The place of this rank in its node.
         inter: The ranks of the same place in all nodes, node by node.
         intra: The ranks of this rank's node.
     """
 
-    layout: NodeLayout
-    node: int
-    place: int
     inter: dist.ProcessGroup
     intra: dist.ProcessGroup
 
@@ -75,16 +72,13 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> NodeGro
         ranks_per_node: Of all ranks, how many a node has; they follow one another.
 
     Raises:
-        BadInput: the ranks of ``group`` do not follow one another node by node, several on each of several
-            nodes.
+        BadInput: the ranks of ``group`` are not spread node by node, several on each of several nodes.
     """
-    ranks, layout = dist.get_process_group_ranks(group), None
+    ranks, near = dist.get_process_group_ranks(group), 0
     if ranks_per_node is not None:
         nodes = [rank // ranks_per_node for rank in ranks]
         near = nodes.count(nodes[0])
-        if 1 < near < len(ranks) and nodes == sorted(nodes) and {*map(nodes.count, nodes)} == {near}:
-            layout = NodeLayout(len(ranks) // near, near)
-    if layout is None:
+    if not 1 < near < len(ranks) or nodes != sorted(nodes) or {*map(nodes.count, nodes)} != {near}:
         raise BadInput(
             "--ampipe-ranks-per-node",
             ranks_per_node,
@@ -92,17 +86,14 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> NodeGro
             "several nodes, with several of them on each",
             remedy="Use --ampipe-exchange ranks.",
         )
-    node, place = divmod(group.rank(), layout.ranks_per_node)
-    first = node * layout.ranks_per_node
+    node, place = divmod(group.rank(), near)
+    first = node * near
     # Separate groups, also where one has the same ranks as another: each lane has its own.
-    inter = ranks[place :: layout.ranks_per_node]
-    intra = ranks[first : first + layout.ranks_per_node]
     return NodeGroups(
-        layout,
-        node,
-        place,
-        dist.new_group(inter, use_local_synchronization=True, group_desc="ampipe between nodes"),
-        dist.new_group(intra, use_local_synchronization=True, group_desc="ampipe within a node"),
+        dist.new_group(ranks[place::near], use_local_synchronization=True, group_desc="ampipe between nodes"),
+        dist.new_group(
+            ranks[first : first + near], use_local_synchronization=True, group_desc="ampipe within a node"
+        ),
     )
 
 
@@ -147,14 +138,15 @@ class SumHop:
     Which rows go where is seen in the first probabilities that are sent; the host does not wait for them.
 
     Args:
-        send: Copies for each rank of ``group``.
-        receive: Copies from each rank of ``group``.
-        group: The ranks of the node.
+        send: Copies for each rank of ``group``, the ranks of the node.
+        receive: Copies from each.
+        group: These ranks.
     """
+
+    uses: Sequence[Tensor] = ()
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> None:
         self.transport, self._ranks = RowTransport(ALL_TO_ALL, send, receive, group), len(send)
-        self.uses: Sequence[Tensor] = ()
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
         """Rows ``[R, D]``, and probabilities ``[R, G * L]``, to their copies ``[C, D]`` and ``[C, L]``.
@@ -165,25 +157,16 @@ class SumHop:
             return tensors
         rows, *probs = tensors
         if not self.uses:
-            self._choose(probs[0])
+            self._num_rows = probs[0].shape[0]
+            to_ranks = places_of(probs[0] != NOT_ROUTED, self._ranks)
+            self.uses = copies_for(to_ranks, sum(self.transport.input_splits))
         copied, columns = self.uses
-        return [
-            rows.index_select(0, copied),
-            *[self._by_rank(part).index_select(0, columns) for part in probs],
-        ]
+        parts = [self._by_rank(part).index_select(0, columns) for part in probs]
+        return [rows.index_select(0, copied), *parts]
 
     def _by_rank(self, columns: Tensor) -> Tensor:
         """``[R, G * L]`` as ``[R * G, L]``."""
         return columns.view(self._num_rows * self._ranks, columns.shape[1] // self._ranks)
-
-    def _choose(self, probs: Tensor) -> None:
-        """Set ``uses`` to the row of each copy ``[C]``, rank by rank, and its place among all columns."""
-        self._num_rows = probs.shape[0]
-        chosen = places_of(probs != NOT_ROUTED, self._ranks).T.reshape(-1).to(torch.uint8)
-        # A stable sort puts what is set first, in order.
-        chosen = chosen.argsort(stable=True, descending=True)[: sum(self.transport.input_splits)]
-        rows = chosen % max(1, self._num_rows)
-        self.uses = rows, rows * self._ranks + chosen // max(1, self._num_rows)
 
     def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
         """The sums of the copies ``[C, D]``, and the columns ``[C, L]`` where they were; zero elsewhere."""

@@ -1,12 +1,11 @@
 """How the tokens of one chunk become the rows that are sent, and those that arrive the rows of experts.
 
 In place of Megatron's token dispatchers, with the names of their steps; the permutations are theirs, the
-collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times, also where several of
-its experts are on one rank. Packed ``once`` (``--ampipe-exchange ranks`` and ``nodes``), a row goes once to
-every rank, or node, that has an expert of the token, with its probabilities for the experts there. The rank
-of the experts copies it for them and adds their weighted outputs, and one row comes back. Sums are linear, so
-nothing is approximated; only the order of additions differs. The gradients take the way back in the same
-number of rows, because autograd differentiates the copies as sums and the sums as copies.
+collectives are stages of the schedule. Megatron's dispatcher sends a token ``K`` times. Packed ``once``
+(``--ampipe-exchange ranks`` and ``nodes``), a row goes once to every rank, or node, that has an expert of the
+token, with its probabilities for the experts there. The rank of the experts copies it for them and adds their
+weighted outputs, and one row comes back. Sums are linear, so only the order of additions differs; autograd
+differentiates the copies as sums and the sums as copies, so that gradients are as many rows.
 
 State of a call is in attributes: every chunk in flight has a copy of the layer's object.
 """
@@ -21,7 +20,15 @@ import torch
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
-from megatron_ampipe.exchange.hops import NOT_ROUTED, NodeGroups, SortHop, SumHop, places_of, turned
+from megatron_ampipe.exchange.hops import (
+    NOT_ROUTED,
+    NodeGroups,
+    SortHop,
+    SumHop,
+    copies_for,
+    places_of,
+    turned,
+)
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, UNEQUAL_GATHER, RowTransport, all_gather
 from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 
@@ -70,19 +77,17 @@ class ToldCounts(NamedTuple):
 
     Attributes:
         num_prepared: ``M``.
-        num_sent: How many of them are sent; they come first.
+        num_spare: How many of them are not sent; they come last.
         transport: The exchange between expert-parallel ranks, or the first of its two hops.
         hop: The second hop, if there is one.
-        gather: Between the ranks that share an expert, if there are several; its combine is their
-            reduce-scatter.
+        gather: Between the ranks that share an expert, if there are several.
         tokens_per_expert: ``[L]`` int64.
-        pieces: Rows of each source for each expert of this rank, as they arrive ``[P * S][L]``, and by expert
-            ``[L][P * S]``, where every copy of a token is sent and a rank has several experts. For the fused
-            permutation they are tensors on the device.
+        pieces: Where every copy of a token is sent to a rank of several experts, rows of each source for each
+            expert ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there.
     """
 
     num_prepared: int
-    num_sent: int
+    num_spare: int
     transport: RowTransport
     hop: SortHop | SumHop | None
     gather: RowTransport | None
@@ -125,16 +130,16 @@ class AllToAllChunk:
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
         self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
-        self._num_places = nodes.layout.num_nodes if nodes else self._num_ranks
+        self._num_places = nodes.inter.size() if nodes else self._num_ranks
         self._once, self._has_fixed_choices = once, has_fixed_choices
         self.counts_group = pg_collection.tp_ep
         """The ranks that exchange :attr:`counts`."""
 
     def __copy__(self) -> AllToAllChunk:
         """As ``copy.copy``, with less work for the host: there is one for every chunk of every pass."""
-        found = object.__new__(type(self))
-        vars(found).update(vars(self))
-        return found
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -168,12 +173,9 @@ class AllToAllChunk:
         self._packed = Permutation(to_places, num_rows, fused=self._fused)
         if not self._once:
             return self._packed.rows(hidden_states.view(-1, hidden_states.shape[-1]), probs)
-        # A stable sort puts what is chosen first, place by place, without a wait for how much that is.
-        chosen = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_rows]
-        # A token has one row for each place.
+        _, chosen = copies_for(to_places, num_rows)
         of_places = probs.masked_fill(~routing_map, NOT_ROUTED).view(num_tokens * num_places, -1)
-        row_probs = of_places.index_select(0, chosen % num_tokens * num_places + chosen // num_tokens)
-        return self.tokens_again(hidden_states), row_probs
+        return self.tokens_again(hidden_states), of_places.index_select(0, chosen)
 
     def tokens_again(self, hidden_states: Tensor) -> Tensor:
         """``[rows, B, D]`` to the rows ``[M, D]`` that :meth:`dispatch_preprocess` returned for them."""
@@ -192,19 +194,16 @@ class AllToAllChunk:
 
     def hop(self) -> SortHop | SumHop:
         """The second hop, once :meth:`transport` has been called."""
-        assert self.told is not None and self.told.hop is not None
         return self.told.hop
 
     def gather(self) -> RowTransport:
         """Over the ranks that share an expert, likewise."""
-        assert self.told is not None and self.told.gather is not None
         return self.told.gather
 
     @property
     def num_spare(self) -> int:
         """How many of the rows that are prepared are not sent, likewise."""
-        assert self.told is not None
-        return self.told.num_prepared - self.told.num_sent
+        return self.told.num_spare
 
     def _read(self, gathered: HostCopy) -> ToldCounts:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
@@ -213,17 +212,16 @@ class AllToAllChunk:
         # [P, S, counts], by source.
         counts = gathered.wait().numpy().reshape(ranks, shares, -1)
         to_experts = counts[:, :, :experts]
-        if self._once:
-            to_ranks = counts[:, :, -ranks:]
-        else:
+        to_ranks = counts[:, :, -ranks:]
+        if not self._once:
             to_ranks = to_experts.reshape(ranks, shares, ranks, -1).sum(3)
         here, rows = to_experts[:, :, self._experts], to_ranks[:, share]
-        hop: SortHop | SumHop | None = None
+        hop = None
         if nodes is None:
             group, to_places, arriving = self._group, rows[own], rows[:, own]
         else:
-            group, node, place = nodes.inter, nodes.node, nodes.place
-            count, near = nodes.layout.num_nodes, nodes.layout.ranks_per_node
+            group, node, place = nodes.inter, nodes.inter.rank(), nodes.intra.rank()
+            count, near = group.size(), nodes.intra.size()
             # [source's node, source's place, node, place]
             rows = rows.reshape(count, near, count, near)
             to_nodes = rows.sum(3)
@@ -231,10 +229,8 @@ class AllToAllChunk:
                 to_nodes = counts[:, share, experts:-ranks].reshape(count, near, count)
             to_places, arriving = to_nodes[node, place], to_nodes[:, place, node]
             handed_on, received = rows[:, place, node], rows[:, :, node, place].sum(0)
-            if self._once:
-                hop = SumHop(handed_on.sum(0).tolist(), received.tolist(), nodes.intra)
-            else:
-                hop = SortHop(handed_on.tolist(), received.tolist(), nodes.intra)
+            kind, handed_on = (SumHop, handed_on.sum(0)) if self._once else (SortHop, handed_on)
+            hop = kind(handed_on.tolist(), received.tolist(), nodes.intra)
             # In the order of arrival: by place, then by node.
             here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
         input_splits, gather, pieces = to_places.tolist(), None, None
@@ -249,7 +245,7 @@ class AllToAllChunk:
                 pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
             self._packed.num_rows,
-            sum(input_splits),
+            self._packed.num_rows - sum(input_splits),
             RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
             hop,
             gather,
@@ -268,7 +264,6 @@ class AllToAllChunk:
             ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and
             ``[copies]``, their probabilities. With one hop, the same values in the same order as from stock.
         """
-        assert self.told is not None, "transport() has not been called"
         per_expert = self.told.tokens_per_expert
         if self._once:
             self._copied = Permutation(~probs.isneginf(), int(per_expert.sum()), fused=self._fused)
@@ -279,7 +274,6 @@ class AllToAllChunk:
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """``[copies, D]``, weighted, back to ``[R, D]``: added, if packed once."""
-        assert self.told is not None
         if self._once:
             return self._copied.sums(hidden_states)
         if self.told.pieces is None:
@@ -305,10 +299,7 @@ def _order(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 class AllGatherChunk:
-    """The tokens of one chunk, all of which go to every rank; the routing map takes the place of counts.
-
-    The parameters are as in :class:`AllToAllChunk`.
-    """
+    """The tokens of one chunk, all of which go to every rank; the routing map takes the place of counts."""
 
     num_spare: ClassVar = 0
     told: tuple[Tensor, HostCopy, RowTransport] | None = None
@@ -345,12 +336,7 @@ class AllGatherChunk:
         return self.told[2]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        """As in the stock dispatcher, without its device synchronization; can run a second time.
-
-        The stock dispatcher synchronizes to read the number of tokens of each expert; here these numbers were
-        copied to the host during the dispatch.
-        """
-        assert self.told is not None, "transport() has not been called"
+        """As in the stock dispatcher, without waiting for the device; can run a second time."""
         routing_map, counts, _ = self.told
         tokens_per_expert = counts.wait()
         local = routing_map[:, self._experts].contiguous()

@@ -1,17 +1,16 @@
 """Rows of attention over tensor-parallel ranks, gathered before the projection of queries and scattered after
 that of outputs.
 
-With tensor parallelism, every rank computes the heads that it has, for the rows of all ranks. With sequence
-parallelism, a rank keeps the rows that it owns. Megatron's linear layers gather and scatter inside; here that
-is done in stages (:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``).
+A rank computes the heads that it has for the rows of all ranks and, with sequence parallelism, keeps the rows
+that it owns. Megatron's linear layers gather and scatter inside; here these are stages
+(:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,23 +26,15 @@ from megatron_ampipe.runtime.collectives import Transfer
 class RegatheredRows:
     """Rows of all ranks that the graph of a stage does not keep: as in Megatron, a rank keeps what it owns.
 
-    Args:
-        owned: ``[R, B, D]``.
-
     Attributes:
+        owned: ``[R, B, D]``, until they are gathered once more.
         gathered: ``[P * R, B, D]``, once more, for the backward of the stage.
     """
 
     def __init__(self, owned: Tensor) -> None:
-        self._owned: Tensor | None = owned
+        self.owned: Tensor | None = owned
         self.gathered: Tensor | None = None
         self._num_saved = 0
-
-    def take_owned(self) -> Tensor:
-        """The rows to gather once more; forgets them."""
-        owned, self._owned = self._owned, None
-        assert owned is not None, "rows are gathered a third time"
-        return owned
 
     @contextmanager
     def dropped(self, gathered: Tensor) -> Iterator[None]:
@@ -54,25 +45,20 @@ class RegatheredRows:
             if saved.untyped_storage()._cdata != memory:
                 return saved
             self._num_saved += 1
-            return partial(
-                torch.as_strided,
-                size=saved.shape,
-                stride=saved.stride(),
-                storage_offset=saved.storage_offset(),
-            )
+            return saved.shape, saved.stride(), saved.storage_offset()
 
         with torch.autograd.graph.saved_tensors_hooks(drop, self._give_back):
             yield
 
-    def _give_back(self, saved: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    def _give_back(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        gathered = self.gathered
-        assert gathered is not None, "a stage is differentiated before its rows are gathered again"
+        assert self.gathered is not None, "a stage is differentiated before its rows are gathered again"
+        rows = self.gathered.as_strided(*saved)
         self._num_saved -= 1
         if not self._num_saved:
             self.gathered = None
-        return saved(gathered)
+        return rows
 
 
 class RowTransfers:
@@ -82,9 +68,6 @@ class RowTransfers:
         group: The ranks, in a group that no other lane uses (``lane_group``).
         gathers: What attention is given is gathered as a stage as well.
         keeps: What was gathered needs no second gather in the backward pass.
-
-    Attributes:
-        gathers: As given.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, gathers: bool, keeps: bool) -> None:
@@ -100,10 +83,7 @@ class RowTransfers:
     ) -> Transfer:
         """Start the gather of some chunks, of each one tensor: ``[R, B, D]`` to ``[P * R, B, D]``.
 
-        Args:
-            tensors: Of each chunk.
-            num_rows: R of each chunk.
-            scatter: The reverse, a reduce-scatter: each is the adjoint of the other.
+        ``num_rows`` are the R of each chunk. ``scatter`` does the reverse, a reduce-scatter, the adjoint.
         """
         transports = [all_gather(rows, self._group) for rows in num_rows]
         return exchange_chunks(transports, tensors, combine=scatter)
@@ -120,10 +100,10 @@ class RowTransfers:
     def regather(self, chunks: Sequence[int | None], num_rows: Sequence[int]) -> Transfer:
         """The same once more, for the graph of the stage that ran within :meth:`dropped`."""
         regathered = [self._regathered.pop(chunk) for chunk in chunks]
-        owned = [one.take_owned() for one in regathered]
-        transfer = self.exchange([[rows] for rows in owned], num_rows, scatter=False)
-        for one, gathered in zip(regathered, transfer.outputs, strict=True):
-            one.gathered = gathered
+        owned = [rows.owned for rows in regathered]
+        transfer = self.exchange([[part] for part in owned], num_rows, scatter=False)
+        for rows, gathered in zip(regathered, transfer.outputs, strict=True):
+            rows.owned, rows.gathered = None, gathered
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))
 
     def dropped(self, chunk: int | None, gathered: Tensor) -> AbstractContextManager[None]:

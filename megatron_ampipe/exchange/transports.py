@@ -1,9 +1,4 @@
-"""Transfers of the rows of chunks: several chunks in one collective, through codecs.
-
-A transport knows where the rows of one chunk go; ``combine`` is the adjoint of ``dispatch``. A codec replaces
-rows by what is sent, and makes the outputs of what arrives: a second hop sorts or copies rows
-(:mod:`.hops`), a wire casts them (:mod:`.codecs`).
-"""
+"""Transfers of the rows of chunks: several chunks in one collective, through codecs."""
 
 from __future__ import annotations
 
@@ -20,11 +15,14 @@ from megatron_ampipe.runtime.collectives import Transfer, all_gather_rows, excha
 
 # T rows of this rank, G rows of all ranks.
 
+Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
+"""Outputs, and what fills them once the transfer has ended; None if they are what is received."""
+
 
 class Operation(NamedTuple):
-    """The collectives of a transport; each is the adjoint of the other.
+    """The collectives of a transport, each the adjoint of the other.
 
-    Both are called with tensors, the rows to ``send`` in each part, those to ``receive``, and the ``group``.
+    Both take tensors, the rows to ``send`` in each part, those to ``receive``, and the ``group``.
     """
 
     dispatch: Callable[..., Transfer]
@@ -33,7 +31,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowTransport:
-    """The rows of one chunk between the ranks of a group.
+    """Where the rows of one chunk go, between the ranks of a group.
 
     Attributes:
         operation: How.
@@ -48,21 +46,9 @@ class RowTransport:
     output_splits: Sequence[int]
     group: dist.ProcessGroup
 
-    def dispatch(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(input_splits), ...]`` to ``[sum(output_splits), ...]``."""
-        return self.operation.dispatch(
-            tensors, send=self.input_splits, receive=self.output_splits, group=self.group
-        )
-
-    def combine(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Each ``[sum(output_splits), ...]`` to ``[sum(input_splits), ...]``."""
-        return self.operation.combine(
-            tensors, send=self.output_splits, receive=self.input_splits, group=self.group
-        )
-
 
 class Codec(Protocol):
-    """What is done with the tensors of one chunk around a transfer.
+    """Replaces the tensors of one chunk by what is sent, and makes the outputs of what arrives.
 
     Attributes:
         uses: Tensors that it reads in addition to those that it is given.
@@ -72,16 +58,9 @@ class Codec(Protocol):
 
     def send(self, tensors: Sequence[Tensor], *, combine: bool) -> Sequence[Tensor]:
         """What is sent in place of the tensors."""
-        ...
 
-    def arrive(
-        self, received: Sequence[Tensor], *, combine: bool
-    ) -> tuple[Sequence[Tensor], Callable[[], None] | None]:
-        """The outputs, and what fills them from what was received, if they are not the same.
-
-        Not filled before the transfer has ended.
-        """
-        ...
+    def arrive(self, received: Sequence[Tensor], *, combine: bool) -> Arrived:
+        """What becomes of the tensors that are received."""
 
 
 def exchange_chunks(
@@ -94,7 +73,8 @@ def exchange_chunks(
     """Issue the dispatch or the combine of several chunks, as one collective if their class allows it.
 
     Args:
-        transports: Of each chunk, all of the same class, with the methods of :class:`RowTransport`.
+        transports: Of each chunk, all of the same class: :class:`RowTransport`, or one with the methods
+            ``dispatch`` and ``combine``, each the adjoint of the other.
         tensors: The tensors of each chunk.
         combine: Combine instead of dispatch.
         codecs: Of each chunk; None to send the tensors as they are.
@@ -108,34 +88,37 @@ def exchange_chunks(
     transfer = _exchange(transports, sent, combine)
     received = itertools.batched(transfer.outputs, len(sent[0]))
     arrived = [codec.arrive(parts, combine=combine) for codec, parts in zip(codecs, received, strict=True)]
-    fills = [fill for _, fill in arrived if fill is not None]
 
-    def fill_all() -> None:
-        for fill in fills:
-            fill()
+    def fill() -> None:
+        for _, fill_chunk in arrived:
+            if fill_chunk is not None:
+                fill_chunk()
 
     uses = [*transfer.outputs]
     for codec, of_chunk in zip(codecs, sent, strict=True):
         uses += (*of_chunk, *codec.uses)
-    outputs = [output for of_chunk, _ in arrived for output in of_chunk]
-    return transfer.then(outputs, fill_all, uses=uses)
+    return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
 
 
 def _exchange(transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool) -> Transfer:
-    first, count = transports[0], len(transports)
-    if count == 1:
-        transfer: Transfer = first.combine(tensors[0]) if combine else first.dispatch(tensors[0])
-        return transfer
+    first = transports[0]
     if not isinstance(first, RowTransport):
         return Transfer.all_of(
-            [_exchange([one], [parts], combine) for one, parts in zip(transports, tensors, strict=True)]
+            [
+                transport.combine(of_chunk) if combine else transport.dispatch(of_chunk)
+                for transport, of_chunk in zip(transports, tensors, strict=True)
+            ]
         )
-    inputs = [transport.input_splits for transport in transports]
-    outputs = [transport.output_splits for transport in transports]
-    merged = RowTransport(first.operation, _added(inputs), _added(outputs), first.group)
-    send, receive = (outputs, inputs) if combine else (inputs, outputs)
+    send = [transport.input_splits for transport in transports]
+    receive = [transport.output_splits for transport in transports]
+    start = first.operation.dispatch
+    if combine:
+        start, send, receive = first.operation.combine, receive, send
+    if len(transports) == 1:
+        return start(tensors[0], send=send[0], receive=receive[0], group=first.group)
     joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
-    return _split_into_chunks(merged.combine(joint) if combine else merged.dispatch(joint), receive)
+    transfer = start(joint, send=_added(send), receive=_added(receive), group=first.group)
+    return _split_into_chunks(transfer, receive)
 
 
 def _added(splits: Sequence[Sequence[int]]) -> list[int]:
@@ -150,13 +133,8 @@ def _concatenate_by_rank(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]
 
 def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Transfer:
     """The inverse of :func:`_concatenate_by_rank`, applied to a transfer; ordered by chunk."""
-    sizes = [size for of_rank in zip(*rows, strict=True) for size in of_rank]
-    count = len(rows)
-    outputs = [
-        tensor.new_empty((sum(of_chunk), *tensor.shape[1:]))
-        for of_chunk in rows
-        for tensor in transfer.outputs
-    ]
+    sizes, count = [size for of_rank in zip(*rows, strict=True) for size in of_rank], len(rows)
+    outputs = [_rows_like(tensor, sum(of_chunk)) for of_chunk in rows for tensor in transfer.outputs]
 
     def fill() -> None:
         for index, tensor in enumerate(transfer.outputs):
@@ -168,14 +146,9 @@ def _split_into_chunks(transfer: Transfer, rows: Sequence[Sequence[int]]) -> Tra
 
 
 def with_rows(transfer: Transfer, more: Sequence[int]) -> Transfer:
-    """A transfer whose outputs have more rows, which are 0.
-
-    Args:
-        transfer: What is received.
-        more: Of each output.
-    """
+    """A transfer whose outputs have more rows, which are 0: so many in each output."""
     outputs = [
-        received.new_empty((received.shape[0] + rows, *received.shape[1:]))
+        _rows_like(received, received.shape[0] + rows)
         for received, rows in zip(transfer.outputs, more, strict=True)
     ]
 
@@ -187,9 +160,11 @@ def with_rows(transfer: Transfer, more: Sequence[int]) -> Transfer:
     return transfer.then(outputs, fill, uses=transfer.outputs)
 
 
-def _gather_rows(
-    tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> Transfer:
+def _rows_like(tensor: Tensor, num_rows: int) -> Tensor:
+    return tensor.new_empty((num_rows, *tensor.shape[1:]))
+
+
+def _gather_rows(tensors: Sequence[Tensor], *, group: dist.ProcessGroup, **_: object) -> Transfer:
     """Each ``[T, ...]`` to ``[G, ...]``, with the same number of rows on every rank."""
     return all_gather_rows(tensors, group=group)
 
@@ -200,30 +175,26 @@ def _scatter_rows(
     """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks by a reduce-scatter."""
     if group.size() == 1:
         return Transfer(tuple(tensors))
-    received, works = [], []
-    for tensor in tensors:
-        output = tensor.new_empty((receive[0], *tensor.shape[1:]))
-        works.append(
-            dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
-        )
-        received.append(output)
-    return Transfer.of(received, works)
+    outputs = [_rows_like(tensor, receive[0]) for tensor in tensors]
+    works = [
+        dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=not tensor.is_cuda)
+        for tensor, output in zip(tensors, outputs, strict=True)
+    ]
+    return Transfer.of(outputs, works)
 
 
 def _gather_unequal_rows(
     tensors: Sequence[Tensor], *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Transfer:
     """Each ``[T, ...]`` to ``[G, ...]``, the rows of the first rank first."""
-    count, received, works = group.size(), [], []
-    for tensor in tensors:
-        output = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-        parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * count
+    outputs, works = [_rows_like(tensor, sum(receive)) for tensor in tensors], []
+    for tensor, output in zip(tensors, outputs, strict=True):
+        parts, same = list(output.split_with_sizes(list(receive))), [tensor.contiguous()] * group.size()
         if tensor.is_cuda:
             works.append(dist.all_to_all(parts, same, group=group))
         else:
             works += send_receive(same, parts, group)
-        received.append(output)
-    return Transfer.of(received, works)
+    return Transfer.of(outputs, works)
 
 
 def _scatter_unequal_rows(
@@ -232,7 +203,7 @@ def _scatter_unequal_rows(
     """Each ``[G, ...]`` to ``[T, ...]``, summed over ranks in their order; 16-bit numbers in fp32."""
     count, (own,) = group.size(), receive
     sent = exchange_rows(tensors, send=send, receive=[own] * count, group=group)
-    outputs = [tensor.new_empty((own, *tensor.shape[1:])) for tensor in tensors]
+    outputs = [_rows_like(tensor, own) for tensor in tensors]
 
     def fill() -> None:
         for received, output in zip(sent.outputs, outputs, strict=True):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.block_features import gather_lane_of, ring_hindrance, uses_ring_attention
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.planned import workload_of_args
 from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.schedule.features import gather_lane, ring_hindrance, uses_ring_attention
 from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
@@ -60,7 +60,7 @@ def _prioritize_exchanges(args: argparse.Namespace) -> list[host.Adjustment]:
     Otherwise a collective that is ready waits until a matrix product that fills the device has finished.
     """
     groups = list(EXCHANGE_GROUPS)
-    if gather_lane_of(args, None):
+    if gather_lane(args, None):
         groups.append(SHARING_GROUP)
     if uses_ring_attention(args):
         groups.append("cp")

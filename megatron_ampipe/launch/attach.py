@@ -16,7 +16,6 @@ from megatron.training import training
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import TRACED_ITERATIONS
-from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch import host, startup_rows
@@ -43,6 +42,7 @@ from megatron_ampipe.schedule import (
     Exchange,
     SequenceLayout,
 )
+from megatron_ampipe.schedule.features import expert_tensor_ranks
 
 
 def make_context(

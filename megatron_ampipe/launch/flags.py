@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_ampipe.block.setting import AUTO
 from megatron_ampipe.block.settings import SETTING, check_given, given_settings
-from megatron_ampipe.block_features import gather_lane_of
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
@@ -32,6 +31,7 @@ from megatron_ampipe.schedule import (
     parse_stack,
     stack_to_text,
 )
+from megatron_ampipe.schedule.features import gather_lane
 from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
 
 PlanReader = Callable[[Path], Plan]
@@ -230,4 +230,4 @@ def _may_gather(args: argparse.Namespace) -> bool:
     if not hasattr(args, "moe_token_dispatcher_type"):
         return True
     scatters = args.tensor_model_parallel_size > 1 and args.transformer_impl == "local"
-    return scatters or bool(gather_lane_of(args, None))
+    return scatters or bool(gather_lane(args, None))

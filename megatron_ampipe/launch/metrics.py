@@ -22,9 +22,9 @@ import torch
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
-from megatron_ampipe.block_features import expert_tensor_ranks
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.schedule import Direction
+from megatron_ampipe.schedule.features import expert_tensor_ranks
 
 TrainingLog = Callable[..., Any]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.block.settings import settings_of
-from megatron_ampipe.block_features import boundary, features_of_settings
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch.auto import Planner
@@ -29,6 +28,7 @@ from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.refusal_conditions import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout
+from megatron_ampipe.schedule.features import boundary, features_of_settings
 
 
 def planner_of(

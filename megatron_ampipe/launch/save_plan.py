@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ampipe.block_features import boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.planned import features_of_args, made_for_of_args
@@ -18,6 +17,7 @@ from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.schedule import period
+from megatron_ampipe.schedule.features import boundary
 
 
 def prepare_plan_file(path: Path) -> None:

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from megatron_ampipe.block_features import boundary, uses_ring_attention
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
@@ -16,6 +15,7 @@ from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Chunk, Exchange, Pipeline, of_chunks, stack_to_text
+from megatron_ampipe.schedule.features import boundary, uses_ring_attention
 
 EXCHANGE = {
     Exchange.ROWS: "a row for each expert of a token, as Megatron sends them",

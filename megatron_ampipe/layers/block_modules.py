@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.block_features import has_latent_experts
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
@@ -28,6 +27,7 @@ from megatron_ampipe.layers.token_ids import TokenIds
 from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.segment import BlockParameters
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
+from megatron_ampipe.schedule.features import has_latent_experts
 
 _RECOMPUTED = {
     "moe": {kinds.EXPERT, kinds.SHARED},

@@ -24,7 +24,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.block_features import reads_largest_scores, uses_ring_attention
 from megatron_ampipe.layers.attention_extras import gate_option, has_sinks, join_gate, read_sinks
 from megatron_ampipe.layers.document_reader import rotary_of_documents
 from megatron_ampipe.layers.kernel_choice import IN_RINGS, choose_kernel
@@ -38,6 +37,7 @@ from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.features import reads_largest_scores, uses_ring_attention
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 

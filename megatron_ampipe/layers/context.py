@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_ampipe.config import AMPipeConfig
-from megatron_ampipe.exchange.codecs import Wire
-from megatron_ampipe.exchange.condense import Condenser
+from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.added_stage import AddedStage

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.block_features import boundary
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
+from megatron_ampipe.schedule.features import boundary
 
 
 class LayerRun:

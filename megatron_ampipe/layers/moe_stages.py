@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_ampipe.exchange.codecs import Trip, Wire, WireCodec
-from megatron_ampipe.exchange.condense import Condensed, Condenser
+from megatron_ampipe.exchange.codecs import Condensed, Condenser, Trip, Wire, WireCodec
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.expert_products import products_run_by

@@ -16,7 +16,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megatron_ampipe.block_features import features_of_settings
 from megatron_ampipe.exchange.row_scatter import RowTransfers
 from megatron_ampipe.layers.attention_stages import AttentionStages
 from megatron_ampipe.layers.block_modules import BlockModules
@@ -43,6 +42,7 @@ from megatron_ampipe.schedule import (
     with_memory,
 )
 from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.features import chooses_at_once, features_of_settings
 
 
 class PipelinedBlock:
@@ -69,7 +69,7 @@ class PipelinedBlock:
             attention_layer,
             moe_layer,
             capacity_per_chunk=context.config.capacity_scope == "chunk",
-            chooses=features_of_settings(moe_layer.config, context.config).chooses,
+            chooses=chooses_at_once(moe_layer.config, context.config),
             ranks_per_node=context.config.ranks_per_node,
             added=context.added,
         )

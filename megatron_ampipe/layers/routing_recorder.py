@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.hooks import RemovableHandle
 
-from megatron_ampipe.exchange.condense import ROUNDING
+from megatron_ampipe.exchange.codecs import ROUNDING
 from megatron_ampipe.plan.recorded_routing import LayerRouting, RoutingRecord, places_of
 
 # R rows of a chunk, B sequences of a micro-batch, E experts, D hidden size, P ranks of the group.
@@ -214,7 +214,7 @@ def _num_sent(cosines: np.ndarray[Any, Any], threshold: float) -> int:
     """Rows that go: those that are not similar to an earlier one that goes.
 
     Row by row on the host, with one bit for each row: on a CPU this takes a small part of the time of
-    ``representatives``, which also says whose result the others take.
+    ``_earliest_similar``, which also says whose result the others take.
     """
     # A NaN is similar to nothing.
     packed = np.packbits(cosines >= threshold - ROUNDING, axis=1, bitorder="little")

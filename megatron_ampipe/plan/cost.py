@@ -76,16 +76,7 @@ class CostModel:
             recomputed=shares_schedule and workload.recomputes,
         )
         self.features = with_memory(with_exchange(features, workload.exchange), memory)
-        self.dense_features = BlockFeatures(
-            dense=True,
-            reduces=self.features.reduces,
-            ring_ranks=self.features.ring_ranks,
-            chunked_qkv=self.features.chunked_qkv,
-            row_links=self.features.row_links,
-            gathers_rows=self.features.gathers_rows,
-            added=self.features.added,
-            recomputed=self.features.recomputed,
-        )
+        self.dense_features = self.features.without_experts
         (self._sequence,) = chunk_rows(workload, (workload.rows,))
         self._times = OperationTimes(workload, cluster)
         self._of = StageCosts(self._times, self.features)

@@ -10,7 +10,6 @@ import math
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from megatron_ampipe.block_features import chooses_at_once, router_has_losses, uses_ring_attention
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.plan.cluster import Cluster, Dtype
@@ -19,6 +18,7 @@ from megatron_ampipe.plan.stage_layers import StageLayers, busiest_stage, patter
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.records import refuse
 from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.schedule.features import chooses_at_once, router_has_losses, uses_ring_attention
 from megatron_ampipe.spelling import meant
 
 _LARGEST = 10**7
@@ -76,7 +76,7 @@ class _Builder:
         value_size = self._whole("v-head-dim", default=128) if latent else head_size
         projections, key_value_width = self._projections(hidden, heads, head_size, latent=latent)
         sizes, of_stage = self._parallel_sizes(experts), self._ranks // self.pipeline_stages()
-        capacity = self._number("moe-expert-capacity-factor")
+        settings = self._settings(sizes["context"])
         workload = Workload(
             sequence_length=sequence_length,
             batch=self._whole("micro-batch-size", default=1),
@@ -92,22 +92,17 @@ class _Builder:
             gated=self._on("swiglu"),
             shared_ffn=self._whole("moe-shared-expert-intermediate-size", default=0) or None,
             dense_ffn=ffn if self.layers().dense else None,
-            capacity=capacity,
+            capacity=settings.moe_expert_capacity_factor,
             capacity_per_chunk=self._model.own.capacity_scope == "chunk",
-            chooses=chooses_at_once(
-                self._balancing(),
-                self._model.own,
-                drop_policy=self._model.values.get("moe-token-drop-policy", "probs"),
-                capacity_factor=capacity,
-            ),
+            chooses=chooses_at_once(settings, self._model.own),
             padded=self._on("moe-pad-expert-input-to-capacity"),
             imbalance=self._imbalance,
             grouped=self._on("moe-grouped-gemm"),
             dispatcher=self._dispatcher(),
             dtype=self._dtype(),
-            losses=self._has_losses(),
-            window=self._window(),
-            ring=self._uses_ring_attention(sizes["context"]),
+            losses=router_has_losses(settings),
+            window=settings.window_size,
+            ring=uses_ring_attention(settings),
             latent=latent,
             fused_gradients=not self._on("no-gradient-accumulation-fusion"),
             recomputes=self._model.values.get("recompute-granularity") == "full",
@@ -130,19 +125,27 @@ class _Builder:
     def pipeline_stages(self) -> int:
         return self._whole("pipeline-model-parallel-size", default=1)
 
-    def _uses_ring_attention(self, context_ranks: int) -> bool:
-        dropout = self._number("attention-dropout")
-        settings = SimpleNamespace(
+    def _settings(self, context_ranks: int) -> SimpleNamespace:
+        """What the features of a block depend on, by Megatron's names, and with its defaults."""
+        values, dropout = self._model.values, self._number("attention-dropout")
+        coefficients = values.get("moe-aux-loss-coeff", 0.0)
+        return SimpleNamespace(
             context_parallel_size=context_ranks,
-            cp_comm_type=self._model.values.get("cp-comm-type"),
-            # Megatron's default.
+            cp_comm_type=values.get("cp-comm-type"),
             attention_dropout=0.1 if dropout is None else dropout,
             window_size=self._window(),
-            softmax_type=self._model.values.get("softmax-type", "vanilla"),
+            softmax_type=values.get("softmax-type", "vanilla"),
             qk_clip=self._on("qk-clip"),
             log_max_attention_logit=self._on("log-max-attention-logit"),
+            moe_expert_capacity_factor=self._number("moe-expert-capacity-factor"),
+            moe_token_drop_policy=values.get("moe-token-drop-policy", "probs"),
+            moe_router_load_balancing_type=self._balancing(),
+            moe_aux_loss_coeff=[
+                self._as_number("moe-aux-loss-coeff", coefficient, signed=True)
+                for coefficient in (coefficients if isinstance(coefficients, list) else [coefficients])
+            ],
+            moe_z_loss_coeff=self._number("moe-z-loss-coeff", signed=True),
         )
-        return uses_ring_attention(settings)
 
     def layers(self) -> StageLayers:
         first = self._whole("decoder-first-pipeline-num-layers", default=0) or None
@@ -245,17 +248,6 @@ class _Builder:
     def _balancing(self) -> list[str]:
         kinds = self._model.values.get("moe-router-load-balancing-type", "aux_loss")
         return [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
-
-    def _has_losses(self) -> bool:
-        found = self._model.values.get("moe-aux-loss-coeff", 0.0)
-        return router_has_losses(
-            self._balancing(),
-            coefficients=[
-                self._as_number("moe-aux-loss-coeff", one, signed=True)
-                for one in (found if isinstance(found, list) else [found])
-            ],
-            z_loss_coefficient=self._number("moe-z-loss-coeff", signed=True),
-        )
 
     def _window(self) -> int | None:
         found = self._model.values.get("window-size")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
-from megatron_ampipe.block_features import BALANCED, boundary
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan import fsmoe
 from megatron_ampipe.plan.made_for import MadeFor
@@ -28,6 +26,7 @@ from megatron_ampipe.plan.search import (
 )
 from megatron_ampipe.plan.stacks import choose_stack, full_stack
 from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build, data_flow
+from megatron_ampipe.schedule.features import boundary
 from megatron_ampipe.schedule.kinds import GATHER
 from megatron_ampipe.schedule.stage_kind import INTRA_LANE
 
@@ -212,17 +211,7 @@ def _cannot_share(predictor: Predictor) -> str | None:
         return "Nothing is hidden, so layers do not share a schedule."
     if len(predictor.layers) == 1 or not with_experts:
         return "A pipeline stage has one layer, so none share a schedule."
-    reason = boundary(
-        SimpleNamespace(
-            context_parallel_size=workload.context,
-            tensor_model_parallel_size=workload.tensor,
-            moe_expert_capacity_factor=workload.capacity,
-            # Without a capacity, it is a kind of balancing that chooses at once.
-            moe_router_load_balancing_type=BALANCED[0] if workload.chooses else "none",
-            recompute_granularity=None,
-        ),
-        whole_attention=False,
-    )
+    reason = boundary(workload.settings, whole_attention=False)
     if reason is not None:
         return f"Layers do not share a schedule: {reason}."
     return None

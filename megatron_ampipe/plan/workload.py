@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
-from megatron_ampipe.block_features import block_features, gather_lane, row_links
+from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype
 from megatron_ampipe.schedule import BlockFeatures, Exchange, useful_exchanges
+from megatron_ampipe.schedule.features import BALANCED, features_of_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Workload:
         dense_ffn: Hidden size of the MLP of layers without experts; None if all layers have experts.
         capacity: Capacity factor; None for dropless routing.
         capacity_per_chunk: Every chunk has its own capacity (``--ampipe-capacity-scope chunk``).
-        chooses: The router chooses for all tokens at once (``block_features.chooses_at_once``).
+        chooses: The router chooses for all tokens at once (``schedule.features.chooses_at_once``).
         padded: Megatron's own layer pads every expert's input to its capacity.
         imbalance: Tokens of the expert-parallel rank with the most, divided by the mean.
         grouped: The local experts run as one grouped GEMM.
@@ -153,37 +155,40 @@ class Workload:
 
     def features_of(self, *, shares_schedule: bool) -> BlockFeatures:
         """What the block contains, for its schedule or for one that it shares with other layers."""
-        found = block_features(
-            losses=self.losses,
-            shared_size=self.shared_ffn,
-            capacity_factor=self.capacity,
-            capacity_per_chunk=self.capacity_per_chunk,
-            chooses=self.chooses,
-            tensor_ranks=self.tensor,
-            context_ranks=self.context,
-            shares_schedule=shares_schedule,
-            ring=self.ring,
-            gathers=gather_lane(
-                dispatcher=self.dispatcher,
-                expert=self.expert,
-                expert_tensor=self.expert_tensor,
-                ranks_per_node=self.ranks_per_node,
-            ),
-            row_links=row_links(
-                tensor=self.tensor,
-                local=self.local,
-                expert=self.expert,
-                expert_tensor=self.expert_tensor,
-                ranks_per_node=self.ranks_per_node,
-            ),
-            latent_attention=self.latent,
+        own = Settings(
+            capacity_scope="chunk" if self.capacity_per_chunk else "sequence",
+            condense=self.condense,
+            ranks_per_node=self.ranks_per_node,
         )
-        reduces_experts = self.places_reductions and self.expert_replicas > 1
         return replace(
-            found,
-            condensed=self.condense is not None,
+            features_of_settings(self.settings, own, shares_schedule=shares_schedule, local=self.local),
             reduces=self.places_reductions,
-            reduces_experts=reduces_experts,
+            reduces_experts=self.places_reductions and self.expert_replicas > 1,
+        )
+
+    @property
+    def settings(self) -> SimpleNamespace:
+        """Settings of Megatron, by its names, from which a block like this follows."""
+        return SimpleNamespace(
+            tensor_model_parallel_size=self.tensor,
+            sequence_parallel=True,
+            context_parallel_size=self.context,
+            cp_comm_type="p2p" if self.ring else "all_gather",
+            # Whether they pass keys on is known.
+            attention_dropout=0.0,
+            window_size=None,
+            multi_latent_attention=self.latent,
+            expert_model_parallel_size=self.expert,
+            expert_tensor_parallel_size=self.expert_tensor,
+            moe_token_dispatcher_type=self.dispatcher,
+            moe_shared_expert_intermediate_size=self.shared_ffn,
+            moe_expert_capacity_factor=self.capacity,
+            # A kind of balancing that chooses at once stands for all that does.
+            moe_token_drop_policy="position",
+            moe_router_load_balancing_type=BALANCED[0] if self.chooses else "none",
+            moe_aux_loss_coeff=0.0,
+            moe_z_loss_coeff=0.0 if self.losses else None,
+            recompute_granularity=None,
         )
 
     @property

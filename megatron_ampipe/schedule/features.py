@@ -1,11 +1,24 @@
-"""What a block contains, as far as its stages depend on it. Pure data, read by :mod:`.kinds`."""
+"""What a block contains, as far as its stages depend on it, and how it follows from Megatron's settings.
+
+The functions take ``settings``: Megatron's arguments, its ``TransformerConfig``, or anything else with the
+same names. Whoever makes, checks or runs a schedule gets its features here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
-from megatron_ampipe.schedule.stage_kind import StageKind
+from megatron_ampipe.block.settings import Settings
+from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE, StageKind
+
+AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Load-balancing types that come with a loss."""
+BALANCED = ("sinkhorn", "quantile_balancing")
+"""Load-balancing types that compare all tokens of a rank, or of a sequence, to choose their experts."""
+DEEPEP_RANKS_OF_NODE = 8
+"""Among more ranks, DeepEP does not take the number of rows that will arrive (``num_worst_tokens``)."""
 
 
 class Restored(StrEnum):
@@ -112,3 +125,206 @@ class BlockFeatures:
     def scatters_rows(self) -> bool:
         """Whether tensor-parallel ranks add and scatter what attention projects, as a stage."""
         return bool(self.row_links)
+
+    @property
+    def without_experts(self) -> BlockFeatures:
+        """The features of a block with the same attention and an MLP."""
+        return BlockFeatures(
+            dense=True,
+            chunked_qkv=self.chunked_qkv,
+            recomputed=self.recomputed,
+            reduces=self.reduces,
+            row_links=self.row_links,
+            gathers_rows=self.gathers_rows,
+            ring_ranks=self.ring_ranks,
+            added=self.added,
+        )
+
+
+def features_of_settings(
+    settings: Any,
+    own: Settings,
+    *,
+    with_losses: bool = True,
+    dense: bool = False,
+    shares_schedule: bool = False,
+    local: bool = False,
+) -> BlockFeatures:
+    """The features of the blocks that Megatron builds from these settings.
+
+    Args:
+        settings: See the module.
+        own: AMPipe's settings.
+        with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
+        dense: Of a layer without experts.
+        shares_schedule: Several layers share a schedule.
+        local: The linear layers are Megatron's local ones, which can leave their transfers to others.
+    """
+    tensor, context = settings.tensor_model_parallel_size, settings.context_parallel_size
+    limited, chooses = has_capacity(settings), chooses_at_once(settings, own)
+    chunked_qkv = context == 1 and (tensor == 1 or (shares_schedule and not limited))
+    row_links = ""
+    if local and tensor > 1 and settings.sequence_parallel:
+        lane = INTRA_LANE if _within_node(settings, tensor, own.ranks_per_node) else COMM_LANE
+        row_links = lane.resource
+    features = BlockFeatures(
+        losses=with_losses and router_has_losses(settings),
+        shared=settings.moe_shared_expert_intermediate_size is not None,
+        # A chunk leaves the next one what is left of the capacity.
+        ordered_routing=limited and own.capacity_scope != "chunk" and not chooses,
+        chooses=chooses,
+        chunked_qkv=chunked_qkv,
+        condensed=own.condense is not None,
+        flex=counts_inside(settings),
+        gathers=gather_lane(settings, own.ranks_per_node),
+        row_links=row_links,
+        gathers_rows=chunked_qkv and bool(row_links) and not settings.multi_latent_attention,
+        ring_ranks=context if uses_ring_attention(settings) else 1,
+        latent=has_latent_experts(settings),
+    )
+    return features.without_experts if dense else features
+
+
+def has_capacity(settings: Any) -> bool:
+    """Whether experts have a capacity limit: Megatron treats a negative factor as none, and 0 drops all."""
+    factor = getattr(settings, "moe_expert_capacity_factor", None)
+    return factor is not None and factor >= 0
+
+
+def counts_inside(settings: Any) -> bool:
+    """Whether the dispatcher counts the tokens in the call that sends them."""
+    if settings.moe_token_dispatcher_type != "flex":
+        return False
+    ranks = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
+    backend = getattr(settings, "moe_flex_dispatcher_backend", "deepep")
+    return backend != "deepep" or ranks > DEEPEP_RANKS_OF_NODE
+
+
+def expert_tensor_ranks(settings: Any) -> int:
+    """How many ranks share an expert, with Megatron's default: those that share attention."""
+    num_ranks: int = settings.expert_tensor_parallel_size or settings.tensor_model_parallel_size
+    return num_ranks
+
+
+def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
+    """The lane of the all-gathers and reduce-scatters of tensor-parallel experts; empty if there are none.
+
+    Ranks that share an expert follow one another. Where all of them are in a node and the tokens come from
+    other nodes too, the two use different links. Elsewhere they use the same ones. Only the dispatcher
+    ``alltoall`` gathers apart from its exchange.
+
+    Args:
+        settings: See the module.
+        ranks_per_node: Of all ranks, those of a node; None if that is not known.
+    """
+    num_ranks = expert_tensor_ranks(settings)
+    if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:
+        return ""
+    return INTRA if _within_node(settings, num_ranks, ranks_per_node) else COMM
+
+
+def _within_node(settings: Any, num_ranks: int, ranks_per_node: int | None) -> bool:
+    """Whether consecutive ranks are on one node, and those that exchange tokens on several."""
+    of_experts = settings.expert_model_parallel_size * expert_tensor_ranks(settings)
+    return ranks_per_node is not None and not ranks_per_node % num_ranks and of_experts > ranks_per_node
+
+
+def uses_ring_attention(settings: Any) -> bool:
+    """Whether context-parallel ranks pass keys and values on in a ring, rather than gather all of them.
+
+    ``p2p`` is Megatron's default of ``--cp-comm-type``.
+    """
+    modes = getattr(settings, "cp_comm_type", None)
+    return (
+        settings.context_parallel_size > 1
+        and set(modes if isinstance(modes, list) else [modes]) <= {"p2p", None}
+        and ring_hindrance(settings) is None
+    )
+
+
+def ring_hindrance(settings: Any) -> str | None:
+    """Why attention cannot be merged from the keys of one rank after another; None if it can."""
+    if settings.attention_dropout > 0:
+        return "attention dropout"
+    if settings.window_size is not None:
+        return "an attention window"
+    if getattr(settings, "softmax_type", "vanilla") != "vanilla":
+        return "attention sinks"
+    if reads_largest_scores(settings):
+        return "the largest score of each head"
+    return None
+
+
+def reads_largest_scores(settings: Any) -> bool:
+    """Whether Megatron reads the largest attention score of each head after every iteration."""
+    return any(getattr(settings, name, False) for name in ("qk_clip", "log_max_attention_logit"))
+
+
+def has_latent_experts(settings: Any) -> bool:
+    """Whether experts work on fewer columns than the rest of the layer (``--moe-latent-size``)."""
+    return bool(getattr(settings, "moe_latent_size", None))
+
+
+def boundary(settings: Any, *, whole_attention: bool) -> str | None:
+    """Why consecutive layers cannot share a schedule; None if they can.
+
+    With tensor parallelism Megatron spreads the whole sequence over the ranks. Layers that share a schedule
+    spread each chunk, so that other ranks hold its tokens.
+
+    Args:
+        settings: See the module.
+        whole_attention: The schedule computes attention of the whole sequence at once (``moe-only``).
+    """
+    if settings.context_parallel_size > 1:
+        return "with context parallelism, a layer needs keys and values of the whole sequence"
+    if settings.tensor_model_parallel_size > 1:
+        reason = None
+        if has_capacity(settings):
+            reason = "which tokens a capacity drops depends on the whole sequence"
+        elif _balances(settings):
+            reason = "balancing compares the tokens of a rank"
+        elif whole_attention:
+            reason = "attention of the whole sequence needs Megatron's order of the rows"
+        elif any(getattr(settings, name, None) for name in _ROUTING_RECORDS):
+            reason = "records of the routing need Megatron's order of the rows"
+        if reason is not None:
+            return f"with tensor parallelism, {reason}"
+    if settings.recompute_granularity == "full":
+        return "Megatron's full recompute works around one layer"
+    return None
+
+
+_ROUTING_RECORDS = ("moe_enable_routing_replay", "moe_routing_trace_path")
+
+
+def chooses_at_once(settings: Any, own: Settings) -> bool:
+    """Whether experts must be chosen for all chunks before the first token is sent.
+
+    Dropping by probability compares all tokens of an expert, unless ``capacity_scope`` is ``chunk``. Sinkhorn
+    compares all tokens, unless ``router_scope`` is ``chunk``, and balancing by quantiles always.
+    """
+    drops = has_capacity(settings) and settings.moe_token_drop_policy == "probs"
+    balances_chunks = own.router_scope == "chunk" and "sinkhorn" in settings.moe_router_load_balancing_type
+    return (drops and own.capacity_scope != "chunk") or (_balances(settings) and not balances_chunks)
+
+
+def _balances(settings: Any) -> bool:
+    """Whether experts are balanced by comparing tokens. Megatron does so if it is the only kind."""
+    kinds = settings.moe_router_load_balancing_type
+    return (kinds if isinstance(kinds, str) else " ".join(kinds)) in BALANCED
+
+
+def router_has_losses(settings: Any) -> bool:
+    """Whether a training step adds a loss of the router, as Megatron's router decides it.
+
+    An auxiliary loss counts with a coefficient above 0. The z-loss counts with any coefficient, 0 included:
+    the router computes and logs it then.
+    """
+    if settings.moe_z_loss_coeff is not None:
+        return True
+    kinds, coefficients = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
+    names = [kinds] if isinstance(kinds, str) else list(kinds)
+    numbers = [coefficients] if isinstance(coefficients, int | float) else list(coefficients or [])
+    if len(numbers) == 1:
+        numbers *= len(names)
+    return any(name in AUX_LOSSES and number > 0 for name, number in zip(names, numbers, strict=False))

@@ -111,8 +111,8 @@ def schedule_of(block: Mapping[str, Any], pipeline: Mapping[str, Any]) -> tuple[
     from dataclasses import replace
 
     from megatron_ampipe.block.settings import Settings
-    from megatron_ampipe.block_features import features_of_settings
     from megatron_ampipe.schedule import Exchange, Pipeline
+    from megatron_ampipe.schedule.features import features_of_settings
 
     flags = dict(pipeline)
     layers = flags.pop("layers", 1)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.block_features import boundary, features_of_settings, router_has_losses
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.model_workload import workload_of
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
+from megatron_ampipe.schedule.features import boundary, features_of_settings, router_has_losses
 from tests.unit.test_plan_workload import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -43,8 +43,12 @@ def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
 
 def test_the_answer(case: tuple[dict[str, Any], bool]) -> None:
     given, expected = case
-    answer = router_has_losses(given["type"], coefficients=given["aux"], z_loss_coefficient=given["z"])
-    assert answer is expected
+    settings = arguments(
+        moe_router_load_balancing_type=given["type"],
+        moe_aux_loss_coeff=given["aux"],
+        moe_z_loss_coeff=given["z"],
+    )
+    assert router_has_losses(settings) is expected
 
 
 def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ampipe.exchange.condense import Condenser
+from megatron_ampipe.exchange.codecs import Condenser
 from megatron_ampipe.layers.routing_recorder import compared_rows
 
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron_ampipe.block_features import counts_inside
 from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk
 from megatron_ampipe.exchange.transports import exchange_chunks
 from megatron_ampipe.schedule import SCHEDULE_NAMES, BlockFeatures, build, check
+from megatron_ampipe.schedule.features import counts_inside
 
 
 class FakeBuffer:
@@ -71,17 +71,13 @@ def test_what_the_lane_uses_is_told() -> None:
 def test_it_is_told_how_many_rows_arrive() -> None:
     """Otherwise its host waits for its count, and that for the transfers before it."""
     buffer = FakeBuffer()
-    told = DeepEPTransport(
-        buffer, torch.tensor([[0]]), num_experts=2, num_received=3, tokens_per_expert=(1, 2)
-    )
+    told = DeepEPTransport(buffer, torch.tensor([[0]]), num_experts=2, told=(3, [1, 2]))
     told.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
-    assert buffer.told == 3 and told.tokens_per_expert == (1, 2)
+    assert buffer.told == 3 and told.tokens_per_expert == [1, 2]
     # DeepEP takes a 0 for an unknown number.
-    none = DeepEPTransport(
-        buffer, torch.tensor([[0]]), num_experts=2, num_received=0, tokens_per_expert=(0, 0)
-    )
+    none = DeepEPTransport(buffer, torch.tensor([[0]]), num_experts=2, told=(0, [0, 0]))
     sent = none.dispatch([torch.randn(1, 4), torch.rand(1, 1)])
-    assert buffer.told == 1 and none.tokens_per_expert == (0, 0)
+    assert buffer.told == 1 and none.tokens_per_expert == [0, 0]
     assert [len(part) for part in (*sent.outputs, none.received_experts)] == [0, 0, 0]
     assert len(none.dispatch([torch.randn(1, 4)]).outputs[0]) == 0
     assert none.combine(sent.outputs).outputs[0].shape == (1, 4)

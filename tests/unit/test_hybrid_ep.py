@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.transformer.moe import fused_a2a
+
 from megatron_ampipe.exchange.flex import HybridEPTransport
 from megatron_ampipe.exchange.transports import exchange_chunks
 
@@ -49,9 +51,10 @@ class FakeManager:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_chunk_uses_its_own_handle_and_counts(fused: bool) -> None:
+def test_every_chunk_uses_its_own_handle_and_counts(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = FakeBuffer()
-    chunks = [HybridEPTransport(FakeManager(n, fused=fused), buffer=lambda: buffer) for n in range(2)]
+    monkeypatch.setattr(fused_a2a, "_hybrid_ep_buffer", buffer)
+    chunks = [HybridEPTransport(FakeManager(n, fused=fused)) for n in range(2)]
     tokens, probs = torch.randn(3, 4), torch.rand(3, 2)
     sent = exchange_chunks(chunks, [[tokens, probs]] * 2, combine=False)
     assert [len(output) for output in sent.outputs] == [6, 3] * 2 and not sent.works
@@ -72,6 +75,6 @@ def test_every_chunk_uses_its_own_handle_and_counts(fused: bool) -> None:
 def test_what_the_lane_uses_is_told() -> None:
     """The lane's stream reads and writes them, so their memory must not be reused before."""
     manager = FakeManager(0, fused=False)
-    sent = HybridEPTransport(manager, buffer=FakeBuffer).dispatch([torch.randn(3, 4), torch.rand(3, 2)])
+    sent = HybridEPTransport(manager).dispatch([torch.randn(3, 4), torch.rand(3, 2)])
     used = {id(tensor) for tensor in sent.uses}
     assert {id(manager.routing_map), id(manager.handle[0])} <= used

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from megatron.core.transformer.moe.router import InferenceTopKRouter, TopKRouter
 
-from megatron_ampipe.block.named_class import import_class
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
-from megatron_ampipe.block.named_values import class_path
-from megatron_ampipe.errors import BadInput
+from megatron_ampipe.block.named_values import class_path, import_class
 
 
 def load_gate(name: str) -> type[TopKRouter]:
@@ -20,15 +18,15 @@ def load_gate(name: str) -> type[TopKRouter]:
     Raises:
         BadInput: there is no such module or class, or it is no subclass of ``TopKRouter``.
     """
-    gate = import_class(FLAG, name, path=class_path(name), fits=is_gate, kind="Routers")
-    if not isinstance(gate, type) or not is_gate(gate):
-        raise BadInput(
-            FLAG,
-            name,
-            rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
-            remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
-        )
-    return gate
+    return import_class(
+        FLAG,
+        name,
+        class_path(name),
+        fits=is_gate,
+        kind="Routers",
+        rule="is not a subclass of megatron.core.transformer.moe.router.TopKRouter",
+        remedy="Derive the class from TopKRouter and override gating or routing; see docs/gates.md.",
+    )
 
 
 def is_gate(found: type) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_ampipe.block.named_values import UNCHANGED, check_wire
+from megatron_ampipe.block.named_values import check_wire
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
@@ -19,6 +19,9 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.tools.measuring.link import Link
 from megatron_ampipe.tools.measuring.variant import Cut
+
+UNCHANGED = "none"
+"""The value of ``--wire`` with which rows travel as they are."""
 
 LAYERS_OF_TRAINING, ROUNDS = 2, 3
 """Of ``--end-to-end``, where they are not given."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_ampipe.block.named_values import SHIPPED_WIRES, UNCHANGED
+from megatron_ampipe.block.named_values import SHIPPED_WIRES
 from megatron_ampipe.schedule import KEEP, PAPER_NAMES, SCHEDULE_NAMES, STRATEGIES
-from megatron_ampipe.tools.benchmark.argument_values import LAYERS_OF_TRAINING, ROUNDS
+from megatron_ampipe.tools.benchmark.argument_values import LAYERS_OF_TRAINING, ROUNDS, UNCHANGED
 from megatron_ampipe.tools.measuring.link_arguments import add_link_arguments
 from megatron_ampipe.tools.whole_numbers import LARGEST_SEED, at_least
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe.block.named_values import UNCHANGED
 from megatron_ampipe.schedule import KEEP, Exchange
+from megatron_ampipe.tools.benchmark.argument_values import UNCHANGED
 from megatron_ampipe.tools.benchmark.result import possible_speedup
 
 _CAPTION = (
