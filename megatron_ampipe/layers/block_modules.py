@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.block_features import has_latent_experts
+from megatron_ampipe.block_features import features_of_settings, has_latent_experts
+from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
@@ -24,21 +25,10 @@ from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
 from megatron_ampipe.layers.expert_products import ExpertProducts
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
 from megatron_ampipe.layers.routing_records import sees_whole_blocks
+from megatron_ampipe.layers.stage_functions import FUNCTIONS
 from megatron_ampipe.layers.token_ids import TokenIds
-from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.segment import BlockParameters
-from megatron_ampipe.schedule import Exchange, StageKind, kinds
-
-_RECOMPUTED = {
-    "moe": {kinds.EXPERT, kinds.SHARED},
-    "shared_experts": {kinds.SHARED},
-    "mla_up_proj": {kinds.QKV},
-    "mlp": {kinds.MLP},
-}
-"""Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
-
-Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
-"""
+from megatron_ampipe.schedule import Exchange, StageKind, data_flow, kinds
 
 
 class BlockModules:
@@ -47,10 +37,8 @@ class BlockModules:
     Args:
         attention_layer: Whose norm, attention and residual come first.
         moe_layer: Whose norm, MoE layer and residual follow; a dense layer has an MLP in its place.
-        capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
-        chooses: Whether the router chooses for all chunks at once.
-        ranks_per_node: As in ``AMPipeConfig``.
-        added: Stages beyond those of the table.
+        settings: The user's.
+        added: Kinds beyond those of the table.
     """
 
     def __init__(
@@ -58,17 +46,14 @@ class BlockModules:
         attention_layer: TransformerLayer,
         moe_layer: TransformerLayer,
         *,
-        capacity_per_chunk: bool,
-        chooses: bool = False,
-        ranks_per_node: int | None = None,
-        added: Sequence[AddedStage] = (),
+        settings: AMPipeConfig,
+        added: Sequence[StageKind] = (),
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
         self.dense = not moe_layer.is_moe_layer
         self.is_latent = not self.dense and has_latent_experts(moe_layer.config)
-        self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
-        self.chooses = chooses and not self.dense
-        self._ranks_per_node = ranks_per_node
+        self.config, self._settings, self._added = moe_layer.config, settings, added
+        self.capacity_per_chunk = settings.capacity_scope == "chunk"
         self.recomputed_stages = self._take_over_recompute()
         # The exchange can change between two iterations.
         self.dispatcher = cache(self._make_dispatcher)
@@ -85,7 +70,7 @@ class BlockModules:
             config=self.config,
             pg_collection=groups,
             once=not exchange.sends_every_copy,
-            nodes=node_groups(groups.ep, self._ranks_per_node) if exchange.has_two_hops else None,
+            nodes=node_groups(groups.ep, self._settings.ranks_per_node) if exchange.has_two_hops else None,
             has_fixed_choices=self.moe.router.has_stock_routing,
         )
 
@@ -134,63 +119,52 @@ class BlockModules:
         )
 
     @cached_property
-    def _stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
-        """The modules with parameters that each kind of stage calls."""
-        attention, moe = self.attention_layer.self_attention, self.moe
-        projection = [
-            module
-            for name, module in attention.named_children()
-            if name not in ("core_attention", "linear_proj")
-        ]
-        used: dict[StageKind, list[Module | None]] = {
-            kinds.QKV: [self.attention_layer.input_layernorm, *projection],
-            kinds.ATTENTION: [
-                attention.core_attention,
-                attention.linear_proj,
-                self.moe_layer.pre_mlp_layernorm,
-            ],
+    def _kinds(self) -> frozenset[StageKind]:
+        """The kinds of stages that the block can have, alone or where it shares a schedule."""
+        features = (
+            features_of_settings(
+                self.config,
+                self._settings,
+                dense=self.dense,
+                shares_schedule=shares_schedule,
+                local=self.scatters_rows,
+            )
+            for shares_schedule in (False, True)
+        )
+        return frozenset(kind.row for each in features for kind in data_flow(each).kinds) | {*self._added}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the router chooses for all chunks at once."""
+        return kinds.CHOOSE in self._kinds
+
+    @cached_property
+    def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
+        """The modules and parameters that each kind of stage of the block reads."""
+        in_order = sorted(FUNCTIONS.items(), key=lambda item: item[1].half)
+        return {
+            kind: [part for part in function.reads(self) if part is not None]
+            for kind, function in in_order
+            if kind in self._kinds
         }
-        if self.scatters_rows:
-            used[kinds.ADD_NORM] = [used[kinds.ATTENTION].pop()]
-        if self.gathers_rows:
-            # Of the stage ``qkv`` where a block has no such stage.
-            used[kinds.INPUT_NORM] = [self.attention_layer.input_layernorm]
-        if self.dense:
-            used[kinds.MLP] = [moe]
-        else:
-            used |= {
-                kinds.CHOOSE if self.chooses else kinds.ROUTE: [moe.router],
-                kinds.SHARED: [moe.shared_experts],
-                kinds.EXPERT: [moe.experts],
-            }
-            if self.is_latent:
-                used[kinds.ROUTE] = [*used.get(kinds.ROUTE, ()), moe.fc1_latent_proj]
-                used[kinds.MERGE] = [moe.fc2_latent_proj]
-        return {kind: [module for module in modules if module is not None] for kind, modules in used.items()}
 
     @cached_property
     def linears(self) -> Mapping[StageKind, Sequence[Linear]]:
         """The linear layers of each kind of stage whose weight gradients can be separate stages."""
-        return {kind: linears_of(modules) for kind, modules in self._stage_modules.items()}
+        return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
     @cached_property
     def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
-        """The trainable parameters of each kind of stage that has any."""
-        found = {
+        """The trainable parameters of each kind of stage."""
+        return {
             kind: tuple(
                 parameter
-                for module in modules
-                for parameter in module.parameters()
+                for part in parts
+                for parameter in ((part,) if isinstance(part, Parameter) else part.parameters())
                 if parameter.requires_grad
             )
-            for kind, modules in self._stage_modules.items()
+            for kind, parts in self._read.items()
         }
-        if self.scatters_rows:
-            bias = self.attention_layer.self_attention.linear_proj.bias
-            if bias is not None and bias.requires_grad:
-                # Added after the sum, and so once.
-                found[kinds.ADD_NORM] += (bias,)
-        return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
 
     def require_linears(self, weights: Iterable[StageKind]) -> None:
         """Check that gradients of weights can be separate stages.
@@ -200,7 +174,7 @@ class BlockModules:
         """
         for kind in weights:
             of = kind.weights_of
-            if of in self._stage_modules and self._stage_modules[of] and not self.linears[of]:
+            if of is not None and self._read.get(of) and not self.linears[of]:
                 raise BadInput(
                     "--ampipe-schedule",
                     f"with {kind}",
@@ -257,4 +231,4 @@ class BlockModules:
         modules = self.config.recompute_modules
         if "mla_up_proj" in modules:
             self.attention_layer.self_attention.recompute_up_proj = False
-        return frozenset().union(*(_RECOMPUTED.get(name, set()) for name in modules))
+        return frozenset(kind for kind, run in FUNCTIONS.items() if {*run.recompute} & {*modules})

@@ -30,10 +30,10 @@ from megatron_ampipe.runtime.weight_products import WeightProducts, keep_for_wei
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def linears_of(modules: Iterable[Module]) -> tuple[Linear, ...]:
+def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Linear, ...]:
     """The linear layers within these modules whose weight gradients can be computed apart."""
-    found = (part for module in modules for part in module.modules())
-    return tuple({part: None for part in found if type(part) in (ColumnParallelLinear, RowParallelLinear)})
+    modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
+    return tuple({one: None for one in modules if type(one) in (ColumnParallelLinear, RowParallelLinear)})
 
 
 @contextlib.contextmanager

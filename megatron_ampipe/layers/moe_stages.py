@@ -9,23 +9,29 @@ object per forward call, made by :mod:`.pipelined_block`; :mod:`.megatron_stages
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_ampipe.exchange.codecs import Trip, Wire, WireCodec
 from megatron_ampipe.exchange.condense import Condensed, Condenser
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.layers.stage_functions import MOE, Tensors
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.rows import take_rows
-from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
+from megatron_ampipe.schedule import Chunk, Direction, Exchange, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
+
+
+def _read_by_route(block: BlockModules) -> list[Module]:
+    router = [] if block.chooses else [block.moe.router]
+    return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
 class MoEStages:
@@ -84,6 +90,7 @@ class MoEStages:
                 second.told = first.told
         return found
 
+    @MOE.runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
     def choose(self, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
         """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
         probs, self._chosen, logits = self._modules.moe.router(
@@ -91,6 +98,7 @@ class MoEStages:
         )
         return probs.view(*normed.shape[:2], -1), logits
 
+    @MOE.runs(kinds.ROUTE, reads=_read_by_route)
     def route(self, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -115,6 +123,7 @@ class MoEStages:
         ids = self._token_ids
         return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
 
+    @MOE.runs(kinds.CONDENSE)
     def condense(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """``tokens [T, D]`` to those that are sent, ``[Q, D]``, probabilities of 1, and ``probs`` for
         :meth:`expand`."""
@@ -140,17 +149,20 @@ class MoEStages:
         narrowed, _ = self._modules.moe.fc1_latent_proj(normed)
         return narrowed
 
+    @MOE.runs(kinds.LOSSES)
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
         return (self._modules.moe.router.block_losses(torch.cat(logits), self._routing),)
 
+    @MOE.runs(
+        kinds.SHARED, reads=lambda block: [block.moe.shared_experts], recompute=("moe", "shared_experts")
+    )
     def shared(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` through the shared experts."""
         return (self._modules.moe.shared_experts(normed),)
 
-    def counts(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COUNTS)
+    def counts(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
         counts = [dispatcher.counts for dispatcher in dispatchers]
@@ -164,9 +176,8 @@ class MoEStages:
             dispatcher.set_counts(of_ranks)
         return Transfer((), gathered.works, gathered.unpack, uses=(*counts, *gathered.outputs))
 
-    def dispatch(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.DISPATCH, kinds.REDISPATCH)
+    def dispatch(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
 
         Only the first rows are sent, where :meth:`route` prepared more before their number was known; the
@@ -188,38 +199,33 @@ class MoEStages:
         per_chunk = len(transfer.outputs) // len(chunks)
         return with_rows(transfer, [rows for rows in spare for _ in range(per_chunk)])
 
-    def spread(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.SPREAD, kinds.RESPREAD)
+    def spread(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
         return self._hand_on(chunks, tensors, combine=direction is Direction.BACKWARD)
 
-    def collect(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COLLECT)
+    def collect(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
         return self._hand_on(chunks, tensors, combine=direction is Direction.FORWARD)
 
-    def _hand_on(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
-    ) -> Transfer:
+    def _hand_on(self, chunks: Sequence[int], tensors: Tensors, *, combine: bool) -> Transfer:
         hops = [self._dispatchers[chunk].hop() for chunk in chunks]
         return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
-    def gather(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.GATHER, kinds.REGATHER)
+    def gather(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
         gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
-    def scatter(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.SCATTER)
+    def scatter(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
         gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.FORWARD)
 
+    @MOE.runs(kinds.EXPERT, reads=lambda block: [block.moe.experts], recompute=("moe",))
     def expert(
         self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
     ) -> tuple[Tensor, ...]:
@@ -236,24 +242,26 @@ class MoEStages:
         found: Tensor = output
         return found
 
+    @MOE.runs(kinds.REPERMUTE)
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
         return (self._dispatchers[chunk].tokens_again(self._narrowed(normed)),)
 
+    @MOE.runs(kinds.REBUILD)
     def rebuild(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
         """The experts once more without their last product, for ``inner``."""
         self._experts(chunk, tokens, probs, inner)
         return ()
 
+    @MOE.runs(kinds.RESORT)
     def resort(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
         """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
         tokens, *_ = self._dispatchers[chunk].dispatch_postprocess(tokens, probs)
         inner.sorted(tokens)
         return ()
 
-    def combine(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COMBINE)
+    def combine(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
         transports = [self._dispatchers[chunk].transport() for chunk in chunks]
         codecs = self._codecs("combine", chunks, direction)
@@ -265,11 +273,13 @@ class MoEStages:
         number = self._modules.moe_layer.layer_number
         return [WireCodec(self._wire, Trip(number, chunk, stage, direction)) for chunk in chunks]
 
+    @MOE.runs(kinds.EXPAND)
     def expand(self, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
         rows = combined.index_select(0, self._condensed.pop(chunk).place)
         return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
 
+    @MOE.runs(kinds.MERGE, reads=lambda block: [block.moe.fc2_latent_proj] if block.is_latent else [])
     def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
         modules = self._modules
@@ -280,38 +290,9 @@ class MoEStages:
             output = output + part
         return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
 
+    @MOE.runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
     def mlp(self, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
         modules = self._modules
         layer = modules.moe_layer
         return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
-
-
-COMPUTE: Mapping[StageKind, Function] = {
-    kinds.CHOOSE: MoEStages.choose,
-    kinds.ROUTE: MoEStages.route,
-    kinds.CONDENSE: MoEStages.condense,
-    kinds.LOSSES: MoEStages.losses,
-    kinds.SHARED: MoEStages.shared,
-    kinds.EXPERT: MoEStages.expert,
-    kinds.EXPAND: MoEStages.expand,
-    kinds.MERGE: MoEStages.merge,
-    kinds.MLP: MoEStages.mlp,
-    kinds.REPERMUTE: MoEStages.repermute,
-    kinds.REBUILD: MoEStages.rebuild,
-    kinds.RESORT: MoEStages.resort,
-}
-"""By kind, with an :class:`MoEStages` as first argument."""
-COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
-    kinds.COUNTS: MoEStages.counts,
-    kinds.DISPATCH: MoEStages.dispatch,
-    kinds.SPREAD: MoEStages.spread,
-    kinds.GATHER: MoEStages.gather,
-    kinds.SCATTER: MoEStages.scatter,
-    kinds.COLLECT: MoEStages.collect,
-    kinds.COMBINE: MoEStages.combine,
-    kinds.REDISPATCH: MoEStages.dispatch,
-    kinds.RESPREAD: MoEStages.spread,
-    kinds.REGATHER: MoEStages.gather,
-}
-"""Of the kinds that are started and waited for, likewise."""

@@ -68,9 +68,7 @@ class PipelinedBlock:
         self.modules = BlockModules(
             attention_layer,
             moe_layer,
-            capacity_per_chunk=context.config.capacity_scope == "chunk",
-            chooses=features_of_settings(moe_layer.config, context.config).chooses,
-            ranks_per_node=context.config.ranks_per_node,
+            settings=context.config,
             added=context.added,
         )
         self._attend: dict[bool, ChunkAttention] = {}
@@ -139,7 +137,7 @@ class PipelinedBlock:
                 local=modules.scatters_rows,
             ),
             recomputed=self.recomputes,
-            added=tuple(stage.kind for stage in self._context.added),
+            added=self._context.added,
         )
         found = replace(found, gathers_rows=found.gathers_rows and modules.gathers_rows)
         found = with_exchange(found, self._context.pipeline.exchange)
@@ -158,7 +156,7 @@ class PipelinedBlock:
     @cached_property
     def functions(self) -> MegatronFunctions:
         """What its stages compute."""
-        return MegatronFunctions(self.modules, self._context.added)
+        return MegatronFunctions(self.modules)
 
     def state(
         self,
