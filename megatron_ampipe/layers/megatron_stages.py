@@ -72,8 +72,8 @@ class MegatronFunctions:
 
 
 def _bound(function: StageFunction, kind: StageKind) -> tuple[int, Function]:
-    """The half of a function, and the function; of all steps of a kind as that of one step."""
-    if kind.step_of is None:
+    """The half of a function, and the function; what computes all steps of a kind as that of one step."""
+    if kind.step_of is None or not kind.lane.computes:
         return function.half, function.run
     of_steps, step = function.run, kind.step
 

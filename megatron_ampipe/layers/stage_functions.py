@@ -42,7 +42,7 @@ class StageFunction:
 
 
 FUNCTIONS: dict[StageKind, StageFunction] = {}
-"""By kind; of a kind with steps the function takes the number of the step after the state."""
+"""By kind; what computes a kind with steps takes the number of the step after the state."""
 BACKWARDS: dict[StageKind, StageFunction] = {}
 """The backward of kinds with ``own_backward``, likewise."""
 
