@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.internals_seen import recorded, versions_with
@@ -200,10 +200,10 @@ def _rounds_capacity_up(get_capacity: Any) -> bool:
 
 
 def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
-    """Position dropping keeps the tokens that a CapacityCounter keeps over two chunks."""
+    """Position dropping keeps the tokens that a Capacity keeps over two chunks."""
     import torch
 
-    from megatron_ampipe.layers.capacity import CapacityCounter
+    from megatron_ampipe.layers.block_routing import Capacity
 
     scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
     routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
@@ -211,7 +211,10 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     _, expected = drop(
         probs, routing_map, router_topk=2, capacity_factor=0.5, drop_policy="position", pad_to_capacity=False
     )
-    ledger = CapacityCounter(16)
+    config = SimpleNamespace(
+        moe_token_drop_policy="position", moe_expert_capacity_factor=0.5, num_moe_experts=4
+    )
+    ledger = Capacity(config, topk=2, num_tokens=64)
     found = [ledger.keep(probs[part], routing_map[part]) for part in (slice(0, 20), slice(20, 64))]
     return torch.equal(expected, torch.cat(found))
 

@@ -18,7 +18,7 @@ from megatron_ampipe.exchange.row_scatter import RowTransfers
 from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
-from megatron_ampipe.layers.linear_weights import transfers_apart
+from megatron_ampipe.layers.linear_layers import transfers_apart
 from megatron_ampipe.layers.stage_functions import ATTENTION
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
@@ -79,7 +79,7 @@ class AttentionStages:
         self._ring = self._new_ring()
 
     def again(self) -> AttentionStages:
-        """See ``MegatronState.again``."""
+        """See ``BlockPass.again``."""
         found = copy.copy(self)
         found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
         found._ring = self._new_ring()

@@ -1,8 +1,4 @@
-"""Megatron's transformer layer, run as a pipeline of chunks, alone or together with the layers after it.
-
-Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs. :mod:`.spec`
-puts it in place of the stock class.
-"""
+"""Megatron's transformer layer, run as a pipeline of chunks, alone or together with the layers after it."""
 
 from __future__ import annotations
 
@@ -13,39 +9,43 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer_run import LayerRun, PlaceInRun
-from megatron_ampipe.layers.pipelined_block import PipelinedBlock
+from megatron_ampipe.layers.stack import LayerRun, RunBuilder
 
 
 class AMPipeTransformerLayer(TransformerLayer):
     """A transformer layer whose attention and MoE layer, or MLP, are pipelined.
 
+    Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
+
     Args:
         ampipe: State shared by all pipelined layers.
-        place: Among the layers that can share a schedule; alone if None.
+        run_builder: Of the layers that can share a schedule; None for a layer alone.
+        begins_run: Whether they begin with this layer.
         args: As for ``TransformerLayer``.
         kwargs: As for ``TransformerLayer``.
     """
 
     def __init__(
-        self, *args: Any, ampipe: AMPipeContext, place: PlaceInRun | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ampipe: AMPipeContext,
+        run_builder: RunBuilder | None = None,
+        begins_run: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
-        self._run = LayerRun(ampipe) if place is None or self.is_mtp_layer else place.run()
-        self._block = PipelinedBlock(
-            self, self, ampipe, recomputed=self._is_recomputed(ampipe, kwargs.get("layer_number", 1))
+        alone = run_builder is None or self.is_mtp_layer
+        run = LayerRun(ampipe) if alone else run_builder.run(begins=begins_run)
+        recompute, place = ampipe.recompute, kwargs.get("layer_number", 1) - 1
+        recomputed = recompute is not None and (
+            recompute.covers_mtp if self.is_mtp_layer else recompute.covers(place)
         )
-        self._place = self._run.add(self._block)
-
-    def _is_recomputed(self, context: AMPipeContext, number: int) -> bool:
-        """Whether the layer is recomputed inside its schedule; ``number`` counts from 1 in its stage."""
-        recompute = context.recompute
-        if recompute is None:
-            return False
-        return recompute.covers_mtp if self.is_mtp_layer else recompute.covers(number - 1)
+        self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
+        self._stack = run.add(self._block)
 
     def forward(
         self,
@@ -66,17 +66,19 @@ class AMPipeTransformerLayer(TransformerLayer):
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
             inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
-                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``).
+                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``),
+                unless rows attend to their own document only.
             kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
                 documents of a packed micro-batch.
 
         Returns:
             ``[S, B, D]`` and ``context``.
         """
+        block, ampipe, stack = self._block, self._block.context, self._stack()
         packing = kwargs.pop("packed_seq_params", None)
-        stack = self._run.stack_from(self._place)
         untimed = inference_context is not None or (stack is not None and stack.is_dense)
-        if untimed or self._block.is_megatrons(packing, attention_mask, hidden_states):
+        documents = None if untimed else block.documents(packing, attention_mask, hidden_states)
+        if untimed or (ampipe.runs_megatron_layers and documents is None):
             stock = functools.partial(
                 super().forward,
                 attention_mask=attention_mask,
@@ -86,13 +88,17 @@ class AMPipeTransformerLayer(TransformerLayer):
                 packed_seq_params=packing,
                 **kwargs,
             )
-            layer = functools.partial(checkpoint, stock, False) if self._block.recomputes else stock
-            return layer(hidden_states) if untimed else self._block.timed(layer, hidden_states)
+            layer = functools.partial(checkpoint, stock, False) if block.recomputes else stock
+            if untimed:
+                return layer(hidden_states)
+            # As a schedule would be.
+            passes = ampipe.recorder.passes
+            passes.record_shape(*hidden_states.shape[:2])
+            return passes.timed_layer(layer, hidden_states)
         assert_no_extra_arguments(kwargs)
-        if stack is None:
-            return hidden_states, context
-        documents = self._block.documents(packing, attention_mask, hidden_states)
-        return stack(hidden_states, rotary_pos_emb, documents), context
+        if stack is not None:
+            hidden_states = stack(hidden_states, rotary_pos_emb, documents)
+        return hidden_states, context
 
 
 def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:

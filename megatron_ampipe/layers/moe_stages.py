@@ -1,9 +1,10 @@
 """What the stages of a block's MoE half compute, from the router to what the block returns.
 
 Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; of a layer
-without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`. One
-object per forward call, made by :mod:`.pipelined_block`; :mod:`.megatron_stages` calls its methods by
-:data:`COMPUTE` and :data:`COMMUNICATE`.
+without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`.
+
+Modules with parameters are entered by calling them, never by one of their methods: Megatron's forward hooks
+wait for the parameters under ``--overlap-param-gather``.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_ampipe.exchange.codecs import Trip, Wire, WireCodec
-from megatron_ampipe.exchange.condense import Condensed, Condenser
+from megatron_ampipe.exchange.codecs import Trip, WireCodec
+from megatron_ampipe.exchange.condense import Condensed
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.layers.linear_layers import products_run_by
 from megatron_ampipe.layers.stage_functions import MOE, Tensors
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.rows import take_rows
-from megatron_ampipe.schedule import Chunk, Direction, Exchange, kinds
+from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
 
@@ -42,9 +43,6 @@ class MoEStages:
         chunks: Where the sequence is cut.
         whole: All of it as one chunk.
         num_tokens: Tokens of this rank in the block, ``S * B``.
-        exchange: How the all-to-all groups copies of a token.
-        wire: Around the transfers of tokens; None to send them as they are.
-        condenser: Chooses which of similar tokens are sent; None to send all.
         token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
     """
 
@@ -55,14 +53,16 @@ class MoEStages:
         chunks: Sequence[Chunk],
         whole: Chunk,
         num_tokens: int,
-        exchange: Exchange = Exchange.ROWS,
-        wire: Wire | None = None,
-        condenser: Condenser | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
         self._modules, self._chunks, self._whole = modules, chunks, whole
         self._num_tokens, self._token_ids, self._is_again = num_tokens, token_ids, False
-        self._kind_of_exchange, self._wire, self._condenser = exchange, wire, condenser
+        context = modules.context
+        self._exchange, self._wire, self._condenser = (
+            context.pipeline.exchange,
+            context.wire,
+            context.condenser,
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -71,24 +71,24 @@ class MoEStages:
             per_row = self._num_tokens // sum([span.length for span in self._whole.hidden])
             self._routing = modules.moe.router.begin_block(
                 self._num_tokens,
-                per_chunk=modules.capacity_per_chunk,
+                per_chunk=modules.context.config.capacity_scope == "chunk",
                 first_tokens=[chunk.hidden[0].local_start * per_row for chunk in self._chunks],
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
-            dispatcher = modules.dispatcher(self._kind_of_exchange)
+            dispatcher = modules.dispatcher(self._exchange)
             self._dispatchers = [copy.copy(dispatcher) for _ in self._chunks]
             self._condensed: dict[int, Condensed] = {}
 
     def again(self) -> MoEStages:
-        """See ``MegatronState.again``."""
-        found = copy.copy(self)
-        found._is_again = True
-        found._begin()
+        """See ``BlockPass.again``."""
+        stages = copy.copy(self)
+        stages._is_again = True
+        stages._begin()
         if not self._modules.dense:
-            found._routing.forced_bias = self._routing.forced_bias
-            for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
+            stages._routing.forced_bias = self._routing.forced_bias
+            for first, second in zip(self._dispatchers, stages._dispatchers, strict=True):
                 second.told = first.told
-        return found
+        return stages
 
     @MOE.runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
     def choose(self, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
@@ -130,23 +130,22 @@ class MoEStages:
         dispatcher, condenser = self._dispatchers[chunk], self._condenser
         assert condenser is not None
         batch = dispatcher.hidden_shape[1]
-        found = condenser.condense(
+        condensed = condenser.condense(
             tokens,
             dispatcher.routing_map,
             batch=batch,
             counted=self._modules.moe_layer.training and not self._is_again,
         )
-        self._condensed[chunk], dispatcher.counts = found, found.counts
+        self._condensed[chunk], dispatcher.counts = condensed, condensed.counts
         # The probability of a token that takes another one's result is its own.
-        own = probs[: len(found.place)].clone()
-        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), own
+        own = probs[: len(condensed.place)].clone()
+        return tokens.index_select(0, condensed.sent), torch.ones_like(probs[: len(condensed.sent)]), own
 
     def _narrowed(self, normed: Tensor) -> Tensor:
         """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
         if not self._modules.is_latent:
             return normed
-        narrowed: Tensor
-        narrowed, _ = self._modules.moe.fc1_latent_proj(normed)
+        narrowed: Tensor = self._modules.moe.fc1_latent_proj(normed)[0]
         return narrowed
 
     @MOE.runs(kinds.LOSSES)
@@ -239,8 +238,8 @@ class MoEStages:
         with products_run_by(inner, self._modules.expert_products):
             output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
-        found: Tensor = output
-        return found
+        result: Tensor = output
+        return result
 
     @MOE.runs(kinds.REPERMUTE)
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Replaces the MoE layers of a Megatron layer specification by pipelined ones.
 
 At degree 1 all layers keep their stock classes, and dense layers do unless they can share a schedule with an
-MoE layer. Called by ``launch``.
+MoE layer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
-from megatron_ampipe.layers.layer_run import PlaceInRun, RunBuilder
 from megatron_ampipe.layers.router import chunk_router_of
+from megatron_ampipe.layers.stack import RunBuilder
 from megatron_ampipe.schedule import stack_to_text
 
 ATTENTION = (SelfAttention, MLASelfAttention)
@@ -55,26 +55,21 @@ def pipelined(
         return _pipelined_layer(spec, context)
     assert spec.layer_specs is not None
     layers: list[ModuleSpec] = []
-    for can_share, of_run in itertools.groupby(
-        spec.layer_specs, key=lambda layer: _can_share(layer, context)
-    ):
-        found = list(of_run)
-        if not can_share or not any(_is_moe(layer) for layer in found):
-            layers += [_pipelined_layer(layer, context) for layer in found]
-            continue
-        builder = RunBuilder(context)
+    for can_share, specs in itertools.groupby(spec.layer_specs, key=lambda layer: _can_share(layer, context)):
+        of_run = list(specs)
+        builder = RunBuilder(context) if can_share and any(map(_is_moe, of_run)) else None
         layers += [
-            _pipelined_layer(layer, context, place=PlaceInRun(builder, is_first=layer_index == 0))
-            for layer_index, layer in enumerate(found)
+            _pipelined_layer(layer, context, builder, begins_run=place == 0)
+            for place, layer in enumerate(of_run)
         ]
     return dataclasses.replace(spec, layer_specs=layers)
 
 
 def _pipelined_layer(
-    spec: ModuleSpec, context: AMPipeContext, *, place: PlaceInRun | None = None
+    spec: ModuleSpec, context: AMPipeContext, builder: RunBuilder | None = None, *, begins_run: bool = False
 ) -> ModuleSpec:
     moe = compat.moe_class(spec.submodules.mlp)
-    if moe is None and place is None:
+    if moe is None and builder is None:
         return spec
     if moe is not None:
         require_class(moe, (MoELayer,), "MoE layer")
@@ -82,7 +77,7 @@ def _pipelined_layer(
         require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
     return ModuleSpec(
         module=AMPipeTransformerLayer,
-        params={**spec.params, "ampipe": context, "place": place},
+        params={**spec.params, "ampipe": context, "run_builder": builder, "begins_run": begins_run},
         submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
     )
 
