@@ -261,8 +261,8 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/attention_stages.py layers/moe_stages.py layers/layer_hooks.py "
+        "layers/layer.py layers/stack.py layers/block_modules.py layers/hybrid.py layers/spec.py "
+        "layers/attention_stages.py layers/moe_stages.py "
         "launch/host/hybrid_layers.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
@@ -389,7 +389,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/chunk_attention.py layers/linear_weights.py",
+        "layers/chunk_attention.py layers/linear_layers.py",
         "gathers keys and values over context-parallel ranks, and rows of linear layers over tensor-parallel "
         "ones, gradients summed back",
         "context parallelism and `--ampipe-schedule lancet` lose gradients",
@@ -404,7 +404,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.ColumnParallelLinear",
-        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "layers/linear_layers.py layers/block_modules.py launch/host/hybrid_layers.py",
         "calls its method `_forward_impl` by keywords, which is replaced while weight gradients wait; leaves "
         "its all-gather to the caller while `explicit_expert_comm` is set; a module of the local layers of "
         "hybrid models",
@@ -422,7 +422,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.RowParallelLinear",
-        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "layers/linear_layers.py layers/block_modules.py launch/host/hybrid_layers.py",
         "the same; and leaves its reduce-scatter, and its bias, to the caller while `explicit_expert_comm` "
         "is set",
         "the same; and rows of tensor-parallel attention are scattered twice, or their bias is added several "
@@ -435,7 +435,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.linear_with_frozen_weight",
-        "layers/linear_weights.py",
+        "layers/linear_layers.py",
         "computes the gradient of the input alone",
         "`--ampipe-schedule lancet` computes other gradients",
         (
@@ -452,7 +452,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
-        "runtime/segment.py layers/linear_weights.py",
+        "runtime/segment.py layers/linear_layers.py",
         "marks a weight whose gradient it has added to `main_grad`; that product is mirrored",
         "weight gradients counted twice or not at all under gradient accumulation fusion",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
@@ -460,7 +460,7 @@ INTERNALS = [
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
         "layers/attention_stages.py layers/moe_stages.py layers/router.py layers/block_modules.py "
-        "layers/layer_hooks.py launch/grad_reduce.py launch/attach.py",
+        "layers/stack.py launch/grad_reduce.py launch/attach.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration; has the bucket groups that reduce gradients; its "
@@ -536,7 +536,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers",
-        "launch/host/megatron.py layers/linear_weights.py",
+        "launch/host/megatron.py layers/linear_layers.py",
         "given a CPU kernel for gradient accumulation fusion, and told that it exists; the kernel is called",
         "the benchmark cannot fuse on a CPU, and its chunks sum weight gradients",
         (
@@ -734,8 +734,8 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py "
-        "layers/routing_recorder.py",
+        "layers/router.py layers/spec.py layers/hybrid.py layers/gates tools/gate_check.py "
+        "launch/routing_recorder.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
@@ -789,7 +789,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.get_capacity",
-        "layers/router.py layers/capacity.py",
+        "layers/block_routing.py",
         "capacity of the whole block",
         "other tokens dropped",
         (begins_with("num_tokens", "num_experts", "capacity_factor"), behaves(_rounds_capacity_up)),
@@ -813,7 +813,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router_replay.RouterReplay",
-        "layers/routing_records.py",
+        "layers/block_routing.py",
         "mirrored for the tokens of a chunk",
         "a replay prescribes or records other experts",
         (
@@ -824,7 +824,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router_trace.RouterTracer",
-        "layers/routing_records.py",
+        "layers/block_routing.py",
         "its hook is called once for all chunks of a block",
         "`--moe-routing-trace-path` writes nothing",
         (
@@ -834,7 +834,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
-        "layers/capacity.py layers/gates launch/host/megatron.py launch/host/dropping.py",
+        "layers/block_routing.py layers/gates launch/host/megatron.py launch/host/dropping.py",
         (
             "what `CapacityCounter` reproduces; called for a capacity per chunk; its ties are broken by "
             "index on the host platform"
@@ -901,7 +901,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/layer_run.py layers/spec.py launch/adjustments.py",
+        "layers/stack.py layers/spec.py launch/adjustments.py",
         "builds layers in order and calls each with what the one before it returned; its full recompute is "
         "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
@@ -924,7 +924,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.all_to_all",
-        "layers/chunk_sharding.py",
+        "layers/stack.py",
         "moves rows between tensor-parallel ranks before and after layers that share a schedule",
         "stacks fail under tensor parallelism",
         (takes("group", "input_", "output_split_sizes_", "input_split_sizes"),),
@@ -1011,7 +1011,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.GPTModel",
-        "launch/hooks.py launch/patched.py layers/token_ids.py",
+        "launch/hooks.py launch/patched.py layers/gates",
         "its constructor is wrapped, or patched: the layer specification passes through; its first argument "
         "is the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
@@ -1023,7 +1023,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.hybrid.hybrid_model.HybridModel",
-        "launch/hooks.py layers/token_ids.py",
+        "launch/hooks.py layers/gates",
         "its constructor is wrapped: the specification of its stack passes through; its first argument is "
         "the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
@@ -1271,19 +1271,19 @@ INTERNALS = [
     ),
     Internal(
         "core.parallel_state.get_expert_data_parallel_rank",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "which expert-parallel group is recorded",
         "a recorded iteration fails",
     ),
     Internal(
         "core.parallel_state.get_expert_model_parallel_world_size",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "between how many ranks the experts are divided",
         "a recorded iteration fails",
     ),
     Internal(
         "core.parallel_state.get_expert_tensor_and_model_parallel_group",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "the ranks of which a micro-batch is recorded",
         "a recorded iteration fails",
     ),
@@ -1344,7 +1344,7 @@ INTERNALS = [
     ),
     Internal(
         "core.packed_seq_params.PackedSeqParams",
-        "launch/gpt.py launch/host/core_attention.py layers/document_reader.py layers/pipelined_block.py",
+        "launch/gpt.py launch/host/core_attention.py layers/document_reader.py layers/block_modules.py",
         "bounds of packed documents",
         "a training step fails",
         (
@@ -1708,13 +1708,13 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_config.TransformerConfig",
-        "tools/measuring layers/gate_check.py",
+        "tools/measuring tools/gate_check.py",
         "configuration of a benchmark's layers, and of the router that `ampipe gate` checks",
         "benchmarks and checks fail",
     ),
     Internal(
         "core.process_groups_config.ProcessGroupCollection",
-        "layers/gate_check.py",
+        "tools/gate_check.py",
         "groups of the router that `ampipe gate` checks",
         "checks fail",
     ),
