@@ -17,7 +17,6 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
@@ -26,7 +25,7 @@ from megatron_ampipe.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import assert_no_extra_arguments
-from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router, with_gate
+from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router
 from megatron_ampipe.layers.stack import BlockStack, LayerRun
 
 
@@ -115,16 +114,6 @@ def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
         require_class(type(second.mlp), (MoELayer, MLP), "hybrid layer after attention")
         attention.block = second.block = BlockModules(attention, second, context)
         attention.stack = second.stack = run.add(attention.block)
-
-
-def stack_with_gate(spec: ModuleSpec, gate: type[TopKRouter]) -> ModuleSpec:
-    """The same hybrid stack with ``gate`` as the router of its MoE layers, at any degree.
-
-    Raises:
-        BadInput: the MoE layer has another router than Megatron's.
-    """
-    moe = with_gate(spec.submodules.moe_layer, gate)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, moe_layer=moe))
 
 
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:

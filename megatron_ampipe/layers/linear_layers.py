@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,19 +35,19 @@ Products = tuple[tuple[Module, ...], tuple[Module, ...]]
 
 
 @contextlib.contextmanager
-def _replaced(modules: Sequence[Module], name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within it, an attribute of each module, or the method of its class, is ``make(module)``."""
-    before = [(vars(module), vars(module).get(name)) for module in modules]
-    for module in modules:
-        vars(module)[name] = make(module)
+def _replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> Iterator[None]:
+    """Within it, an attribute of each module, or the method of its class, is one of these values."""
+    before = [vars(module).get(name) for module in modules]
+    for module, value in zip(modules, values, strict=True):
+        vars(module)[name] = value
     try:
         yield
     finally:
-        for attributes, own in before:
+        for module, own in zip(modules, before, strict=True):
             if own is None:
-                del attributes[name]
+                del vars(module)[name]
             else:
-                attributes[name] = own
+                vars(module)[name] = own
 
 
 def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Linear, ...]:
@@ -59,9 +59,8 @@ def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Linear, ...]:
 def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> AbstractContextManager[None]:
     """Within it, these layers leave the gradients of their trained weights to ``products``."""
     trained = [linear for linear in linears if linear.weight.requires_grad]
-    return _replaced(
-        trained, "_forward_impl", lambda linear: functools.partial(_forward, linear.weight, products)
-    )
+    forwards = [functools.partial(_forward, linear.weight, products) for linear in trained]
+    return _replaced(trained, "_forward_impl", forwards)
 
 
 def transfers_apart(linear: Linear) -> AbstractContextManager[None]:
@@ -70,7 +69,7 @@ def transfers_apart(linear: Linear) -> AbstractContextManager[None]:
     As for experts whose tokens are gathered and scattered elsewhere. A layer that scatters must return its
     bias, not add it.
     """
-    return _replaced([linear], "explicit_expert_comm", lambda _: True)
+    return _replaced([linear], "explicit_expert_comm", [True])
 
 
 def expert_products(experts: Module) -> Products:
@@ -93,14 +92,12 @@ def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[
     if inner is None:
         yield
         return
-    up, down = (functools.partial(_forward_by, run) for run in (inner.up, inner.down))
-    with _replaced(products[0], "forward", up), _replaced(products[1], "forward", down):
+    ups, downs = (
+        [functools.partial(run, module.forward) for module in modules]
+        for modules, run in zip(products, (inner.up, inner.down), strict=True)
+    )
+    with _replaced(products[0], "forward", ups), _replaced(products[1], "forward", downs):
         yield
-
-
-def _forward_by(run: Callable[..., Any], module: Module) -> Callable[..., Any]:
-    """Let ``run`` call a module's forward."""
-    return functools.partial(run, module.forward)
 
 
 def _forward(

@@ -39,9 +39,9 @@ class MoEStages:
     """The MoE half of one pass of one micro-batch through a block.
 
     Args:
-        modules: What is called.
-        chunks: Where the sequence is cut.
-        whole: All of it as one chunk.
+        modules: Of the block.
+        chunks: Of the sequence.
+        whole: The sequence as one chunk.
         num_tokens: Tokens of this rank in the block, ``S * B``.
         token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
     """

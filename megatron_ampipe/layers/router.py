@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -225,30 +226,19 @@ class ChunkRouting:
         else:
             self._noted.counts_experts = True
 
-    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any) -> Tensor:
-        """As in Megatron; within a chunk, note the scores and the choice."""
-        if self._noted is None:
-            return super()._apply_aux_loss(probs, scores, routing_map, **kwargs)
-        self._noted.add("_apply_aux_loss", scores, routing_map)
-        return probs
-
-    def _apply_seq_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+    def _add_loss(
+        self, name: str, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """As in Megatron; within a chunk, note the scores and the choice."""
         if self._noted is None:
-            return super()._apply_seq_aux_loss(probs, scores, routing_map, *args, **kwargs)
-        self._noted.add("_apply_seq_aux_loss", scores, routing_map)
+            carrier: Tensor = getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
+            return carrier
+        self._noted.add(name, scores, routing_map)
         return probs
 
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any
-    ) -> Tensor:
-        """As in Megatron; within a chunk, note the scores and the choice."""
-        if self._noted is None:
-            return super()._apply_global_aux_loss(probs, scores, routing_map, **kwargs)
-        self._noted.add("_apply_global_aux_loss", scores, routing_map)
-        return probs
+    _apply_aux_loss = partialmethod(_add_loss, "_apply_aux_loss")
+    _apply_seq_aux_loss = partialmethod(_add_loss, "_apply_seq_aux_loss")
+    _apply_global_aux_loss = partialmethod(_add_loss, "_apply_global_aux_loss")
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in Megatron, for a whole block only.

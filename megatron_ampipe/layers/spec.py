@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -40,9 +42,9 @@ def pipelined(
     """
     if not context.config.pipelined:
         return spec
-    if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
-        return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
     if isinstance(spec, ModuleSpec):
+        if issubclass(spec.module, TransformerBlock):
+            return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
         if (stack := context.config.pipeline.stack) != 1:
             raise BadInput(
                 "--ampipe-stack",
@@ -99,49 +101,49 @@ def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
     )
 
 
-def with_gate(
-    spec: TransformerBlockSubmodules | ModuleSpec, gate: type[TopKRouter]
-) -> TransformerBlockSubmodules | ModuleSpec:
-    """The specification with ``gate`` as the router of every MoE layer, at any degree."""
-    if isinstance(spec, ModuleSpec) and issubclass(spec.module, TransformerBlock):
-        return dataclasses.replace(spec, submodules=with_gate(spec.submodules, gate))
-    if isinstance(spec, ModuleSpec):
-        if not _is_moe(spec):
-            return spec
-        require_class(compat.moe_submodules(spec.submodules.mlp).router, (TopKRouter,), "MoE router")
-        return dataclasses.replace(spec, submodules=_with_router(spec.submodules, gate))
-    assert spec.layer_specs is not None
-    return dataclasses.replace(spec, layer_specs=[with_gate(layer, gate) for layer in spec.layer_specs])
+def with_gate(spec: Any, gate: type[TopKRouter]) -> Any:
+    """The specification of layers, or of a hybrid stack, with ``gate`` in every MoE layer, at any degree.
+
+    Raises:
+        BadInput: an MoE layer has another router than Megatron's.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        assert spec.layer_specs is not None
+        return dataclasses.replace(spec, layer_specs=[with_gate(layer, gate) for layer in spec.layer_specs])
+    submodules = spec.submodules
+    if issubclass(spec.module, TransformerBlock):
+        submodules = with_gate(submodules, gate)
+    elif hasattr(submodules, "moe_layer"):
+        submodules = dataclasses.replace(submodules, moe_layer=with_gate(submodules.moe_layer, gate))
+    elif _is_moe(spec):
+        submodules = _with_router(submodules, (TopKRouter,), lambda _: gate)
+    return dataclasses.replace(spec, submodules=submodules)
 
 
 def with_chunk_router(
     submodules: TransformerLayerSubmodules, context: AMPipeContext
 ) -> TransformerLayerSubmodules:
     """The submodules of an MoE layer with its router, Megatron's or the user's, made to route chunks."""
-    gate = compat.moe_submodules(submodules.mlp).router
-    require_class(gate, (TopKRouter,) if context.gate is None else (TopKRouter, context.gate), "MoE router")
-    return _with_router(submodules, chunk_router_of(gate))
+    known = (TopKRouter,) if context.gate is None else (TopKRouter, context.gate)
+    return _with_router(submodules, known, chunk_router_of)
 
 
 def _with_router(
-    submodules: TransformerLayerSubmodules, router: type[TopKRouter]
+    submodules: TransformerLayerSubmodules,
+    known: tuple[type, ...],
+    change: Callable[[type[TopKRouter]], type[TopKRouter]],
 ) -> TransformerLayerSubmodules:
-    moe = dataclasses.replace(compat.moe_submodules(submodules.mlp), router=router)
+    moe = compat.moe_submodules(submodules.mlp)
+    require_class(moe.router, known, "MoE router")
+    moe = dataclasses.replace(moe, router=change(moe.router))
     return dataclasses.replace(submodules, mlp=compat.with_moe_submodules(submodules.mlp, moe))
 
 
 def require_class(found: type, known: tuple[type, ...], role: str) -> None:
-    """Check that a module of a layer has a class whose work the stages know.
-
-    Subclasses are refused as well: the stages would not run what they add.
-
-    Args:
-        found: The class.
-        known: Those that can be pipelined.
-        role: What the module is in the layer, for the message.
+    """Check that a module with this role in a layer has a class whose work the stages know.
 
     Raises:
-        BadInput: ``found`` is none of ``known``.
+        BadInput: ``found`` is none of ``known``. It may be a subclass: the stages would not run what it adds.
     """
     if found not in known:
         raise BadInput(

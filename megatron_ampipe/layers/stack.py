@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ class LayerRun:
     def __init__(self, context: AMPipeContext) -> None:
         self._context = context
         self._blocks: list[BlockModules] = []
-        self._stack = cache(self._make_stack)
+        self._stack = cache(lambda place, size: BlockStack(self._blocks[place : place + size], context))
 
     def add(self, block: BlockModules) -> Callable[[], BlockStack | None]:
         """Add the next layer. Returns what gives its stack; None where an earlier layer begins it."""
@@ -60,9 +61,6 @@ class LayerRun:
         if all(block.dense for block in self._blocks[first : first + size]):
             first, size = place, 1
         return None if first < place else self._stack(place, size)
-
-    def _make_stack(self, place: int, size: int) -> BlockStack:
-        return BlockStack(self._blocks[place : place + size], self._context)
 
     def _size(self) -> int:
         """How many layers share a schedule."""
@@ -104,18 +102,54 @@ class BlockPass:
     """The state of one pass of one micro-batch through a block (``runtime.pass_state.BlockState``).
 
     Args:
-        attention: Of the attention half.
-        moe: Of the MoE half.
-        draws: Keeps the random states of the stages, for :meth:`again`; None where no number is drawn twice.
+        block: Its modules.
+        features: What it contains in this pass.
+        hidden: What it is given, ``[S, B, D]``.
+        chunks: Of the sequence.
+        whole: The sequence as one chunk.
+        rotary_pos_emb: As Megatron passes it to a layer.
+        documents: Of the micro-batch, if rows attend to their own document only.
+        token_ids: ``[S, B]``, for a router that reads them.
     """
 
-    def __init__(self, attention: AttentionStages, moe: MoEStages, draws: RandomStates | None) -> None:
-        self.halves, self.draws = (attention, moe), draws
+    def __init__(
+        self,
+        block: BlockModules,
+        features: BlockFeatures,
+        hidden: Tensor,
+        *,
+        chunks: Sequence[Chunk],
+        whole: Chunk,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        token_ids: Tensor | None,
+    ) -> None:
+        block.add_first_weight_gradients()
+        row_transfers = None
+        if features.scatters_rows:
+            keeps = features.recomputed or not torch.is_grad_enabled()
+            row_transfers = RowTransfers(block.row_group, gathers=features.gathers_rows, keeps=keeps)
+        attention = AttentionStages(
+            block,
+            chunks=chunks,
+            whole=whole,
+            attend=block.attend(hidden.is_cuda, documents is not None),
+            rotary_pos_emb=rotary_pos_emb,
+            documents=documents,
+            ring_ranks=block.attention_layer.pg_collection.cp if features.ring else None,
+            row_transfers=row_transfers,
+        )
+        num_tokens = hidden.shape[0] * hidden.shape[1]
+        moe = MoEStages(block, chunks=chunks, whole=whole, num_tokens=num_tokens, token_ids=token_ids)
+        self.halves: tuple[AttentionStages, MoEStages] = attention, moe
+        self.draws = RandomStates() if features.recomputed and block.draws else None
 
     def again(self) -> BlockPass:
         """See ``BlockState``."""
+        second = copy.copy(self)
         attention, moe = self.halves
-        return BlockPass(attention.again(), moe.again(), self.draws)
+        second.halves = attention.again(), moe.again()
+        return second
 
 
 class BlockStack:
@@ -186,7 +220,7 @@ class BlockStack:
         token_ids = self._token_ids(chunks, hidden)
         call = StackCall(
             [
-                begin_pass(
+                BlockPass(
                     block,
                     of_block,
                     hidden,
@@ -253,38 +287,6 @@ class BlockStack:
             keep_graph=keep_graph,
             threads=executor.threads,
         )
-
-
-def begin_pass(
-    block: BlockModules,
-    features: BlockFeatures,
-    hidden: Tensor,
-    *,
-    chunks: Sequence[Chunk],
-    whole: Chunk,
-    rotary_pos_emb: RotaryEmbedding | None,
-    documents: Documents | None,
-    token_ids: Tensor | None,
-) -> BlockPass:
-    """The state of one pass of ``hidden [S, B, D]`` through a block with these features."""
-    block.add_first_weight_gradients()
-    row_transfers = None
-    if features.scatters_rows:
-        keeps = features.recomputed or not torch.is_grad_enabled()
-        row_transfers = RowTransfers(block.row_group, gathers=features.gathers_rows, keeps=keeps)
-    attention = AttentionStages(
-        block,
-        chunks=chunks,
-        whole=whole,
-        attend=block.attend(hidden.is_cuda, documents is not None),
-        rotary_pos_emb=rotary_pos_emb,
-        documents=documents,
-        ring_ranks=block.attention_layer.pg_collection.cp if features.ring else None,
-        row_transfers=row_transfers,
-    )
-    num_tokens = hidden.shape[0] * hidden.shape[1]
-    moe = MoEStages(block, chunks=chunks, whole=whole, num_tokens=num_tokens, token_ids=token_ids)
-    return BlockPass(attention, moe, RandomStates() if features.recomputed and block.draws else None)
 
 
 class ChunkSharding:
