@@ -261,7 +261,7 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/stack.py layers/block_modules.py layers/hybrid.py layers/spec.py "
+        "layers/layer.py layers/stack.py layers/block_modules.py layers/hybrid.py "
         "layers/attention_stages.py layers/moe_stages.py "
         "launch/host/hybrid_layers.py",
         (
@@ -315,7 +315,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/chunk_attention.py layers/block_modules.py layers/spec.py",
+        "layers/chunk_attention.py layers/block_modules.py layers/layer.py",
         "`get_query_key_value_tensors` is the `qkv` stage, and `linear_qkv` gathers in it; only this class "
         "is pipelined",
         "queries, keys or values are something else",
@@ -335,7 +335,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MLASelfAttention",
-        "layers/spec.py",
+        "layers/layer.py",
         "as `SelfAttention`, for latent attention",
         "queries, keys or values are something else",
         (
@@ -546,7 +546,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/block_modules.py layers/hybrid.py layers/moe_stages.py",
+        "layers/layer.py layers/block_modules.py layers/hybrid.py layers/moe_stages.py",
         "router, experts and shared experts are taken from it; `forward` is mirrored",
         "stages miss a step of the MoE layer",
         (
@@ -569,7 +569,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
-        "compat.py layers/spec.py tools/measuring",
+        "compat.py layers/layer.py tools/measuring",
         (
             "an MoE layer is recognised as `partial(MoELayer, submodules=...)`, or a `ModuleSpec` of "
             "it (0.17); gives Transformer Engine's grouped experts"
@@ -734,8 +734,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/hybrid.py layers/gates tools/gate_check.py "
-        "launch/routing_recorder.py",
+        "layers/router.py layers/layer.py layers/gates tools/gate_check.py launch/routing_recorder.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
@@ -886,7 +885,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
+        "layers/layer.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
         "tools/measuring",
         "a layer's specification is rewritten",
         "start-up fails",
@@ -894,14 +893,14 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
-        "layers/spec.py tools/measuring",
+        "layers/layer.py tools/measuring",
         "holds the specifications of all layers",
         "start-up fails",
         (fields("layer_specs", "layer_norm"),),
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/stack.py layers/spec.py launch/adjustments.py",
+        "layers/stack.py layers/layer.py launch/adjustments.py",
         "builds layers in order and calls each with what the one before it returned; its full recompute is "
         "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
@@ -931,7 +930,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",
-        "layers/spec.py",
+        "layers/layer.py",
         "the router in an MoE layer's specification is replaced",
         "start-up fails",
         (fields("mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm"),),

@@ -213,7 +213,7 @@ class TrainingSession:
         """The layer specification of a GPT model, with pipelined MoE layers and the user's router."""
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.spec import pipelined, with_gate
+        from megatron_ampipe.layers.layer import pipelined, with_gate
 
         self.num_models += 1
         found = spec if self.gate is None else with_gate(spec, self.gate)
@@ -233,7 +233,7 @@ class TrainingSession:
         if not self.changes_layers:
             return spec
         from megatron_ampipe.layers.hybrid import pipelined_stack
-        from megatron_ampipe.layers.spec import with_gate
+        from megatron_ampipe.layers.layer import with_gate
 
         self.num_models += 1
         if self.gate is not None:

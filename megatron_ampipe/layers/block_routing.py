@@ -112,32 +112,6 @@ class ChunkLosses:
         return [part.to(tensor.dtype) for part, tensor in zip(parts, self.tensors, strict=True)]
 
 
-class JoinedChunks:
-    """Tensors of the chunks of a block, by chunk, until all tokens are there.
-
-    Args:
-        num_tokens: Of the block.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-        self._parts: dict[int, tuple[Tensor, ...]] = {}
-
-    def add(self, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-        """Note the tensors of a chunk; the last chunk returns those of the block, each ``[T, ...]``.
-
-        Args:
-            chunk: The index of the chunk.
-            tensors: One row for each token of the chunk, in the order of the sequence.
-        """
-        self._parts[chunk] = tensors
-        if sum(len(part[0]) for part in self._parts.values()) < self._num_tokens:
-            return None
-        ordered = [self._parts[index] for index in sorted(self._parts)]
-        self._parts = {}
-        return tuple(torch.cat(parts) for parts in zip(*ordered, strict=True))
-
-
 @dataclass(slots=True)
 class BlockRouting:
     """Routing state that the chunks of one block share; one per forward pass.
@@ -150,8 +124,7 @@ class BlockRouting:
         losses: By chunk, what its losses are computed from.
         forced_bias: ``[E]``, added to the logits of all tokens (``--moe-router-force-biased``); None before
             it was drawn.
-        recorded: What a routing replay records.
-        hooked: What each forward hook of the router will be called with.
+        parts: What :meth:`join` keeps.
     """
 
     capacity: Capacity | None
@@ -160,11 +133,23 @@ class BlockRouting:
     prescribed: Tensor | None
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
     forced_bias: Tensor | None = None
-    recorded: JoinedChunks = field(init=False)
-    hooked: dict[Any, JoinedChunks] = field(default_factory=dict)
+    parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.recorded = JoinedChunks(self.num_tokens)
+    def join(self, what: object, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
+        """Keep tensors of a chunk, with one row for each token; the last one returns those of the block.
+
+        Args:
+            what: The same for all chunks.
+            chunk: The index of the chunk.
+            tensors: ``[T of the chunk, ...]`` each, to ``[T, ...]``.
+        """
+        parts = self.parts.setdefault(what, {})
+        parts[chunk] = tensors
+        if sum(len(first) for first, *_ in parts.values()) < self.num_tokens:
+            return None
+        ordered = [parts[index] for index in sorted(parts)]
+        del self.parts[what]
+        return tuple(torch.cat(of_chunks) for of_chunks in zip(*ordered, strict=True))
 
 
 class ChunkReplay:
@@ -196,7 +181,7 @@ class ChunkReplay:
         assert default_compute_topk is not None
         values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if getattr(self._whole.router_replay_action, "value", None) == "record":
-            recorded = block.recorded.add(self._chunk, indices)
+            recorded = block.join("replay", self._chunk, indices)
             if recorded is not None:
                 self._whole.record_indices(*recorded)
         return values, indices
@@ -225,10 +210,9 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
         block = options.get("block")
         if block is None:
             return hook(module, inputs, outputs)
-        # One hook may be registered on several routers, and several on one.
-        joined = block.hooked.setdefault(of_chunk, JoinedChunks(block.num_tokens))
         hidden, (probs, routing_map) = inputs[0].flatten(0, 1), outputs[:2]
-        whole = joined.add(options["chunk"], hidden.detach(), probs.detach(), routing_map)
+        # One hook may be registered on several routers, and several on one.
+        whole = block.join(of_chunk, options["chunk"], hidden.detach(), probs.detach(), routing_map)
         if whole is None:
             return None
         rows, *routed = whole

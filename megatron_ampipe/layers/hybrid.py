@@ -24,8 +24,12 @@ from torch import Tensor
 from megatron_ampipe.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer import assert_no_extra_arguments
-from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router
+from megatron_ampipe.layers.layer import (
+    ATTENTION,
+    assert_no_extra_arguments,
+    require_class,
+    with_chunk_router,
+)
 from megatron_ampipe.layers.stack import BlockStack, LayerRun
 
 

@@ -303,23 +303,22 @@ class ChunkSharding:
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
         ranks, rank, num_rows = group.size(), group.rank(), sum(lengths)
-        self._group = group
-        # By rank, which rows of the sequence it holds in chunks.
-        held: list[list[int]] = [[] for _ in range(ranks)]
-        for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-            for holder in range(ranks):
-                first = start * ranks + holder * length
-                held[holder] += range(first, first + length)
-        own = range(rank * num_rows, (rank + 1) * num_rows)
-        to = [[row - own.start for row in rows if row in own] for rows in held]
-        self._sent = [len(rows) for rows in to]
-        self._received = [
-            sum(source * num_rows <= row < (source + 1) * num_rows for row in held[rank])
-            for source in range(ranks)
+        starts = list(itertools.accumulate(lengths, initial=0))
+        # By rank, of each row that it holds in chunks, the rank and the row of the sequence layout.
+        held = [
+            [
+                divmod(start * ranks + holder * length + row, num_rows)
+                for start, length in zip(starts, lengths, strict=False)
+                for row in range(length)
+            ]
+            for holder in range(ranks)
         ]
+        to = [[row for owner, row in rows if owner == rank] for rows in held]
+        self._group, self._sent = group, [len(rows) for rows in to]
+        self._received = [sum(owner == source for owner, _ in held[rank]) for source in range(ranks)]
         # Rows arrive in the order of the sequence, which is that of the chunks.
-        order = torch.tensor([row for rows in to for row in rows])
-        self._order, self._inverse = order, torch.argsort(order)
+        self._order = torch.tensor([row for rows in to for row in rows])
+        self._inverse = torch.argsort(self._order)
 
     def by_chunk(self, hidden: Tensor) -> Tensor:
         """``[R, B, D]``, a part of the sequence, to ``[R, B, D]``, a part of every chunk. Differentiable."""

@@ -26,8 +26,8 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.gates.id_router import give_token_ids
+from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.layers.spec import pipelined, with_gate
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
