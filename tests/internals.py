@@ -261,7 +261,7 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/stack.py layers/block_modules.py layers/hybrid.py "
+        "layers/layer.py layers/block_stack.py layers/block_modules.py layers/hybrid.py "
         "layers/attention_stages.py layers/moe_stages.py "
         "launch/host/hybrid_layers.py",
         (
@@ -460,7 +460,7 @@ INTERNALS = [
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
         "layers/attention_stages.py layers/moe_stages.py layers/router.py layers/block_modules.py "
-        "layers/stack.py launch/grad_reduce.py launch/attach.py",
+        "layers/block_stack.py launch/grad_reduce.py launch/attach.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration; has the bucket groups that reduce gradients; its "
@@ -900,7 +900,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/stack.py layers/layer.py launch/adjustments.py",
+        "layers/block_stack.py layers/layer.py launch/adjustments.py",
         "builds layers in order and calls each with what the one before it returned; its full recompute is "
         "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
@@ -923,7 +923,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.all_to_all",
-        "layers/stack.py",
+        "layers/block_stack.py",
         "moves rows between tensor-parallel ranks before and after layers that share a schedule",
         "stacks fail under tensor parallelism",
         (takes("group", "input_", "output_split_sizes_", "input_split_sizes"),),

@@ -2,7 +2,7 @@
 
 Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
 and tensor-parallel ranks send one another as stages. One object per forward call, made by
-:mod:`.stack`. :mod:`.moe_stages` is the other half.
+:mod:`.block_stack`. :mod:`.moe_stages` is the other half.
 """
 
 from __future__ import annotations

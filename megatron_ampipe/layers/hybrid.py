@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_ampipe.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import (
     ATTENTION,
@@ -30,7 +31,6 @@ from megatron_ampipe.layers.layer import (
     require_class,
     with_chunk_router,
 )
-from megatron_ampipe.layers.stack import BlockStack, LayerRun
 
 
 class _PairedLayer(TransformerLayer):

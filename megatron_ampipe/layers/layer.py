@@ -25,10 +25,10 @@ from torch import Tensor
 from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_stack import LayerRun, RunBuilder
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.router import chunk_router_of
-from megatron_ampipe.layers.stack import LayerRun, RunBuilder
 from megatron_ampipe.schedule import stack_to_text
 
 ATTENTION = (SelfAttention, MLASelfAttention)

@@ -49,7 +49,7 @@ BACKWARDS: dict[StageKind, StageFunction] = {}
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One of the two halves of a block. Its stages have a state of their own.
+    """One of the two halves of a block, whose stages share a state.
 
     Attributes:
         number: Place of its state in ``BlockState.halves``.
