@@ -1,4 +1,4 @@
-"""Made-up stages that tests add to a block without touching the package: a row, a function and a cost each.
+"""Made-up kinds that tests add to a block without touching the package: a row, a function and a cost each.
 
 All of them return what they take, so that a block with them must still equal Megatron's layer.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ampipe.layers.stage_functions import MOE, Tensors
 from megatron_ampipe.plan.cost_table import CostFunction
 from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule import Direction, Lane, Layout, Scope, StageKind, Value, kinds
 
@@ -66,19 +66,21 @@ class _Delayed(torch.autograd.Function):
         return gradient.clone()
 
 
-def delay(chunk: int | None, tokens: Tensor) -> tuple[Tensor, ...]:
+@MOE.runs(DELAY)
+def delay(state: Any, chunk: int, tokens: Tensor) -> tuple[Tensor, ...]:
     """``[T, D]`` unchanged, some time later."""
     result: Tensor = _Delayed.apply(tokens)
     return (result,)
 
 
-def copy(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
+@MOE.runs(COPY)
+def copy(state: Any, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
     """``[T, D]`` of each chunk into new memory, filled when it is waited for."""
     ran[f"{direction} copy"] += 1
     return _copied(tensors)
 
 
-def _copied(tensors: Sequence[Sequence[Tensor]]) -> Transfer:
+def _copied(tensors: Tensors) -> Transfer:
     sources = [tensor for (tensor,) in tensors]
     outputs = [torch.full_like(tensor, torch.nan) for tensor in sources]
 
@@ -89,34 +91,31 @@ def _copied(tensors: Sequence[Sequence[Tensor]]) -> Transfer:
     return Transfer(tuple(outputs), unpack=fill)
 
 
-def audit(chunk: int | None, normed: Tensor) -> tuple[Tensor, ...]:
+@MOE.runs(AUDIT)
+def audit(state: Any, chunk: int | None, normed: Tensor) -> tuple[Tensor, ...]:
     """``[S, B, D]`` unchanged."""
     assert chunk is None
     ran["forward audit"] += 1
     return (normed.clone(),)
 
 
-def fork(chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction) -> Transfer:
+@MOE.runs(FORK, MOVE)
+def fork(state: Any, chunks: Sequence[int | None], tensors: Tensors, direction: Direction) -> Transfer:
     """``[rows, B, D]`` of each chunk into new memory."""
     return _copied(tensors)
 
 
-def meet(chunk: int | None, normed: Tensor, forked: Tensor) -> tuple[Tensor, ...]:
+@MOE.runs(MEET)
+def meet(state: Any, chunk: int, normed: Tensor, forked: Tensor) -> tuple[Tensor, ...]:
     """The mean of two equal tensors."""
     return (0.25 * normed + 0.75 * forked,)
 
 
-def watch(chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
+@MOE.runs(WATCH)
+def watch(state: Any, chunk: int, hidden: Tensor) -> tuple[Tensor, ...]:
     """Nothing of ``[rows, B, D]``."""
     return ()
 
-
-DELAYED = AddedStage(DELAY, compute=delay)
-COPIED = AddedStage(COPY, communicate=copy)
-AUDITED = AddedStage(AUDIT, compute=audit)
-FORKED_AND_MET = (AddedStage(FORK, communicate=fork), AddedStage(MEET, compute=meet))
-MOVED = AddedStage(MOVE, communicate=fork)
-WATCHED = AddedStage(WATCH, compute=watch)
 
 COSTS: dict[StageKind, CostFunction] = {
     DELAY: lambda model, work: Pair(1e6 * DELAY_S, 1e6 * DELAY_S),

@@ -9,9 +9,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from megatron_ampipe.layers.gates.expert_choice import ExpertChoiceRouter
 from megatron_ampipe.layers.gates.id_router import TokenIdRouter
-from megatron_ampipe.layers.gates.scored import ScoredRouter
+from megatron_ampipe.layers.gates.scored import ExpertChoiceRouter, ScoredRouter
 
 
 class ForwardRouter(TopKRouter):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.internals_seen import recorded, versions_with
@@ -200,10 +200,10 @@ def _rounds_capacity_up(get_capacity: Any) -> bool:
 
 
 def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
-    """Position dropping keeps the tokens that a CapacityCounter keeps over two chunks."""
+    """Position dropping keeps the tokens that a Capacity keeps over two chunks."""
     import torch
 
-    from megatron_ampipe.layers.capacity import CapacityCounter
+    from megatron_ampipe.layers.block_routing import Capacity
 
     scores = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).softmax(dim=1)
     routing_map = torch.zeros(64, 4, dtype=torch.bool).scatter(1, scores.topk(2, dim=1).indices, True)
@@ -211,7 +211,10 @@ def _drops_by_position_as_the_ledger_does(drop: Any) -> bool:
     _, expected = drop(
         probs, routing_map, router_topk=2, capacity_factor=0.5, drop_policy="position", pad_to_capacity=False
     )
-    ledger = CapacityCounter(16)
+    config = SimpleNamespace(
+        moe_token_drop_policy="position", moe_expert_capacity_factor=0.5, num_moe_experts=4
+    )
+    ledger = Capacity(config, topk=2, num_tokens=64)
     found = [ledger.keep(probs[part], routing_map[part]) for part in (slice(0, 20), slice(20, 64))]
     return torch.equal(expected, torch.cat(found))
 
@@ -258,8 +261,8 @@ INTERNALS = [
     # The block.
     Internal(
         "core.transformer.transformer_layer.TransformerLayer",
-        "layers/layer.py layers/pipelined_block.py layers/block_modules.py layers/hybrid.py layers/spec.py "
-        "layers/attention_stages.py layers/moe_stages.py layers/layer_hooks.py "
+        "layers/layer.py layers/block_stack.py layers/block_modules.py layers/hybrid.py "
+        "layers/attention_stages.py layers/moe_stages.py "
         "launch/host/hybrid_layers.py",
         (
             "subclassed; its modules are called stage by stage, as `_forward_attention` and "
@@ -312,7 +315,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.SelfAttention",
-        "layers/chunk_attention.py layers/block_modules.py layers/spec.py",
+        "layers/chunk_attention.py layers/block_modules.py layers/layer.py",
         "`get_query_key_value_tensors` is the `qkv` stage, and `linear_qkv` gathers in it; only this class "
         "is pipelined",
         "queries, keys or values are something else",
@@ -332,7 +335,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.multi_latent_attention.MLASelfAttention",
-        "layers/spec.py",
+        "layers/layer.py",
         "as `SelfAttention`, for latent attention",
         "queries, keys or values are something else",
         (
@@ -386,7 +389,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
-        "layers/chunk_attention.py layers/linear_weights.py",
+        "layers/chunk_attention.py layers/linear_layers.py",
         "gathers keys and values over context-parallel ranks, and rows of linear layers over tensor-parallel "
         "ones, gradients summed back",
         "context parallelism and `--ampipe-schedule lancet` lose gradients",
@@ -401,7 +404,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.ColumnParallelLinear",
-        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "layers/linear_layers.py layers/block_modules.py launch/host/hybrid_layers.py",
         "calls its method `_forward_impl` by keywords, which is replaced while weight gradients wait; leaves "
         "its all-gather to the caller while `explicit_expert_comm` is set; a module of the local layers of "
         "hybrid models",
@@ -419,7 +422,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.RowParallelLinear",
-        "layers/linear_weights.py layers/block_modules.py launch/host/hybrid_layers.py",
+        "layers/linear_layers.py layers/block_modules.py launch/host/hybrid_layers.py",
         "the same; and leaves its reduce-scatter, and its bias, to the caller while `explicit_expert_comm` "
         "is set",
         "the same; and rows of tensor-parallel attention are scattered twice, or their bias is added several "
@@ -432,7 +435,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.linear_with_frozen_weight",
-        "layers/linear_weights.py",
+        "layers/linear_layers.py",
         "computes the gradient of the input alone",
         "`--ampipe-schedule lancet` computes other gradients",
         (
@@ -449,7 +452,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication",
-        "runtime/segment.py layers/linear_weights.py",
+        "runtime/segment.py layers/linear_layers.py",
         "marks a weight whose gradient it has added to `main_grad`; that product is mirrored",
         "weight gradients counted twice or not at all under gradient accumulation fusion",
         (says("weight.grad_added_to_main_grad = True", method="backward"),),
@@ -457,7 +460,7 @@ INTERNALS = [
     Internal(
         "core.distributed.distributed_data_parallel.DistributedDataParallel",
         "layers/attention_stages.py layers/moe_stages.py layers/router.py layers/block_modules.py "
-        "layers/layer_hooks.py launch/grad_reduce.py launch/attach.py",
+        "layers/block_stack.py launch/grad_reduce.py launch/attach.py",
         (
             "waits for a module's own parameters in a forward pre-hook of every module; zeroes "
             "`main_grad` before every iteration; has the bucket groups that reduce gradients; its "
@@ -533,7 +536,7 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.layers",
-        "launch/host/megatron.py layers/linear_weights.py",
+        "launch/host/megatron.py layers/linear_layers.py",
         "given a CPU kernel for gradient accumulation fusion, and told that it exists; the kernel is called",
         "the benchmark cannot fuse on a CPU, and its chunks sum weight gradients",
         (
@@ -543,7 +546,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_layer.MoELayer",
-        "layers/spec.py layers/block_modules.py layers/hybrid.py layers/moe_stages.py",
+        "layers/layer.py layers/block_modules.py layers/hybrid.py layers/moe_stages.py",
         "router, experts and shared experts are taken from it; `forward` is mirrored",
         "stages miss a step of the MoE layer",
         (
@@ -566,7 +569,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.moe_module_specs.get_moe_module_spec_for_backend",
-        "compat.py layers/spec.py tools/measuring",
+        "compat.py layers/layer.py tools/measuring",
         (
             "an MoE layer is recognised as `partial(MoELayer, submodules=...)`, or a `ModuleSpec` of "
             "it (0.17); gives Transformer Engine's grouped experts"
@@ -731,8 +734,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router.TopKRouter",
-        "layers/router.py layers/spec.py layers/hybrid.py layers/gates layers/gate_check.py "
-        "layers/routing_recorder.py",
+        "layers/router.py layers/layer.py layers/gates tools/gate_check.py launch/routing_recorder.py",
         "subclassed; `forward` runs on a chunk, with its losses intercepted and without dropping",
         "routing, losses or expert bias differ from stock",
         (
@@ -786,7 +788,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.get_capacity",
-        "layers/router.py layers/capacity.py",
+        "layers/block_routing.py",
         "capacity of the whole block",
         "other tokens dropped",
         (begins_with("num_tokens", "num_experts", "capacity_factor"), behaves(_rounds_capacity_up)),
@@ -810,7 +812,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router_replay.RouterReplay",
-        "layers/routing_records.py",
+        "layers/block_routing.py",
         "mirrored for the tokens of a chunk",
         "a replay prescribes or records other experts",
         (
@@ -821,7 +823,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.router_trace.RouterTracer",
-        "layers/routing_records.py",
+        "layers/block_routing.py",
         "its hook is called once for all chunks of a block",
         "`--moe-routing-trace-path` writes nothing",
         (
@@ -831,7 +833,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.moe.moe_utils.apply_router_token_dropping",
-        "layers/capacity.py layers/gates launch/host/megatron.py launch/host/dropping.py",
+        "layers/block_routing.py layers/gates launch/host/megatron.py launch/host/dropping.py",
         (
             "what `CapacityCounter` reproduces; called for a capacity per chunk; its ties are broken by "
             "index on the host platform"
@@ -883,7 +885,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.spec_utils.ModuleSpec",
-        "layers/spec.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
+        "layers/layer.py layers/hybrid.py launch/recipes.py launch/host/hybrid_layers.py tools/benchmark "
         "tools/measuring",
         "a layer's specification is rewritten",
         "start-up fails",
@@ -891,14 +893,14 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlockSubmodules",
-        "layers/spec.py tools/measuring",
+        "layers/layer.py tools/measuring",
         "holds the specifications of all layers",
         "start-up fails",
         (fields("layer_specs", "layer_norm"),),
     ),
     Internal(
         "core.transformer.transformer_block.TransformerBlock",
-        "layers/layer_run.py layers/spec.py launch/adjustments.py",
+        "layers/block_stack.py layers/layer.py launch/adjustments.py",
         "builds layers in order and calls each with what the one before it returned; its full recompute is "
         "set aside where the schedules recompute",
         "layers that share a schedule get the wrong rows, or are recomputed twice",
@@ -921,14 +923,14 @@ INTERNALS = [
     ),
     Internal(
         "core.tensor_parallel.mappings.all_to_all",
-        "layers/chunk_sharding.py",
+        "layers/block_stack.py",
         "moves rows between tensor-parallel ranks before and after layers that share a schedule",
         "stacks fail under tensor parallelism",
         (takes("group", "input_", "output_split_sizes_", "input_split_sizes"),),
     ),
     Internal(
         "core.transformer.transformer_layer.TransformerLayerSubmodules",
-        "layers/spec.py",
+        "layers/layer.py",
         "the router in an MoE layer's specification is replaced",
         "start-up fails",
         (fields("mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm"),),
@@ -1008,7 +1010,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.gpt.GPTModel",
-        "launch/hooks.py launch/patched.py layers/token_ids.py",
+        "launch/hooks.py launch/patched.py layers/gates",
         "its constructor is wrapped, or patched: the layer specification passes through; its first argument "
         "is the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
@@ -1020,7 +1022,7 @@ INTERNALS = [
     ),
     Internal(
         "core.models.hybrid.hybrid_model.HybridModel",
-        "launch/hooks.py layers/token_ids.py",
+        "launch/hooks.py layers/gates",
         "its constructor is wrapped: the specification of its stack passes through; its first argument is "
         "the ids of the tokens, which are below its `vocab_size`",
         "layers stay stock; the launcher refuses the run; a router that reads ids is refused",
@@ -1268,19 +1270,19 @@ INTERNALS = [
     ),
     Internal(
         "core.parallel_state.get_expert_data_parallel_rank",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "which expert-parallel group is recorded",
         "a recorded iteration fails",
     ),
     Internal(
         "core.parallel_state.get_expert_model_parallel_world_size",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "between how many ranks the experts are divided",
         "a recorded iteration fails",
     ),
     Internal(
         "core.parallel_state.get_expert_tensor_and_model_parallel_group",
-        "layers/routing_recorder.py",
+        "launch/routing_recorder.py",
         "the ranks of which a micro-batch is recorded",
         "a recorded iteration fails",
     ),
@@ -1341,7 +1343,7 @@ INTERNALS = [
     ),
     Internal(
         "core.packed_seq_params.PackedSeqParams",
-        "launch/gpt.py launch/host/core_attention.py layers/document_reader.py layers/pipelined_block.py",
+        "launch/gpt.py launch/host/core_attention.py layers/document_reader.py layers/block_modules.py",
         "bounds of packed documents",
         "a training step fails",
         (
@@ -1705,13 +1707,13 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.transformer_config.TransformerConfig",
-        "tools/measuring layers/gate_check.py",
+        "tools/measuring tools/gate_check.py",
         "configuration of a benchmark's layers, and of the router that `ampipe gate` checks",
         "benchmarks and checks fail",
     ),
     Internal(
         "core.process_groups_config.ProcessGroupCollection",
-        "layers/gate_check.py",
+        "tools/gate_check.py",
         "groups of the router that `ampipe gate` checks",
         "checks fail",
     ),

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ampipe.layers import pipelined_block
+from megatron_ampipe.layers import block_stack
 from megatron_ampipe.runtime.compile import compiled as compile_tapes
 from megatron_ampipe.runtime.steps import NOTHING, ZERO, Step
 from megatron_ampipe.runtime.stream_order import StreamPlan
@@ -102,7 +102,7 @@ def _touched(step: Step) -> set[int]:
 
 def check_all() -> None:
     """From here on, check every tape that blocks of this process compile."""
-    compiled = pipelined_block.compiled
+    compiled = block_stack.compiled
     if compiled is not compile_tapes:
         return
 
@@ -111,4 +111,4 @@ def check_all() -> None:
         check(tapes, threads=threads)
         return tapes
 
-    pipelined_block.compiled = checking
+    block_stack.compiled = checking

@@ -12,10 +12,10 @@ from megatron_ampipe.spelling import did_you_mean
 ROUTER_FLAG, WIRE_FLAG, BUDGET_FLAG = "--ampipe-router", "--ampipe-wire", "--ampipe-memory-budget"
 
 SHIPPED_GATES = {
-    "noisy-topk": "megatron_ampipe.layers.gates.noisy:NoisyTopKRouter",
-    "cosine": "megatron_ampipe.layers.gates.cosine:CosineRouter",
-    "sigmoid": "megatron_ampipe.layers.gates.sigmoid:SigmoidRouter",
-    "expert-choice": "megatron_ampipe.layers.gates.expert_choice:ExpertChoiceRouter",
+    "noisy-topk": "megatron_ampipe.layers.gates.scored:NoisyTopKRouter",
+    "cosine": "megatron_ampipe.layers.gates.scored:CosineRouter",
+    "sigmoid": "megatron_ampipe.layers.gates.scored:SigmoidRouter",
+    "expert-choice": "megatron_ampipe.layers.gates.scored:ExpertChoiceRouter",
     "hash": "megatron_ampipe.layers.gates.hashed:HashRouter",
 }
 """Routers of AMPipe by the name under which a user asks for them. Their papers are in docs/gates.md."""

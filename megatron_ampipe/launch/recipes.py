@@ -105,7 +105,7 @@ def gpt_layers(model: Any, vp_stage: int | None = None, *, stock: Any, settings:
         stock: The specification or function that was there before; None for Megatron's own choice.
         settings: Of :func:`switch_on`.
     """
-    from megatron_ampipe.layers.spec import pipelined
+    from megatron_ampipe.layers.layer import pipelined
 
     if stock is None:
         from megatron.training.models.gpt import default_layer_spec

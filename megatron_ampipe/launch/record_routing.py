@@ -21,8 +21,8 @@ from megatron_ampipe import outputs
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput, RunFailed
 from megatron_ampipe.launch.auto import print_on_first_rank
+from megatron_ampipe.launch.routing_recorder import RecordedSizes, RoutingRecorder
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.routing_recorder import RecordedSizes, RoutingRecorder
 from megatron_ampipe.plan.recorded_routing import THRESHOLDS, files_of, read_record
 
 FLAG, INTERVAL_FLAG = "--ampipe-routing-dir", "--ampipe-routing-interval"

@@ -213,7 +213,7 @@ class TrainingSession:
         """The layer specification of a GPT model, with pipelined MoE layers and the user's router."""
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.spec import pipelined, with_gate
+        from megatron_ampipe.layers.layer import pipelined, with_gate
 
         self.num_models += 1
         found = spec if self.gate is None else with_gate(spec, self.gate)
@@ -232,11 +232,12 @@ class TrainingSession:
         """The stack of a hybrid model, with pipelined attention-MoE pairs and the user's router."""
         if not self.changes_layers:
             return spec
-        from megatron_ampipe.layers.hybrid import pipelined_stack, stack_with_gate
+        from megatron_ampipe.layers.hybrid import pipelined_stack
+        from megatron_ampipe.layers.layer import with_gate
 
         self.num_models += 1
         if self.gate is not None:
-            spec = stack_with_gate(spec, self.gate)
+            spec = with_gate(spec, self.gate)
         return spec if self.context is None else pipelined_stack(spec, self.context)
 
     @property

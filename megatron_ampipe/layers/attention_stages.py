@@ -2,31 +2,49 @@
 
 Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
 and tensor-parallel ranks send one another as stages. One object per forward call, made by
-:mod:`.pipelined_block`; :mod:`.megatron_stages` calls its methods by :data:`COMPUTE` and :data:`COMMUNICATE`.
-:mod:`.moe_stages` is the other half.
+:mod:`.block_stack`. :mod:`.moe_stages` is the other half.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
 
 from megatron_ampipe.exchange.row_scatter import RowTransfers
 from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
-from megatron_ampipe.layers.linear_weights import transfers_apart
+from megatron_ampipe.layers.linear_layers import transfers_apart
+from megatron_ampipe.layers.stage_functions import ATTENTION
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.ring_attention import RingAttention
-from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
+from megatron_ampipe.schedule import Chunk, Direction, kinds
 from megatron_ampipe.schedule.documents import Documents
 
 # S sequence rows, B batch, D hidden size, H heads, G key/value heads, C head size of keys, V of values.
+
+
+def _read_by_qkv(block: BlockModules) -> list[Module]:
+    others = ("core_attention", "linear_proj")
+    layer = block.attention_layer
+    projection = [module for name, module in layer.self_attention.named_children() if name not in others]
+    return [layer.input_layernorm, *projection]
+
+
+def _read_by_attention(block: BlockModules) -> list[Module]:
+    attention = block.attention_layer.self_attention
+    norm = [] if block.scatters_rows else [block.moe_layer.pre_mlp_layernorm]
+    return [attention.core_attention, attention.linear_proj, *norm]
+
+
+def _read_by_add_norm(block: BlockModules) -> list[Module | Parameter | None]:
+    # The bias is added after the sum, and so once.
+    return [block.moe_layer.pre_mlp_layernorm, block.attention_layer.self_attention.linear_proj.bias]
 
 
 class AttentionStages:
@@ -61,7 +79,7 @@ class AttentionStages:
         self._ring = self._new_ring()
 
     def again(self) -> AttentionStages:
-        """See ``MegatronState.again``."""
+        """See ``BlockPass.again``."""
         found = copy.copy(self)
         found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
         found._ring = self._new_ring()
@@ -70,10 +88,12 @@ class AttentionStages:
     def _new_ring(self) -> RingAttention | None:
         return None if self._ring_ranks is None else self._attend.ring(self._ring_ranks)
 
+    @ATTENTION.runs(kinds.INPUT_NORM, reads=lambda block: [block.attention_layer.input_layernorm])
     def input_norm(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to the same shape."""
         return (self._modules.attention_layer.input_layernorm(hidden),)
 
+    @ATTENTION.runs(kinds.GATHER_ROWS)
     def gather_rows(
         self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
@@ -83,6 +103,7 @@ class AttentionStages:
             return rows.gather(chunks, tensors, num_rows)
         return rows.exchange(tensors, num_rows, scatter=True)
 
+    @ATTENTION.runs(kinds.REGATHER_ROWS)
     def regather_rows(
         self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
@@ -96,6 +117,7 @@ class AttentionStages:
             sum(span.length for span in self._rows_of(chunk).hidden) for chunk in chunks
         ]
 
+    @ATTENTION.runs(kinds.QKV, reads=_read_by_qkv, recompute=("mla_up_proj",))
     def qkv(self, chunk: int | None, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to queries, keys and values, each ``[rows, B, heads, head size]``.
 
@@ -127,6 +149,7 @@ class AttentionStages:
             gathered=self._ring is None,
         )
 
+    @ATTENTION.runs(kinds.ATTEND)
     def attend(
         self, step: int, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *context: Tensor
     ) -> tuple[Tensor, ...]:
@@ -137,6 +160,7 @@ class AttentionStages:
         query, _ = split_gate(query, self._modules.attention_layer.self_attention)
         return (self._ring.begin(chunk, query, key, value, spans=self._rows_of(chunk).queries),)
 
+    @ATTENTION.differentiates(kinds.ATTEND)
     def attend_backward(
         self,
         step: int,
@@ -153,6 +177,7 @@ class AttentionStages:
             return None, None, None, gradient
         return pad_gate(of_query, self._modules.attention_layer.self_attention), None, None
 
+    @ATTENTION.runs(kinds.RING)
     def ring(
         self, chunks: Sequence[None], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
@@ -160,6 +185,7 @@ class AttentionStages:
         assert self._ring_ranks is not None
         return pass_on(tensors[0], group=self._ring_ranks, back=direction is Direction.BACKWARD)
 
+    @ATTENTION.runs(kinds.RERING)
     def rering(
         self, chunks: Sequence[None], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
@@ -167,6 +193,7 @@ class AttentionStages:
         assert self._ring_ranks is not None
         return pass_on(tensors[0], group=self._ring_ranks, back=True)
 
+    @ATTENTION.runs(kinds.ATTENTION, reads=_read_by_attention)
     def attention(
         self, chunk: int | None, query: Tensor, *rest: Tensor, sums: KeyValueSums | None = None
     ) -> tuple[Tensor, ...]:
@@ -199,6 +226,7 @@ class AttentionStages:
                 return (projection(context)[0],)
         return self._add_norm(projection(context), hidden)
 
+    @ATTENTION.runs(kinds.SCATTER_ROWS)
     def scatter_rows(
         self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], direction: Direction
     ) -> Transfer:
@@ -206,6 +234,7 @@ class AttentionStages:
         rows, num_rows = self._rows_exchanged(chunks)
         return rows.exchange(tensors, num_rows, scatter=direction is Direction.FORWARD)
 
+    @ATTENTION.runs(kinds.ADD_NORM, reads=_read_by_add_norm)
     def add_norm(self, chunk: int | None, projected: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` and the residual stream to ``(residual, normed)``, both ``[rows, B, D]``."""
         # The bias is a parameter of a module that the same chunk has called before.
@@ -219,21 +248,3 @@ class AttentionStages:
 
     def _rows_of(self, chunk: int | None) -> Chunk:
         return self._whole if chunk is None else self._chunks[chunk]
-
-
-COMPUTE: Mapping[StageKind, Function] = {
-    kinds.INPUT_NORM: AttentionStages.input_norm,
-    kinds.QKV: AttentionStages.qkv,
-    kinds.ATTEND: AttentionStages.attend,
-    kinds.ATTENTION: AttentionStages.attention,
-    kinds.ADD_NORM: AttentionStages.add_norm,
-}
-"""By kind, with an :class:`AttentionStages` as first argument."""
-COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
-    kinds.RING: AttentionStages.ring,
-    kinds.RERING: AttentionStages.rering,
-    kinds.GATHER_ROWS: AttentionStages.gather_rows,
-    kinds.REGATHER_ROWS: AttentionStages.regather_rows,
-    kinds.SCATTER_ROWS: AttentionStages.scatter_rows,
-}
-"""Of the kinds that are started and waited for, likewise."""

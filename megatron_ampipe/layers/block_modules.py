@@ -1,15 +1,20 @@
-"""The Megatron modules of one block: which stage uses which parameters, and what is set on them.
+"""One block: an attention layer and an MoE layer of Megatron, and what does not change from pass to pass.
 
-Used by :mod:`.pipelined_block`, which decides how they are run, and by :mod:`.attention_stages` and
-:mod:`.moe_stages`, which call them.
+In a GPT both are one ``TransformerLayer``; in a hybrid model they are two. No module: it owns no parameter,
+so checkpoints look as if it were not there.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -20,59 +25,94 @@ from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
-from megatron_ampipe.layers.expert_products import ExpertProducts
-from megatron_ampipe.layers.linear_weights import Linear, linears_of
-from megatron_ampipe.layers.routing_records import sees_whole_blocks
-from megatron_ampipe.layers.token_ids import TokenIds
-from megatron_ampipe.runtime.added_stage import AddedStage
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, kernel_of, reads_mask
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
+from megatron_ampipe.layers.stage_functions import BACKWARDS, FUNCTIONS, StageFunction
+from megatron_ampipe.runtime.collectives import lane_group
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.segment import BlockParameters
-from megatron_ampipe.schedule import Exchange, StageKind, kinds
-from megatron_ampipe.schedule.features import has_latent_experts
-
-_RECOMPUTED = {
-    "moe": {kinds.EXPERT, kinds.SHARED},
-    "shared_experts": {kinds.SHARED},
-    "mla_up_proj": {kinds.QKV},
-    "mlp": {kinds.MLP},
-}
-"""Stages that run again in the backward pass, by Megatron's ``--recompute-modules``.
-
-Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
-"""
+from megatron_ampipe.runtime.steps import Function
+from megatron_ampipe.runtime.weight_products import WeightProducts
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Exchange,
+    Pipeline,
+    StageKind,
+    data_flow,
+    kinds,
+    useful_exchanges,
+    with_exchange,
+    with_memory,
+)
+from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.features import features_of_settings, has_latent_experts
 
 
 class BlockModules:
-    """An attention layer and an MoE layer of Megatron; in a GPT both are one layer.
+    """The modules of a block, and the functions of its stages (``runtime.block_layout.BlockFunctions``).
 
     Args:
         attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow; a dense layer has an MLP in its place.
-        capacity_per_chunk: Whether the capacity of experts is that of a chunk (``--ampipe-capacity-scope``).
-        chooses: Whether the router chooses for all chunks at once.
-        ranks_per_node: As in ``AMPipeConfig``.
-        added: Stages beyond those of the table.
+        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an
+            MLP in place of experts, can share the schedule of other blocks.
+        context: Shared settings and machinery.
+        recomputed: In training, keep only what the block is given, and run it again in the backward pass.
     """
 
     def __init__(
         self,
         attention_layer: TransformerLayer,
         moe_layer: TransformerLayer,
+        context: AMPipeContext,
         *,
-        capacity_per_chunk: bool,
-        chooses: bool = False,
-        ranks_per_node: int | None = None,
-        added: Sequence[AddedStage] = (),
+        recomputed: bool = False,
     ) -> None:
         self.attention_layer, self.moe_layer, self.moe = attention_layer, moe_layer, moe_layer.mlp
+        self.config, self.context, self._is_recomputed = moe_layer.config, context, recomputed
         self.dense = not moe_layer.is_moe_layer
-        self.is_latent = not self.dense and has_latent_experts(moe_layer.config)
-        self.config, self.capacity_per_chunk, self._added = moe_layer.config, capacity_per_chunk, added
-        self.chooses = chooses and not self.dense
-        self._ranks_per_node = ranks_per_node
-        self.recomputed_stages = self._take_over_recompute()
-        # The exchange can change between two iterations.
+        self.is_latent = not self.dense and has_latent_experts(self.config)
+        self.recomputed = self._take_over_recompute()
+        # Pipeline and mode can change between two passes.
         self.dispatcher = cache(self._make_dispatcher)
         """The dispatcher of a chunk, by :class:`~megatron_ampipe.schedule.Exchange`, to be copied."""
+        self.attend = cache(self._make_attention)
+        """Core attention of a chunk: on a GPU or not, of documents or not."""
+        self._features = cache(self._make_features)
+        self._make_groups()
+
+    def _take_over_recompute(self) -> frozenset[StageKind]:
+        """Kinds of stages that run again as a whole, in place of what Megatron would recompute selectively.
+
+        Core attention is recomputed by :class:`~.chunk_attention.ChunkAttention`.
+        """
+        if self.config.recompute_granularity != "selective":
+            return frozenset()
+        names = {*self.config.recompute_modules}
+        if "mla_up_proj" in names:
+            self.attention_layer.self_attention.recompute_up_proj = False
+        return frozenset(kind for kind, function in FUNCTIONS.items() if names & {*function.recompute})
+
+    def _make_groups(self) -> None:
+        """Make the process groups beyond Megatron's, before the first batch and on all ranks in one order."""
+        if self.scatters_rows:
+            self.row_group = lane_group(self.attention_layer.pg_collection.tp, "rows of attention")
+        if self.dense:
+            return
+        exchanges, config = {self.context.pipeline.exchange}, self.config
+        if self.context.config.chooses_exchange:
+            exchanges.update(
+                useful_exchanges(
+                    experts=config.num_moe_experts,
+                    expert=config.expert_model_parallel_size,
+                    expert_tensor=config.expert_tensor_parallel_size,
+                    topk=config.moe_router_topk,
+                    dispatcher=config.moe_token_dispatcher_type,
+                    ranks_per_node=self.context.config.ranks_per_node,
+                )
+            )
+        for exchange in sorted(exchanges):
+            self.dispatcher(exchange)
 
     def _make_dispatcher(self, exchange: Exchange) -> AllToAllChunk | AllGatherChunk | FlexChunk:
         groups, name = self.moe_layer.pg_collection, self.config.moe_token_dispatcher_type
@@ -80,34 +120,22 @@ class BlockModules:
         if name != "alltoall":
             kind = FlexChunk if name == "flex" else AllGatherChunk
             return kind(*local, config=self.config, pg_collection=groups)
+        ranks_per_node = self.context.config.ranks_per_node
         return AllToAllChunk(
             *local,
             config=self.config,
             pg_collection=groups,
             once=not exchange.sends_every_copy,
-            nodes=node_groups(groups.ep, self._ranks_per_node) if exchange.has_two_hops else None,
+            nodes=node_groups(groups.ep, ranks_per_node) if exchange.has_two_hops else None,
             has_fixed_choices=self.moe.router.has_stock_routing,
         )
 
-    def add_residual(
-        self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor
-    ) -> Tensor:
-        """Megatron's bias, dropout and residual addition (``self_attn_bda`` or ``mlp_bda``)."""
-        if self.config.fp32_residual_connection:
-            residual = residual.float()
-        apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
-        result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
-        return result
+    def _make_attention(self, on_gpu: bool, documents: bool) -> ChunkAttention:
+        attention = self.attention_layer.self_attention
+        kernel = self.context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
+        return ChunkAttention(attention, kernel=kernel)
 
-    @property
-    def id_source(self) -> TokenIds | None:
-        """Where the router reads the ids of tokens; None if it does not."""
-        return getattr(self.moe.router, "id_source", None) if not self.dense else None
-
-    @property
-    def has_router_hook(self) -> bool:
-        """Whether something reads the routing of whole sequences, such as ``--moe-routing-trace-path``."""
-        return not self.dense and sees_whole_blocks(self.moe.router)
+    # What the block contains.
 
     @cached_property
     def scatters_rows(self) -> bool:
@@ -124,7 +152,7 @@ class BlockModules:
         )
 
     @cached_property
-    def gathers_rows(self) -> bool:
+    def _gathers_rows(self) -> bool:
         """Whether they can also gather what attention is given: one such layer projects queries and keys."""
         attention = self.attention_layer.self_attention
         return (
@@ -133,86 +161,121 @@ class BlockModules:
             and type(attention.linear_qkv) is ColumnParallelLinear
         )
 
-    @cached_property
-    def _stage_modules(self) -> Mapping[StageKind, Sequence[Module]]:
-        """The modules with parameters that each kind of stage calls."""
-        attention, moe = self.attention_layer.self_attention, self.moe
-        projection = [
-            module
-            for name, module in attention.named_children()
-            if name not in ("core_attention", "linear_proj")
-        ]
-        used: dict[StageKind, list[Module | None]] = {
-            kinds.QKV: [self.attention_layer.input_layernorm, *projection],
-            kinds.ATTENTION: [
-                attention.core_attention,
-                attention.linear_proj,
-                self.moe_layer.pre_mlp_layernorm,
-            ],
-        }
-        if self.scatters_rows:
-            used[kinds.ADD_NORM] = [used[kinds.ATTENTION].pop()]
-        if self.gathers_rows:
-            # Of the stage ``qkv`` where a block has no such stage.
-            used[kinds.INPUT_NORM] = [self.attention_layer.input_layernorm]
-        if self.dense:
-            used[kinds.MLP] = [moe]
-        else:
-            used |= {
-                kinds.CHOOSE if self.chooses else kinds.ROUTE: [moe.router],
-                kinds.SHARED: [moe.shared_experts],
-                kinds.EXPERT: [moe.experts],
-            }
-            if self.is_latent:
-                used[kinds.ROUTE] = [*used.get(kinds.ROUTE, ()), moe.fc1_latent_proj]
-                used[kinds.MERGE] = [moe.fc2_latent_proj]
-        return {kind: [module for module in modules if module is not None] for kind, modules in used.items()}
+    def features(self, *, shares_schedule: bool) -> BlockFeatures:
+        """What the block contains in the current pass."""
+        context, training = self.context, self.moe_layer.training
+        return self._features(
+            context.pipeline, context.reductions, training, torch.is_grad_enabled(), shares_schedule
+        )
+
+    def _make_features(
+        self,
+        pipeline: Pipeline,
+        reductions: Reductions | None,
+        training: bool,
+        with_graph: bool,
+        shares_schedule: bool,
+    ) -> BlockFeatures:
+        trains = training and with_graph
+        # As in the stock router: the pass of a recompute that keeps no graph adds and logs no loss.
+        features = self._features_of_settings(with_losses=trains, shares_schedule=shares_schedule)
+        features = replace(
+            features,
+            recomputed=self._is_recomputed and trains,
+            added=self.context.added,
+            gathers_rows=features.gathers_rows and self._gathers_rows,
+        )
+        features = with_exchange(features, pipeline.exchange)
+        if not with_graph:
+            return features
+        if reductions is not None:
+            of_experts = features.experts and reductions.of_experts
+            features = replace(features, reduces=True, reduces_experts=of_experts)
+        return with_memory(features, pipeline.memory)
+
+    def _features_of_settings(self, *, with_losses: bool, shares_schedule: bool) -> BlockFeatures:
+        return features_of_settings(
+            self.config,
+            self.context.config,
+            with_losses=with_losses,
+            dense=self.dense,
+            shares_schedule=shares_schedule,
+            local=self.scatters_rows,
+        )
 
     @cached_property
-    def linears(self) -> Mapping[StageKind, Sequence[Linear]]:
-        """The linear layers of each kind of stage whose weight gradients can be separate stages."""
-        return {kind: linears_of(modules) for kind, modules in self._stage_modules.items()}
+    def _kinds(self) -> frozenset[StageKind]:
+        """The kinds of stages that the block can have, alone or where it shares a schedule."""
+        flows = [
+            data_flow(self._features_of_settings(with_losses=True, shares_schedule=shares_schedule))
+            for shares_schedule in (False, True)
+        ]
+        return frozenset(kind.row for flow in flows for kind in flow.kinds) | {*self.context.added}
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether the router chooses for all chunks at once."""
+        return kinds.CHOOSE in self._kinds
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the current pass will run again in its backward pass."""
+        return self._is_recomputed and self.moe_layer.training and torch.is_grad_enabled()
+
+    @property
+    def draws(self) -> bool:
+        """Whether stages may draw random numbers."""
+        config = self.config
+        return bool(
+            config.attention_dropout
+            or config.hidden_dropout
+            or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing
+            or getattr(config, "moe_router_force_biased", None)
+            or self.context.gate
+            or self.context.added
+        )
+
+    @cached_property
+    def _reads_mask(self) -> bool:
+        return reads_mask(self.attention_layer.self_attention)
+
+    # The functions of its stages and their parameters.
+
+    def run(self, kind: StageKind) -> tuple[int, Function]:
+        """See ``BlockFunctions``."""
+        return _bound(FUNCTIONS[kind.row], kind)
+
+    def differentiate(self, kind: StageKind) -> tuple[int, Function]:
+        """See ``BlockFunctions``."""
+        return _bound(BACKWARDS[kind.row], kind)
+
+    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+        """See ``BlockFunctions``."""
+        return weights_apart(self._linears[kind], products)
+
+    @cached_property
+    def _read(self) -> Mapping[StageKind, Sequence[Module | Parameter]]:
+        """The modules and parameters that each kind of stage of the block reads."""
+        in_order = sorted(FUNCTIONS.items(), key=lambda item: item[1].half)
+        return {
+            kind: [part for part in function.reads(self) if part is not None]
+            for kind, function in in_order
+            if kind in self._kinds
+        }
 
     @cached_property
     def stage_parameters(self) -> Mapping[StageKind, Sequence[Parameter]]:
-        """The trainable parameters of each kind of stage that has any."""
-        found = {
+        """See ``BlockFunctions``."""
+        return {
             kind: tuple(
                 parameter
-                for module in modules
-                for parameter in module.parameters()
+                for part in parts
+                for parameter in ((part,) if isinstance(part, Parameter) else part.parameters())
                 if parameter.requires_grad
             )
-            for kind, modules in self._stage_modules.items()
+            for kind, parts in self._read.items()
         }
-        if self.scatters_rows:
-            bias = self.attention_layer.self_attention.linear_proj.bias
-            if bias is not None and bias.requires_grad:
-                # Added after the sum, and so once.
-                found[kinds.ADD_NORM] += (bias,)
-        return found | {stage.kind: tuple(stage.parameters) for stage in self._added}
-
-    def require_linears(self, weights: Iterable[StageKind]) -> None:
-        """Check that gradients of weights can be separate stages.
-
-        Raises:
-            BadInput: a stage of these kinds would have nothing to compute.
-        """
-        for kind in weights:
-            of = kind.weights_of
-            if of in self._stage_modules and self._stage_modules[of] and not self.linears[of]:
-                raise BadInput(
-                    "--ampipe-schedule",
-                    f"with {kind}",
-                    rule=f"the linear layers of the stage {of} are not Megatron's local ones, which alone "
-                    "can compute gradients of weights apart",
-                    remedy="Use --transformer-impl local, or --ampipe-schedule ampipe.",
-                )
-
-    @cached_property
-    def expert_products(self) -> ExpertProducts:
-        """The products of the local experts."""
-        return ExpertProducts.of(self.moe.experts)
 
     @cached_property
     def parameters(self) -> BlockParameters:
@@ -224,14 +287,71 @@ class BlockModules:
         missing = [
             name
             for layer in (self.attention_layer, self.moe_layer)
-            for name, p in layer.named_parameters()
-            if p.requires_grad and p not in used
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad and parameter not in used
         ]
         assert not missing, f"no stage of the block uses {missing}: their gradients would be lost"
         return BlockParameters(
             tuple(parameter for parameter, is_early in used.items() if is_early),
             tuple(parameter for parameter, is_early in used.items() if not is_early),
         )
+
+    @property
+    def all_parameters(self) -> Sequence[Parameter]:
+        """See ``BlockFunctions``."""
+        return self.parameters.all
+
+    @cached_property
+    def _linears(self) -> Mapping[StageKind, Sequence[Linear]]:
+        """The linear layers of each kind of stage whose weight gradients can be separate stages."""
+        return {kind: linears_of(parts) for kind, parts in self._read.items()}
+
+    def require_linears(self, weights: Iterable[StageKind]) -> None:
+        """Check that gradients of weights can be separate stages.
+
+        Raises:
+            BadInput: a stage of these kinds would have nothing to compute.
+        """
+        for kind in weights:
+            of = kind.weights_of
+            if of is not None and self._read.get(of) and not self._linears[of]:
+                raise BadInput(
+                    "--ampipe-schedule",
+                    f"with {kind}",
+                    rule=f"the linear layers of the stage {of} are not Megatron's local ones, which alone "
+                    "can compute gradients of weights apart",
+                    remedy="Use --transformer-impl local, or --ampipe-schedule ampipe.",
+                )
+
+    @cached_property
+    def expert_products(self) -> Products:
+        """The products of the local experts."""
+        return expert_products(self.moe.experts)
+
+    # In a pass.
+
+    def documents(
+        self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
+    ) -> Documents | None:
+        """The documents of a micro-batch, from what Megatron passes to the layer with ``hidden``."""
+        layer = self.attention_layer
+        ranks = layer.pg_collection.tp.size() if layer.config.sequence_parallel else 1
+        return self.context.documents.read(packing, mask, num_rows=hidden.shape[0] * ranks, ranks=ranks)
+
+    def separate(self, documents: Documents | None) -> Documents | None:
+        """The documents, if rows of the block attend to their own one only."""
+        ignored = documents is not None and documents.masked and not self._reads_mask
+        return None if ignored else documents
+
+    def add_residual(
+        self, add: Callable[..., Any], output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor
+    ) -> Tensor:
+        """Megatron's bias, dropout and residual addition (``self_attn_bda`` or ``mlp_bda``)."""
+        if self.config.fp32_residual_connection:
+            residual = residual.float()
+        apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
+        result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
+        return result
 
     def add_first_weight_gradients(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.
@@ -250,11 +370,15 @@ class BlockModules:
         modules = (module for layer in (self.attention_layer, self.moe_layer) for module in layer.modules())
         return tuple({module: None for module in modules if hasattr(module, "is_first_microbatch")})
 
-    def _take_over_recompute(self) -> frozenset[StageKind]:
-        """Whole stages in place of what Megatron would recompute selectively."""
-        if self.config.recompute_granularity != "selective":
-            return frozenset()
-        modules = self.config.recompute_modules
-        if "mla_up_proj" in modules:
-            self.attention_layer.self_attention.recompute_up_proj = False
-        return frozenset().union(*(_RECOMPUTED.get(name, set()) for name in modules))
+
+def _bound(function: StageFunction, kind: StageKind) -> tuple[int, Function]:
+    """The half of a function, and the function; what computes all steps of a kind as that of one step."""
+    if kind.step_of is None or not kind.lane.computes:
+        return function.half, function.run
+    of_steps, step = function.run, kind.step
+
+    @functools.wraps(of_steps)
+    def run(state: Any, *args: Any) -> Any:
+        return of_steps(state, step, *args)
+
+    return function.half, run

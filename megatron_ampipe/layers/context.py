@@ -8,12 +8,11 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import KEEP, Pipeline
+from megatron_ampipe.schedule import KEEP, Pipeline, StageKind
 
 
 @dataclass(slots=True)
@@ -25,7 +24,7 @@ class AMPipeContext:
         recorder: Called around every stage.
         executor: Runs the stages; if None, chosen by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
-        added: Stages beyond those of the table, in every block that is built from then on.
+        added: Kinds beyond those of the table, in every block that is built from then on.
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
         documents: Reads where the documents of a micro-batch begin.
@@ -44,7 +43,7 @@ class AMPipeContext:
     recorder: Recorder = field(default_factory=Recorder)
     executor: Executor | None = None
     kernel: str | None = None
-    added: tuple[AddedStage, ...] = ()
+    added: tuple[StageKind, ...] = ()
     recompute: FullRecompute | None = None
     documents: DocumentReader = field(default_factory=DocumentReader)
     reductions: Reductions | None = None

@@ -4,65 +4,45 @@
 order. Here the attention layer of such a pair runs both layers, and the second layer returns its input. Pairs
 that follow each other directly can share a schedule, pairs of an attention layer and an MLP among them. All
 other layers, such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the
-stock stack. Called by ``launch``.
+stock stack.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
 from megatron_ampipe.hybrid_pattern import runs_of_pairs
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer import assert_no_extra_arguments
-from megatron_ampipe.layers.layer_run import LayerRun
-from megatron_ampipe.layers.pipelined_block import BlockStack, PipelinedBlock
-from megatron_ampipe.layers.spec import ATTENTION, require_class, with_chunk_router, with_gate
+from megatron_ampipe.layers.layer import (
+    ATTENTION,
+    assert_no_extra_arguments,
+    require_class,
+    with_chunk_router,
+)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PairInRun:
-    """Where a pair of layers is among those that can share a schedule.
+class _PairedLayer(TransformerLayer):
+    """A layer of a hybrid stack; one of a pair if ``block`` is set."""
 
-    Attributes:
-        run: Pairs that follow each other directly.
-        place: Of this pair, from 0.
-        block: Both layers.
-    """
-
-    run: LayerRun
-    place: int
-    block: PipelinedBlock
-
-    @property
-    def stack(self) -> BlockStack | None:
-        """The stack that begins with this pair; None if an earlier pair runs it."""
-        return self.run.stack_from(self.place)
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether both layers run as Megatron's: a pair without experts on its own has nothing to hide."""
-        stack = self.stack
-        return stack is not None and stack.is_dense
-
-
-class HybridAttentionLayer(TransformerLayer):
-    """An attention layer of a hybrid stack; the first layer of a pair if ``pair`` is set."""
-
-    pair: PairInRun | None = None
+    block: BlockModules | None = None
+    """Both layers of the pair."""
+    stack: Callable[[], BlockStack | None]
+    """Gives the stack that begins with the pair; None where an earlier pair runs it."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``TransformerLayer.forward``; in a pair, the output of all layers of the stack.
+        """As the stock layer's ``forward``; in a pair, the first layer's output is that of all of the stack.
 
         Args:
             hidden_states: ``[S, B, D]``.
@@ -70,39 +50,40 @@ class HybridAttentionLayer(TransformerLayer):
             kwargs: Likewise; in a pair, ``attention_mask`` is read for documents only.
 
         Returns:
-            ``[S, B, D]`` and None. Unchanged if an earlier pair runs this one.
+            ``[S, B, D]`` and None. Unchanged if an earlier layer runs this one.
         """
-        if self.pair is None or self.pair.is_stock or kwargs.get("inference_context") is not None:
-            output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
-            return output
+        if self.block is not None and kwargs.get("inference_context") is None:
+            stack = self.stack()
+            # A pair without experts on its own has nothing to hide.
+            if stack is None or not stack.is_dense:
+                return self._pipelined(stack, hidden_states, kwargs), None
+        output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
+        return output
+
+    def _pipelined(self, stack: BlockStack | None, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The second layer returns what it is given, as the first one ran it."""
+        return hidden
+
+
+class HybridAttentionLayer(_PairedLayer):
+    """An attention layer of a hybrid stack."""
+
+    def _pipelined(self, stack: BlockStack | None, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """All layers of the stack."""
         rotary_pos_emb = kwargs.pop("rotary_pos_emb", None)
         packing, mask = kwargs.pop("packed_seq_params", None), kwargs.pop("attention_mask", None)
         assert_no_extra_arguments(kwargs)
-        stack = self.pair.stack
         if stack is None:
-            return hidden_states, None
-        documents = self.pair.block.documents(packing, mask, hidden_states)
-        return stack(hidden_states, rotary_pos_emb, documents), None
+            return hidden
+        assert self.block is not None
+        return stack(hidden, rotary_pos_emb, self.block.documents(packing, mask, hidden))
 
 
-class _SecondLayer(TransformerLayer):
-    """The second layer of a pair if ``pair`` is set: returns what it is given, as the first one ran it."""
-
-    pair: PairInRun | None = None
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As the stock layer's ``forward``, or the identity."""
-        if self.pair is None or self.pair.is_stock or kwargs.get("inference_context") is not None:
-            output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
-            return output
-        return hidden_states, None
-
-
-class HybridMoELayer(_SecondLayer, MoETransformerLayer):
+class HybridMoELayer(_PairedLayer, MoETransformerLayer):
     """An MoE layer of a hybrid stack."""
 
 
-class HybridMLPLayer(_SecondLayer, MLPLayer):
+class HybridMLPLayer(_PairedLayer, MLPLayer):
     """An MLP layer of a hybrid stack."""
 
 
@@ -127,7 +108,7 @@ class AMPipeHybridStack(HybridStack):
 def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
     """Make every two of these consecutive layers a pair."""
     run = LayerRun(context)
-    for attention, second in _by_two(layers):
+    for attention, second in zip(layers[::2], layers[1::2], strict=True):
         # A layer whose class was not replaced has a class that is not known.
         if type(attention) is not HybridAttentionLayer:
             require_class(type(attention), (TransformerLayer,), "hybrid attention layer")
@@ -135,22 +116,8 @@ def _join(layers: Sequence[TransformerLayer], context: AMPipeContext) -> None:
         if type(second) not in (HybridMoELayer, HybridMLPLayer):
             require_class(type(second), (MoETransformerLayer, MLPLayer), "hybrid layer after attention")
         require_class(type(second.mlp), (MoELayer, MLP), "hybrid layer after attention")
-        block = PipelinedBlock(attention, second, context)
-        attention.pair = second.pair = PairInRun(run, run.add(block), block)
-
-
-def _by_two(layers: Sequence[TransformerLayer]) -> Iterator[tuple[TransformerLayer, TransformerLayer]]:
-    return zip(layers[::2], layers[1::2], strict=True)
-
-
-def stack_with_gate(spec: ModuleSpec, gate: type[TopKRouter]) -> ModuleSpec:
-    """The same hybrid stack with ``gate`` as the router of its MoE layers, at any degree.
-
-    Raises:
-        BadInput: the MoE layer has another router than Megatron's.
-    """
-    moe = with_gate(spec.submodules.moe_layer, gate)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, moe_layer=moe))
+        attention.block = second.block = BlockModules(attention, second, context)
+        attention.stack = second.stack = run.add(attention.block)
 
 
 def pipelined_stack(spec: ModuleSpec, context: AMPipeContext) -> ModuleSpec:

@@ -1,51 +1,71 @@
-"""Megatron's transformer layer, run as a pipeline of chunks, alone or together with the layers after it.
+"""Megatron's transformer layer as a pipeline of chunks, and the specification that puts it in place.
 
-Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs. :mod:`.spec`
-puts it in place of the stock class.
+At degree 1 all layers keep their stock classes, and dense layers do unless they can share a schedule with an
+MoE layer. :mod:`.hybrid` does the same for hybrid models.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_ampipe import compat
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_stack import LayerRun, RunBuilder
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.layer_run import LayerRun, PlaceInRun
-from megatron_ampipe.layers.pipelined_block import PipelinedBlock
+from megatron_ampipe.layers.router import chunk_router_of
+from megatron_ampipe.schedule import stack_to_text
+
+ATTENTION = (SelfAttention, MLASelfAttention)
+"""The classes of attention that can be pipelined."""
 
 
 class AMPipeTransformerLayer(TransformerLayer):
     """A transformer layer whose attention and MoE layer, or MLP, are pipelined.
 
+    Same modules, parameters and checkpoint keys as ``TransformerLayer``; only ``forward`` differs.
+
     Args:
         ampipe: State shared by all pipelined layers.
-        place: Among the layers that can share a schedule; alone if None.
+        run_builder: Of the layers that can share a schedule; None for a layer alone.
+        begins_run: Whether they begin with this layer.
         args: As for ``TransformerLayer``.
         kwargs: As for ``TransformerLayer``.
     """
 
     def __init__(
-        self, *args: Any, ampipe: AMPipeContext, place: PlaceInRun | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ampipe: AMPipeContext,
+        run_builder: RunBuilder | None = None,
+        begins_run: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         # A layer of multi-token prediction is built from the specification of another layer.
-        self._run = LayerRun(ampipe) if place is None or self.is_mtp_layer else place.run()
-        self._block = PipelinedBlock(
-            self, self, ampipe, recomputed=self._is_recomputed(ampipe, kwargs.get("layer_number", 1))
+        alone = run_builder is None or self.is_mtp_layer
+        run = LayerRun(ampipe) if alone else run_builder.run(begins=begins_run)
+        recompute, place = ampipe.recompute, kwargs.get("layer_number", 1) - 1
+        recomputed = recompute is not None and (
+            recompute.covers_mtp if self.is_mtp_layer else recompute.covers(place)
         )
-        self._place = self._run.add(self._block)
-
-    def _is_recomputed(self, context: AMPipeContext, number: int) -> bool:
-        """Whether the layer is recomputed inside its schedule; ``number`` counts from 1 in its stage."""
-        recompute = context.recompute
-        if recompute is None:
-            return False
-        return recompute.covers_mtp if self.is_mtp_layer else recompute.covers(number - 1)
+        self._block = BlockModules(self, self, ampipe, recomputed=recomputed)
+        self._stack = run.add(self._block)
 
     def forward(
         self,
@@ -66,17 +86,19 @@ class AMPipeTransformerLayer(TransformerLayer):
             context: Returned unchanged, as by a stock layer without cross-attention.
             rotary_pos_emb: Rotary embedding, or None.
             inference_context: If given, the stock layer runs. So do a dense layer on its own, and every
-                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``).
+                layer while the pipeline is one chunk in which nothing overlaps (``--ampipe-degree auto``),
+                unless rows attend to their own document only.
             kwargs: Megatron's other layer arguments; all must be None except ``packed_seq_params``, the
                 documents of a packed micro-batch.
 
         Returns:
             ``[S, B, D]`` and ``context``.
         """
+        block, ampipe, stack = self._block, self._block.context, self._stack()
         packing = kwargs.pop("packed_seq_params", None)
-        stack = self._run.stack_from(self._place)
         untimed = inference_context is not None or (stack is not None and stack.is_dense)
-        if untimed or self._block.is_megatrons(packing, attention_mask, hidden_states):
+        documents = None if untimed else block.documents(packing, attention_mask, hidden_states)
+        if untimed or (ampipe.runs_megatron_layers and documents is None):
             stock = functools.partial(
                 super().forward,
                 attention_mask=attention_mask,
@@ -86,16 +108,143 @@ class AMPipeTransformerLayer(TransformerLayer):
                 packed_seq_params=packing,
                 **kwargs,
             )
-            layer = functools.partial(checkpoint, stock, False) if self._block.recomputes else stock
-            return layer(hidden_states) if untimed else self._block.timed(layer, hidden_states)
+            layer = functools.partial(checkpoint, stock, False) if block.recomputes else stock
+            if untimed:
+                return layer(hidden_states)
+            # As a schedule would be.
+            passes = ampipe.recorder.passes
+            passes.record_shape(*hidden_states.shape[:2])
+            return passes.timed_layer(layer, hidden_states)
         assert_no_extra_arguments(kwargs)
-        if stack is None:
-            return hidden_states, context
-        documents = self._block.documents(packing, attention_mask, hidden_states)
-        return stack(hidden_states, rotary_pos_emb, documents), context
+        if stack is not None:
+            hidden_states = stack(hidden_states, rotary_pos_emb, documents)
+        return hidden_states, context
 
 
 def assert_no_extra_arguments(kwargs: dict[str, Any]) -> None:
     """Assert that no other layer argument is set; start-up refuses every setting that would set one."""
     given = [name for name, value in kwargs.items() if value is not None]
     assert not given, f"an AMPipe layer was called with {given}, which start-up should have refused"
+
+
+def pipelined(
+    spec: TransformerBlockSubmodules | ModuleSpec, context: AMPipeContext
+) -> TransformerBlockSubmodules | ModuleSpec:
+    """The specification with :class:`AMPipeTransformerLayer` for MoE layers; ``spec`` itself at degree 1.
+
+    Raises:
+        BadInput: an MoE layer has a class that AMPipe does not support, or layers shall share a schedule and
+            the specification names one layer for all of them.
+    """
+    if not context.config.pipelined:
+        return spec
+    if isinstance(spec, ModuleSpec):
+        if issubclass(spec.module, TransformerBlock):
+            return dataclasses.replace(spec, submodules=pipelined(spec.submodules, context))
+        if (stack := context.config.pipeline.stack) != 1:
+            raise BadInput(
+                "--ampipe-stack",
+                stack_to_text(stack),
+                rule="the layer specification names one layer for all of them, so which follow each other is "
+                "not known",
+                remedy="Use --ampipe-stack 1, or a specification that lists the layers "
+                "(TransformerBlockSubmodules).",
+            )
+        return _pipelined_layer(spec, context)
+    assert spec.layer_specs is not None
+    layers: list[ModuleSpec] = []
+    for can_share, specs in itertools.groupby(spec.layer_specs, key=lambda layer: _can_share(layer, context)):
+        of_run = list(specs)
+        builder = RunBuilder(context) if can_share and any(map(_is_moe, of_run)) else None
+        layers += [
+            _pipelined_layer(layer, context, builder, begins_run=place == 0)
+            for place, layer in enumerate(of_run)
+        ]
+    return dataclasses.replace(spec, layer_specs=layers)
+
+
+def _pipelined_layer(
+    spec: ModuleSpec, context: AMPipeContext, builder: RunBuilder | None = None, *, begins_run: bool = False
+) -> ModuleSpec:
+    moe = compat.moe_class(spec.submodules.mlp)
+    if moe is None and builder is None:
+        return spec
+    if moe is not None:
+        require_class(moe, (MoELayer,), "MoE layer")
+        require_class(spec.module, (TransformerLayer,), "MoE block")
+        require_class(spec.submodules.self_attention.module, ATTENTION, "MoE attention")
+    return ModuleSpec(
+        module=AMPipeTransformerLayer,
+        params={**spec.params, "ampipe": context, "run_builder": builder, "begins_run": begins_run},
+        submodules=spec.submodules if moe is None else with_chunk_router(spec.submodules, context),
+    )
+
+
+def _is_moe(spec: ModuleSpec) -> bool:
+    return compat.moe_class(spec.submodules.mlp) is not None
+
+
+def _can_share(spec: ModuleSpec, context: AMPipeContext) -> bool:
+    """Whether a layer can share a schedule with its neighbors."""
+    if context.config.pipeline.stack == 1 and not context.config.automatic:
+        return False
+    if _is_moe(spec):
+        return True
+    return (
+        spec.module is TransformerLayer
+        and spec.submodules.self_attention.module in ATTENTION
+        and compat.is_mlp(spec.submodules.mlp)
+    )
+
+
+def with_gate(spec: Any, gate: type[TopKRouter]) -> Any:
+    """The specification of layers, or of a hybrid stack, with ``gate`` in every MoE layer, at any degree.
+
+    Raises:
+        BadInput: an MoE layer has another router than Megatron's.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        assert spec.layer_specs is not None
+        return dataclasses.replace(spec, layer_specs=[with_gate(layer, gate) for layer in spec.layer_specs])
+    submodules = spec.submodules
+    if issubclass(spec.module, TransformerBlock):
+        submodules = with_gate(submodules, gate)
+    elif hasattr(submodules, "moe_layer"):
+        submodules = dataclasses.replace(submodules, moe_layer=with_gate(submodules.moe_layer, gate))
+    elif _is_moe(spec):
+        submodules = _with_router(submodules, (TopKRouter,), lambda _: gate)
+    return dataclasses.replace(spec, submodules=submodules)
+
+
+def with_chunk_router(
+    submodules: TransformerLayerSubmodules, context: AMPipeContext
+) -> TransformerLayerSubmodules:
+    """The submodules of an MoE layer with its router, Megatron's or the user's, made to route chunks."""
+    known = (TopKRouter,) if context.gate is None else (TopKRouter, context.gate)
+    return _with_router(submodules, known, chunk_router_of)
+
+
+def _with_router(
+    submodules: TransformerLayerSubmodules,
+    known: tuple[type, ...],
+    change: Callable[[type[TopKRouter]], type[TopKRouter]],
+) -> TransformerLayerSubmodules:
+    moe = compat.moe_submodules(submodules.mlp)
+    require_class(moe.router, known, "MoE router")
+    moe = dataclasses.replace(moe, router=change(moe.router))
+    return dataclasses.replace(submodules, mlp=compat.with_moe_submodules(submodules.mlp, moe))
+
+
+def require_class(found: type, known: tuple[type, ...], role: str) -> None:
+    """Check that a module with this role in a layer has a class whose work the stages know.
+
+    Raises:
+        BadInput: ``found`` is none of ``known``. It may be a subclass: the stages would not run what it adds.
+    """
+    if found not in known:
+        raise BadInput(
+            role,
+            getattr(found, "__name__", found),
+            rule=f"only Megatron's {' and '.join(cls.__name__ for cls in known)} can be pipelined",
+            remedy="Use the default layer specification, or train with --ampipe-degree 1.",
+        )

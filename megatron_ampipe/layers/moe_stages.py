@@ -1,43 +1,47 @@
 """What the stages of a block's MoE half compute, from the router to what the block returns.
 
 Megatron's ``TransformerLayer._forward_mlp`` and ``MoELayer.forward``, cut where tokens are sent; of a layer
-without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`. One
-object per forward call, made by :mod:`.pipelined_block`; :mod:`.megatron_stages` calls its methods by
-:data:`COMPUTE` and :data:`COMMUNICATE`.
+without experts, its MLP. The norm before the router belongs to the other half, :mod:`.attention_stages`.
+
+Modules with parameters are entered by calling them, never by one of their methods: Megatron's forward hooks
+wait for the parameters under ``--overlap-param-gather``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from megatron_ampipe.exchange.codecs import Condensed, Condenser, Trip, Wire, WireCodec
+from megatron_ampipe.exchange.codecs import Condensed, Trip, WireCodec
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.layers.linear_layers import products_run_by
+from megatron_ampipe.layers.stage_functions import MOE, Tensors
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.rows import take_rows
-from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
+from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.
+
+
+def _read_by_route(block: BlockModules) -> list[Module]:
+    router = [] if block.chooses else [block.moe.router]
+    return [*router, block.moe.fc1_latent_proj] if block.is_latent else router
 
 
 class MoEStages:
     """The MoE half of one pass of one micro-batch through a block.
 
     Args:
-        modules: What is called.
-        chunks: Where the sequence is cut.
-        whole: All of it as one chunk.
+        modules: Of the block.
+        chunks: Of the sequence.
+        whole: The sequence as one chunk.
         num_tokens: Tokens of this rank in the block, ``S * B``.
-        exchange: How the all-to-all groups copies of a token.
-        wire: Around the transfers of tokens; None to send them as they are.
-        condenser: Chooses which of similar tokens are sent; None to send all.
         token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
     """
 
@@ -48,14 +52,16 @@ class MoEStages:
         chunks: Sequence[Chunk],
         whole: Chunk,
         num_tokens: int,
-        exchange: Exchange = Exchange.ROWS,
-        wire: Wire | None = None,
-        condenser: Condenser | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
         self._modules, self._chunks, self._whole = modules, chunks, whole
         self._num_tokens, self._token_ids, self._is_again = num_tokens, token_ids, False
-        self._kind_of_exchange, self._wire, self._condenser = exchange, wire, condenser
+        context = modules.context
+        self._exchange, self._wire, self._condenser = (
+            context.pipeline.exchange,
+            context.wire,
+            context.condenser,
+        )
         self._begin()
 
     def _begin(self) -> None:
@@ -64,25 +70,26 @@ class MoEStages:
             per_row = self._num_tokens // sum([span.length for span in self._whole.hidden])
             self._routing = modules.moe.router.begin_block(
                 self._num_tokens,
-                per_chunk=modules.capacity_per_chunk,
+                per_chunk=modules.context.config.capacity_scope == "chunk",
                 first_tokens=[chunk.hidden[0].local_start * per_row for chunk in self._chunks],
             )
             # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
-            dispatcher = modules.dispatcher(self._kind_of_exchange)
+            dispatcher = modules.dispatcher(self._exchange)
             self._dispatchers = [copy.copy(dispatcher) for _ in self._chunks]
             self._condensed: dict[int, Condensed] = {}
 
     def again(self) -> MoEStages:
-        """See ``MegatronState.again``."""
-        found = copy.copy(self)
-        found._is_again = True
-        found._begin()
+        """See ``BlockPass.again``."""
+        stages = copy.copy(self)
+        stages._is_again = True
+        stages._begin()
         if not self._modules.dense:
-            found._routing.forced_bias = self._routing.forced_bias
-            for first, second in zip(self._dispatchers, found._dispatchers, strict=True):
+            stages._routing.forced_bias = self._routing.forced_bias
+            for first, second in zip(self._dispatchers, stages._dispatchers, strict=True):
                 second.told = first.told
-        return found
+        return stages
 
+    @MOE.runs(kinds.CHOOSE, reads=lambda block: [block.moe.router])
     def choose(self, chunk: None, normed: Tensor) -> tuple[Tensor, ...]:
         """``[S, B, D]`` to ``(probs [S, B, E], logits [S, B, L])``; the router sees all chunks as one."""
         probs, self._chosen, logits = self._modules.moe.router(
@@ -90,6 +97,7 @@ class MoEStages:
         )
         return probs.view(*normed.shape[:2], -1), logits
 
+    @MOE.runs(kinds.ROUTE, reads=_read_by_route)
     def route(self, chunk: int, normed: Tensor, *choice: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to ``(tokens [T, D], probs [T], logits [rows, B, L])``.
 
@@ -114,42 +122,45 @@ class MoEStages:
         ids = self._token_ids
         return {} if ids is None else {"token_ids": take_rows(ids, chunk.hidden)}
 
+    @MOE.runs(kinds.CONDENSE)
     def condense(self, chunk: int, tokens: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """``tokens [T, D]`` to those that are sent, ``[Q, D]``, probabilities of 1, and ``probs`` for
         :meth:`expand`."""
         dispatcher, condenser = self._dispatchers[chunk], self._condenser
         assert condenser is not None
         batch = dispatcher.hidden_shape[1]
-        found = condenser.condense(
+        condensed = condenser.condense(
             tokens,
             dispatcher.routing_map,
             batch=batch,
             counted=self._modules.moe_layer.training and not self._is_again,
         )
-        self._condensed[chunk], dispatcher.counts = found, found.counts
+        self._condensed[chunk], dispatcher.counts = condensed, condensed.counts
         # The probability of a token that takes another one's result is its own.
-        own = probs[: len(found.place)].clone()
-        return tokens.index_select(0, found.sent), torch.ones_like(probs[: len(found.sent)]), own
+        own = probs[: len(condensed.place)].clone()
+        return tokens.index_select(0, condensed.sent), torch.ones_like(probs[: len(condensed.sent)]), own
 
     def _narrowed(self, normed: Tensor) -> Tensor:
         """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
         if not self._modules.is_latent:
             return normed
-        narrowed: Tensor
-        narrowed, _ = self._modules.moe.fc1_latent_proj(normed)
+        narrowed: Tensor = self._modules.moe.fc1_latent_proj(normed)[0]
         return narrowed
 
+    @MOE.runs(kinds.LOSSES)
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
         """All chunks' router logits to one fp32 number whose backward adds the gradient of the losses."""
         return (self._modules.moe.router.block_losses(torch.cat(logits), self._routing),)
 
+    @MOE.runs(
+        kinds.SHARED, reads=lambda block: [block.moe.shared_experts], recompute=("moe", "shared_experts")
+    )
     def shared(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` through the shared experts."""
         return (self._modules.moe.shared_experts(normed),)
 
-    def counts(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COUNTS)
+    def counts(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Exchange what the other ranks must know of the routing before tokens can be sent. Forward only."""
         dispatchers = [self._dispatchers[chunk] for chunk in chunks]
         counts = [dispatcher.counts for dispatcher in dispatchers]
@@ -163,9 +174,8 @@ class MoEStages:
             dispatcher.set_counts(of_ranks)
         return Transfer((), gathered.works, gathered.unpack, uses=(*counts, *gathered.outputs))
 
-    def dispatch(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.DISPATCH, kinds.REDISPATCH)
+    def dispatch(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]`` and their probabilities ``[T]`` to the ranks of their experts.
 
         Only the first rows are sent, where :meth:`route` prepared more before their number was known; the
@@ -187,38 +197,33 @@ class MoEStages:
         per_chunk = len(transfer.outputs) // len(chunks)
         return with_rows(transfer, [rows for rows in spare for _ in range(per_chunk)])
 
-    def spread(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.SPREAD, kinds.RESPREAD)
+    def spread(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]`` that came to this node, and probabilities, to the ranks of their experts."""
         return self._hand_on(chunks, tensors, combine=direction is Direction.BACKWARD)
 
-    def collect(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COLLECT)
+    def collect(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks of this node that the tokens came to, and added."""
         return self._hand_on(chunks, tensors, combine=direction is Direction.FORWARD)
 
-    def _hand_on(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], *, combine: bool
-    ) -> Transfer:
+    def _hand_on(self, chunks: Sequence[int], tensors: Tensors, *, combine: bool) -> Transfer:
         hops = [self._dispatchers[chunk].hop() for chunk in chunks]
         return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
-    def gather(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.GATHER, kinds.REGATHER)
+    def gather(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
         gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
-    def scatter(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.SCATTER)
+    def scatter(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
         gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.FORWARD)
 
+    @MOE.runs(kinds.EXPERT, reads=lambda block: [block.moe.experts], recompute=("moe",))
     def expert(
         self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors | None = None
     ) -> tuple[Tensor, ...]:
@@ -232,27 +237,29 @@ class MoEStages:
         with products_run_by(inner, self._modules.expert_products):
             output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
-        found: Tensor = output
-        return found
+        result: Tensor = output
+        return result
 
+    @MOE.runs(kinds.REPERMUTE)
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` to the tokens ``[T, D]`` that ``route`` gave."""
         return (self._dispatchers[chunk].tokens_again(self._narrowed(normed)),)
 
+    @MOE.runs(kinds.REBUILD)
     def rebuild(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
         """The experts once more without their last product, for ``inner``."""
         self._experts(chunk, tokens, probs, inner)
         return ()
 
+    @MOE.runs(kinds.RESORT)
     def resort(self, chunk: int, tokens: Tensor, probs: Tensor, *, inner: InnerTensors) -> tuple[()]:
         """Tokens ``[T, D]`` that were sent once more into the order of the experts, for ``inner``."""
         tokens, *_ = self._dispatchers[chunk].dispatch_postprocess(tokens, probs)
         inner.sorted(tokens)
         return ()
 
-    def combine(
-        self, chunks: Sequence[int], tensors: Sequence[Sequence[Tensor]], direction: Direction
-    ) -> Transfer:
+    @MOE.runs(kinds.COMBINE)
+    def combine(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` to the ranks that own the tokens."""
         transports = [self._dispatchers[chunk].transport() for chunk in chunks]
         codecs = self._codecs("combine", chunks, direction)
@@ -264,11 +271,13 @@ class MoEStages:
         number = self._modules.moe_layer.layer_number
         return [WireCodec(self._wire, Trip(number, chunk, stage, direction)) for chunk in chunks]
 
+    @MOE.runs(kinds.EXPAND)
     def expand(self, chunk: int, combined: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """``combined [Q, D]`` of the tokens that were sent to ``[T, D]`` of all, weighted by ``probs``."""
         rows = combined.index_select(0, self._condensed.pop(chunk).place)
         return ((rows * probs.unsqueeze(-1)).to(combined.dtype),)
 
+    @MOE.runs(kinds.MERGE, reads=lambda block: [block.moe.fc2_latent_proj] if block.is_latent else [])
     def merge(self, chunk: int, combined: Tensor, residual: Tensor, *shared: Tensor) -> tuple[Tensor, ...]:
         """``combined [T, D]`` into the order of the rows, plus shared and residual, to ``[rows, B, D]``."""
         modules = self._modules
@@ -279,38 +288,9 @@ class MoEStages:
             output = output + part
         return (modules.add_residual(modules.moe_layer.mlp_bda, (output, None), residual),)
 
+    @MOE.runs(kinds.MLP, reads=lambda block: [block.moe], recompute=("mlp",))
     def mlp(self, chunk: int, normed: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
         """``[rows, B, D]`` through the MLP of a layer without experts, plus residual."""
         modules = self._modules
         layer = modules.moe_layer
         return (modules.add_residual(layer.mlp_bda, layer.mlp(normed), residual),)
-
-
-COMPUTE: Mapping[StageKind, Function] = {
-    kinds.CHOOSE: MoEStages.choose,
-    kinds.ROUTE: MoEStages.route,
-    kinds.CONDENSE: MoEStages.condense,
-    kinds.LOSSES: MoEStages.losses,
-    kinds.SHARED: MoEStages.shared,
-    kinds.EXPERT: MoEStages.expert,
-    kinds.EXPAND: MoEStages.expand,
-    kinds.MERGE: MoEStages.merge,
-    kinds.MLP: MoEStages.mlp,
-    kinds.REPERMUTE: MoEStages.repermute,
-    kinds.REBUILD: MoEStages.rebuild,
-    kinds.RESORT: MoEStages.resort,
-}
-"""By kind, with an :class:`MoEStages` as first argument."""
-COMMUNICATE: Mapping[StageKind, Callable[..., Transfer]] = {
-    kinds.COUNTS: MoEStages.counts,
-    kinds.DISPATCH: MoEStages.dispatch,
-    kinds.SPREAD: MoEStages.spread,
-    kinds.GATHER: MoEStages.gather,
-    kinds.SCATTER: MoEStages.scatter,
-    kinds.COLLECT: MoEStages.collect,
-    kinds.COMBINE: MoEStages.combine,
-    kinds.REDISPATCH: MoEStages.dispatch,
-    kinds.RESPREAD: MoEStages.spread,
-    kinds.REGATHER: MoEStages.gather,
-}
-"""Of the kinds that are started and waited for, likewise."""

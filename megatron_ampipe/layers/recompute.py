@@ -2,7 +2,7 @@
 
 Megatron's checkpoint function is reentrant: it calls ``backward`` inside its backward, which fails under
 ``torch.autograd.grad``, and stages are differentiated with that. torch's non-reentrant checkpoint works. Used
-by :mod:`.chunk_attention`, :mod:`.megatron_stages` and :mod:`.layer`.
+by :mod:`.chunk_attention`, :mod:`.block_stack` and :mod:`.layer`.
 """
 
 from __future__ import annotations

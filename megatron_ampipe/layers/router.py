@@ -1,7 +1,7 @@
 """Megatron's top-k router, or a subclass of it, that routes a sequence chunk by chunk with the same result.
 
-Parameters, buffers and checkpoint keys are those of the class that is extended. Used by
-:mod:`.moe_stages`; what a class must promise is in docs/gates.md, and :mod:`.gate_check` tests it.
+Parameters, buffers and checkpoint keys are those of the class that is extended. What a class must promise is
+in docs/gates.md; ``ampipe gate`` tests it.
 """
 
 from __future__ import annotations
@@ -9,93 +9,28 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import torch
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss, get_capacity
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.layers.capacity import Capacity, CapacityCounter, ChunkCapacity
-from megatron_ampipe.layers.routing_records import ChunkReplay, Hook, JoinedChunks, hook_of_block
+from megatron_ampipe.layers.block_routing import (
+    BlockRouting,
+    Capacity,
+    ChunkLosses,
+    ChunkReplay,
+    Hook,
+    hook_of_block,
+    prescribed_by,
+)
 
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, E experts.
-
-
-@dataclass(slots=True)
-class ChunkLosses:
-    """What a router hands to Megatron's loss functions in one chunk; the losses are of the whole block.
-
-    Attributes:
-        tensors: Logits and scores ``[T, E]``, each once.
-        calls: The loss functions in order: name, index in ``tensors``, and the routing map ``[T, E]`` bool.
-        counts_experts: Whether the router adds its choice to the counts of the expert bias.
-    """
-
-    tensors: list[Tensor] = field(default_factory=list)
-    calls: list[tuple[str, int, Tensor | None]] = field(default_factory=list)
-    counts_experts: bool = False
-
-    def add(self, name: str, tensor: Tensor, routing_map: Tensor | None = None) -> None:
-        """Note one call."""
-        index = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        self.calls.append((name, index, routing_map))
-
-    def packed(self, hidden: Tensor) -> Tensor:
-        """All tensors side by side, ``[R, B, E * tensors]``; their graph is kept no longer.
-
-        Args:
-            hidden: What was routed, ``[R, B, D]``.
-        """
-        rows = hidden.shape[:2]
-        if not self.tensors:
-            return hidden[..., :0]
-        joined = [tensor.view(*rows, -1) for tensor in self.tensors]
-        self.tensors = [tensor.new_empty((0, tensor.shape[-1])) for tensor in self.tensors]
-        return joined[0] if len(joined) == 1 else torch.cat(joined, dim=-1)
-
-    def unpacked(self, packed: Tensor) -> list[Tensor]:
-        """The tensors of all chunks, each ``[T, E]`` in its own dtype, from ``[S, B, E * tensors]``."""
-        if not self.tensors:
-            return []
-        widths = [tensor.shape[-1] for tensor in self.tensors]
-        parts = packed.flatten(0, 1).split(widths, dim=-1)
-        return [part.to(tensor.dtype) for part, tensor in zip(parts, self.tensors, strict=True)]
-
-
-@dataclass(slots=True)
-class BlockRouting:
-    """Routing state that the chunks of one block share; one per forward pass.
-
-    Attributes:
-        capacity: Which tokens are kept; None for dropless routing.
-        num_tokens: Tokens of the block on this rank.
-        first_tokens: The first token of each chunk in the block.
-        losses: By chunk, what its losses are computed from.
-        forced_bias: ``[E]``, added to the logits of all tokens (``--moe-router-force-biased``); None before
-            it was drawn.
-        prescribed: The experts that a routing replay prescribes, ``[T, K]``; None without.
-        recorded: What a routing replay records.
-        hooked: What each forward hook of the router will be called with.
-    """
-
-    capacity: Capacity | None
-    num_tokens: int
-    first_tokens: Sequence[int]
-    losses: dict[int, ChunkLosses] = field(default_factory=dict)
-    forced_bias: Tensor | None = None
-    prescribed: Tensor | None = None
-    recorded: JoinedChunks = field(init=False)
-    hooked: dict[Any, JoinedChunks] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.recorded = JoinedChunks(self.num_tokens)
 
 
 class ChunkRouting:
@@ -126,27 +61,12 @@ class ChunkRouting:
             per_chunk: Every chunk has a separate capacity, if a capacity is set.
             first_tokens: The first token of each chunk in the block.
         """
-        block = BlockRouting(self._capacity(num_tokens, per_chunk=per_chunk), num_tokens, first_tokens)
-        if self._replay is not None:
-            block.prescribed = ChunkReplay.prescribed_by(self._replay)
-        return block
-
-    @property
-    def _replay(self) -> Any:
-        """Megatron's routing replay, which older versions do not have."""
-        return getattr(self, "router_replay", None)
-
-    def _capacity(self, num_tokens: int, *, per_chunk: bool) -> Capacity | None:
-        config, experts = self.config, self.config.num_moe_experts
-        factor = config.moe_expert_capacity_factor
-        if factor is None:
-            return None
-        if per_chunk or config.moe_token_drop_policy == "probs":
-            # Dropping by probability needs all tokens at once: it is then called for all chunks together.
-            return ChunkCapacity(
-                topk=self.topk, num_experts=experts, factor=factor, policy=config.moe_token_drop_policy
-            )
-        return CapacityCounter(get_capacity(num_tokens * self.topk, experts, factor))
+        config, capacity, replay = self.config, None, getattr(self, "router_replay", None)
+        if config.moe_expert_capacity_factor is not None:
+            at_once = per_chunk or config.moe_token_drop_policy == "probs"
+            capacity = Capacity(config, self.topk, None if at_once else num_tokens)
+        prescribed = None if replay is None else prescribed_by(replay)
+        return BlockRouting(capacity, num_tokens, first_tokens, prescribed)
 
     def forward(
         self,
@@ -271,7 +191,8 @@ class ChunkRouting:
         Returns:
             The attributes to restore afterwards.
         """
-        config, replay = self.config, self._replay
+        # Older versions have no replay.
+        config, replay = self.config, getattr(self, "router_replay", None)
         # Not by ``setattr``, which looks for parameters and modules first.
         attributes = vars(self)
         forced_std = getattr(config, "moe_router_force_biased", None)
@@ -282,13 +203,7 @@ class ChunkRouting:
             self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
         if replay is not None:
             kept["router_replay"] = replay
-            self.router_replay = ChunkReplay(
-                replay,
-                block.recorded,
-                block.prescribed,
-                first_token=block.first_tokens[chunk],
-                chunk=chunk,
-            )
+            self.router_replay = ChunkReplay(replay, block, chunk)
         return kept
 
     def is_aux_loss_enabled(self) -> bool:
@@ -311,30 +226,19 @@ class ChunkRouting:
         else:
             self._noted.counts_experts = True
 
-    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any) -> Tensor:
-        """As in Megatron; within a chunk, note the scores and the choice."""
-        if self._noted is None:
-            return super()._apply_aux_loss(probs, scores, routing_map, **kwargs)
-        self._noted.add("_apply_aux_loss", scores, routing_map)
-        return probs
-
-    def _apply_seq_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
+    def _add_loss(
+        self, name: str, probs: Tensor, scores: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """As in Megatron; within a chunk, note the scores and the choice."""
         if self._noted is None:
-            return super()._apply_seq_aux_loss(probs, scores, routing_map, *args, **kwargs)
-        self._noted.add("_apply_seq_aux_loss", scores, routing_map)
+            carrier: Tensor = getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
+            return carrier
+        self._noted.add(name, scores, routing_map)
         return probs
 
-    def _apply_global_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any
-    ) -> Tensor:
-        """As in Megatron; within a chunk, note the scores and the choice."""
-        if self._noted is None:
-            return super()._apply_global_aux_loss(probs, scores, routing_map, **kwargs)
-        self._noted.add("_apply_global_aux_loss", scores, routing_map)
-        return probs
+    _apply_aux_loss = partialmethod(_add_loss, "_apply_aux_loss")
+    _apply_seq_aux_loss = partialmethod(_add_loss, "_apply_seq_aux_loss")
+    _apply_global_aux_loss = partialmethod(_add_loss, "_apply_global_aux_loss")
 
     def attach_and_log_load_balancing_loss(self, *args: Any, **kwargs: Any) -> Tensor:
         """As in Megatron, for a whole block only.

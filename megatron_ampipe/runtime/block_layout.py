@@ -32,17 +32,22 @@ class BlockFunctions(Protocol):
     ``sums``, a :class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then
     returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
     the same ``inner``, an :class:`~.inner_tensors.InnerTensors` that must run its products.
+
+    A function of a kind that is started and waited for takes ``(state, chunks, tensors, direction)``, where
+    ``tensors`` are, for each chunk, what the stage takes; in the backward pass the gradients of what it gave.
+    It returns a transfer whose outputs are, chunk by chunk, what the stage gives; in the backward pass the
+    gradients of what it took.
     """
 
     recomputed: Collection[StageKind]
     """Kinds of stages of which only the inputs are kept, and that run again right before their backward."""
     stage_parameters: Mapping[StageKind, Sequence[Parameter]]
-    """The trainable parameters of each kind that has any."""
+    """The trainable parameters of each kind; may lack kinds without."""
     all_parameters: Sequence[Parameter]
     """Of the block, each once."""
 
-    def compute(self, kind: StageKind) -> tuple[int, Function]:
-        """The half of a kind that is computed, and its function."""
+    def run(self, kind: StageKind) -> tuple[int, Function]:
+        """The half of a kind, and its function."""
 
     def differentiate(self, kind: StageKind) -> tuple[int, Function]:
         """The half and the backward of a kind that has its own.
@@ -50,14 +55,6 @@ class BlockFunctions(Protocol):
         ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
         took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
         values.
-        """
-
-    def communicate(self, kind: StageKind) -> tuple[int, Function]:
-        """The half and the function of a kind that is started and waited for.
-
-        ``(state, chunks, tensors, direction)``, where ``tensors`` are, for each chunk, what the stage takes;
-        in the backward pass the gradients of what it gave. Returns a transfer whose outputs are, chunk by
-        chunk, what it gives; in the backward pass the gradients of what it took.
         """
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:

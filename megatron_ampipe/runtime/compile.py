@@ -261,7 +261,7 @@ class _Compiler:
         if again:
             before = [*self._empty_values(block, kind, chunk), *before]
         after, gives = self._give_values(block, kind, chunk, again=again)
-        half, function = block.functions.compute(kind)
+        half, function = block.functions.run(kind)
         keeps = self._keep and again == block.recomputed and not kind.own_backward
         step = RunStage(
             stage,
@@ -309,7 +309,7 @@ class _Compiler:
         kind, chunk, block = stage.kind, stage.chunk, self._blocks[stage.layer]
         before, takes = self._take_values(block, kind, chunk, again=again)
         after, gives = self._give_values(block, kind, chunk, again=again)
-        half, function = block.functions.compute(kind)
+        half, function = block.functions.run(kind)
         inner = None if kind.gives else self.slot("inner", block.layer, chunk)
         return Restore(
             stage,
@@ -394,7 +394,7 @@ class _Compiler:
             takes += taken
             gives += given
             after += last
-        half, function = block.functions.communicate(kind)
+        half, function = block.functions.run(kind)
         return Communicate(
             stage,
             tuple(before),

@@ -3,7 +3,7 @@
 Unlike the recorder it does not time stages: only the begin and the end of each pass, and only while
 :attr:`PassTimer.measuring` is set. On CUDA these are events that are read when a sum is requested, so
 measuring never synchronizes between blocks. Called by :mod:`.stack_call` through the recorder, and by
-``layers.pipelined_block`` for Megatron's own layers; read by ``launch.auto``.
+``layers.layer`` for Megatron's own layers; read by ``launch.auto``.
 """
 
 from __future__ import annotations

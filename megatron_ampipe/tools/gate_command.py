@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         command_line.import_megatron()
     import torch.distributed as dist
 
-    from megatron_ampipe.layers.gate_check import check_gate
     from megatron_ampipe.layers.gates import load_gate
+    from megatron_ampipe.tools.gate_check import check_gate
 
     # Modules of the user are found as by "python -m".
     sys.path.insert(0, "")

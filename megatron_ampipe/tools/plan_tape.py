@@ -46,11 +46,11 @@ class Unnamed:
     def __init__(self) -> None:
         self.stage_parameters: dict[StageKind, Any] = {}
 
-    def compute(self, kind: StageKind) -> tuple[int, None]:
+    def run(self, kind: StageKind) -> tuple[int, None]:
         """No function."""
         return 0, None
 
-    differentiate = communicate = compute
+    differentiate = run
 
     def weights_apart(self, kind: StageKind, products: Any) -> None:
         """No context."""

@@ -21,19 +21,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
 ADDED = ("delay", "delay-copy", "audit", "delay-copy-audit", "fork", "move", "watch")
 
 
-def added_stages(name: str) -> Any:
-    """The stages that a name in :data:`ADDED` says."""
+def added_kinds(name: str) -> Any:
+    """The kinds that a name in :data:`ADDED` says."""
     from tests import added_stages as made_up
 
-    by_name = {
-        "delay": (made_up.DELAYED,),
-        "copy": (made_up.COPIED,),
-        "audit": (made_up.AUDITED,),
-        "fork": made_up.FORKED_AND_MET,
-        "move": (made_up.MOVED,),
-        "watch": (made_up.WATCHED,),
-    }
-    return tuple(stage for part in name.split("-") for stage in by_name[part])
+    kinds = [made_up.DELAY, made_up.COPY, made_up.AUDIT, made_up.FORK, made_up.MOVE, made_up.WATCH]
+    by_name = {kind.name: (kind,) for kind in kinds} | {"fork": (made_up.FORK, made_up.MEET)}
+    return tuple(kind for part in name.split("-") for kind in by_name[part])
 
 
 def main() -> None:
@@ -61,7 +55,7 @@ def over_gloo() -> None:
                 try:
                     recorder = Recorder(num_iterations=1)
                     recorder.start_iteration(1)
-                    stock, ours = build_layers(case, recorder, added=added_stages(name))
+                    stock, ours = build_layers(case, recorder, added=added_kinds(name))
                     expected = run(stock, case, rank=rank)
                     made_up.ran.clear()
                     found = run(ours, case, rank=rank)
@@ -99,7 +93,7 @@ def on_the_modelled_device() -> None:
         )
 
     def passes(case: Case, executor: str, name: str) -> tuple[Any, list[str]]:
-        _, ours = build_layers(case, executor=EXECUTORS[executor](), added=added_stages(name))
+        _, ours = build_layers(case, executor=EXECUTORS[executor](), added=added_kinds(name))
         # Of what a pretended peer does not send, the memory would hold whatever it held before.
         with (
             mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),

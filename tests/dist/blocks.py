@@ -26,15 +26,14 @@ from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.gates.id_router import give_token_ids
+from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.layers.spec import pipelined, with_gate
-from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.cuda_executor import CudaExecutor
 from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import Exchange
+from megatron_ampipe.schedule import Exchange, StageKind
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case
@@ -87,7 +86,7 @@ def build_layers(
     case: Case,
     recorder: Recorder | None = None,
     executor: Executor | None = None,
-    added: tuple[AddedStage, ...] = (),
+    added: tuple[StageKind, ...] = (),
     reductions: Reductions | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""

@@ -82,11 +82,11 @@ def _compared(case: Case, pattern: list[str], *, rank: int, degree: int, stack: 
             index
             for index, layer in enumerate(ours.stack.layers)
             if pattern[index] == "*"
-            and layer.pair is not None
-            and not layer.pair.is_stock
-            and layer.pair.stack is not None
+            and layer.block is not None
+            and (begun := layer.stack()) is not None
+            and not begun.is_dense
         ],
-        "paired": [index for index, layer in enumerate(ours.stack.layers) if layer.pair is not None],
+        "paired": [index for index, layer in enumerate(ours.stack.layers) if layer.block is not None],
         "differences": found,
         "parameter reads": reads.report(),
         "refused hooks": refused,

@@ -25,9 +25,8 @@ def main() -> None:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from megatron_ampipe.config import AMPipeConfig
-    from megatron_ampipe.layers.layer import AMPipeContext
+    from megatron_ampipe.layers.layer import AMPipeContext, pipelined
     from megatron_ampipe.layers.recompute import FullRecompute
-    from megatron_ampipe.layers.spec import pipelined
     from megatron_ampipe.runtime.executors import SequentialExecutor, ThreadExecutor
     from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES
     from megatron_ampipe.tools.measuring.blocks import KernelAttention, Layers

@@ -67,13 +67,13 @@ def test_a_newer_megatron_gives_a_warning_with_the_missing_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _pretend("0.20.0", tmp_path, monkeypatch)
-    monkeypatch.setattr(compat, "missing_internals", lambda: ["megatron.core.gone (layers/spec.py)"])
+    monkeypatch.setattr(compat, "missing_internals", lambda: ["megatron.core.gone (layers/layer.py)"])
     with pytest.warns(UserWarning) as said:
         compat.require_peers()
     assert len(said) == 1
     message = str(said[0].message)
     assert "Megatron 0.20.0rc1 is newer" in message
-    assert "Not found in it: megatron.core.gone (layers/spec.py)." in message
+    assert "Not found in it: megatron.core.gone (layers/layer.py)." in message
 
 
 def test_the_warning_comes_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

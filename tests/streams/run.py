@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.autograd.graph import _engine_run_backward
 
 from megatron_ampipe.launch.attach import accumulating_on_training_stream
+from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import AMPipeTransformerLayer
-from megatron_ampipe.layers.pipelined_block import PipelinedBlock
 from megatron_ampipe.runtime import compile as compiler
 from megatron_ampipe.runtime import segment
 from megatron_ampipe.schedule import Exchange, Pipeline, kinds
@@ -107,7 +107,7 @@ def run_case(
     layers = build_layers(case)
     layer = layers[0] if stock else layers[1]
     if not stock:
-        context = next(block._context for block in _blocks(layer))
+        context = next(block.context for block in _blocks(layer))
         if pipeline is not None:
             context.pipeline = pipeline
         _name_stages(context.executor)
@@ -131,21 +131,21 @@ def _data_parallel(layer: Any, config: Any) -> DistributedDataParallel:
         return DistributedDataParallel(config, DistributedDataParallelConfig(), layer)
 
 
-def _blocks(layer: Any) -> Iterator[PipelinedBlock]:
+def _blocks(layer: Any) -> Iterator[BlockModules]:
     """The pipelined blocks of a layer, or of several."""
     for module in layer.modules():
         if isinstance(module, AMPipeTransformerLayer):
-            yield module._run._blocks[module._place]
+            yield module._block
 
 
 def _host_constants(layer: Any) -> Iterator[torch.Tensor]:
     """Tensors that a dispatcher creates once, explicitly on the host."""
     dispatchers = [module.token_dispatcher for module in layer.modules() if isinstance(module, MoELayer)]
     dispatchers += [
-        block.modules.dispatcher(exchange)
+        block.dispatcher(exchange)
         for block in _blocks(layer)
-        if not block.modules.dense
-        for exchange in {Exchange.ROWS, block._context.pipeline.exchange}
+        if not block.dense
+        for exchange in {Exchange.ROWS, block.context.pipeline.exchange}
     ]
     for dispatcher in dispatchers:
         if str(getattr(dispatcher, "permute_idx_device", None)) == "cpu":

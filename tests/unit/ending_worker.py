@@ -61,7 +61,7 @@ def run_out_of_memory_in_loading() -> int:
 
 
 def fail_by_ourselves_in_loading() -> int:
-    return load_checkpoint("raise ValueError('a fault')", "megatron_ampipe.layers.spec")
+    return load_checkpoint("raise ValueError('a fault')", "megatron_ampipe.layers.layer")
 
 
 def wait_for_a_worker() -> int:

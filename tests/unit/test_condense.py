@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ampipe.exchange.codecs import Condenser
-from megatron_ampipe.layers.routing_recorder import compared_rows
+from megatron_ampipe.launch.routing_recorder import compared_rows
 
 
 def rows_of(*angles: float) -> torch.Tensor:

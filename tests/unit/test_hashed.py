@@ -14,7 +14,7 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.gate import find_gate, given_token_ids
 from megatron_ampipe.layers.gates.hashed import HashRouter, balanced_table, hashed_experts
-from megatron_ampipe.layers.token_ids import TokenIds
+from megatron_ampipe.layers.gates.id_router import TokenIds
 from megatron_ampipe.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 
 VOCABULARY = 50_000

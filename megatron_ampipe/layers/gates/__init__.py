@@ -1,7 +1,7 @@
 """Routers other than Megatron's: those that AMPipe ships, and how a class of the user is found.
 
 Each shipped gate is a subclass of Megatron's ``TopKRouter`` and knows nothing of chunks; :mod:`..router`
-makes it route them. What a class must promise is in docs/gates.md. ``launch`` calls :func:`load_gate`.
+makes it route them. What a class must promise is in docs/gates.md.
 """
 
 from __future__ import annotations

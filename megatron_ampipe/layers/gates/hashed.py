@@ -1,4 +1,4 @@
-"""Hash layers: experts are a fixed function of the token's id. Chosen by ``--ampipe-router hash``.
+"""Hash layers: experts are a fixed function of the token's id.
 
 Source: Roller et al., Hash layers for large sparse models, 2021 (arXiv 2106.04426).
 """

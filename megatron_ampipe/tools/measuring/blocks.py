@@ -24,7 +24,7 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.kernel_choice import pinned_kernel
-from megatron_ampipe.layers.spec import pipelined
+from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder

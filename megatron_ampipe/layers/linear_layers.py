@@ -1,10 +1,10 @@
-"""Megatron's linear layers without the gradients of their weights, and these gradients as separate products;
-and without their transfers.
+"""Megatron's linear layers, run otherwise for a while; as modules that are called, so that their hooks run.
+
+Without their transfers, without the gradients of their weights, or by what keeps less for the backward pass.
 
 ``LinearWithGradAccumulationAndAsyncCommunication`` computes the gradients of input and weight in one
 backward, whichever is asked for. With a frozen weight, ``linear_with_frozen_weight`` computes the first;
-:func:`_weight_gradient` mirrors the second. Used by :mod:`.block_modules`, :mod:`.megatron_stages`
-and :mod:`.attention_stages`.
+:func:`_weight_gradient` mirrors the second.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,44 +26,78 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.weight_products import WeightProducts, keep_for_weight
 
 Linear = ColumnParallelLinear | RowParallelLinear
-
-
-def linears_of(modules: Iterable[Module]) -> tuple[Linear, ...]:
-    """The linear layers within these modules whose weight gradients can be computed apart."""
-    found = (part for module in modules for part in module.modules())
-    return tuple({part: None for part in found if type(part) in (ColumnParallelLinear, RowParallelLinear)})
+Products = tuple[tuple[Module, ...], tuple[Module, ...]]
+"""The first and the last linear layers of the local experts; one each where they are a grouped product."""
 
 
 @contextlib.contextmanager
-def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> Iterator[None]:
-    """Within it, these layers leave the gradients of their trained weights to ``products``."""
-    trained = [one for one in linears if one.weight.requires_grad]
-    for one in trained:
-        # In place of the method. The module is still called, so that its hooks run.
-        one.__dict__["_forward_impl"] = functools.partial(_forward, one.weight, products)
+def _replaced(modules: Sequence[Module], name: str, values: Sequence[object]) -> Iterator[None]:
+    """Within it, an attribute of each module, or the method of its class, is one of these values."""
+    before = [vars(module).get(name) for module in modules]
+    for module, value in zip(modules, values, strict=True):
+        vars(module)[name] = value
     try:
         yield
     finally:
-        for one in trained:
-            del one.__dict__["_forward_impl"]
+        for module, own in zip(modules, before, strict=True):
+            if own is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = own
 
 
-@contextlib.contextmanager
-def transfers_apart(linear: Linear) -> Iterator[None]:
+def linears_of(parts: Iterable[Module | Parameter]) -> tuple[Linear, ...]:
+    """The linear layers within these modules whose weight gradients can be computed apart."""
+    modules = (module for part in parts if isinstance(part, Module) for module in part.modules())
+    return tuple({one: None for one in modules if type(one) in (ColumnParallelLinear, RowParallelLinear)})
+
+
+def weights_apart(linears: Sequence[Linear], products: WeightProducts) -> AbstractContextManager[None]:
+    """Within it, these layers leave the gradients of their trained weights to ``products``."""
+    trained = [linear for linear in linears if linear.weight.requires_grad]
+    forwards = [functools.partial(_forward, linear.weight, products) for linear in trained]
+    return _replaced(trained, "_forward_impl", forwards)
+
+
+def transfers_apart(linear: Linear) -> AbstractContextManager[None]:
     """Within it, a layer neither gathers its input nor adds and scatters its output.
 
     As for experts whose tokens are gathered and scattered elsewhere. A layer that scatters must return its
     bias, not add it.
     """
-    before = linear.explicit_expert_comm
-    linear.explicit_expert_comm = True
-    try:
+    return _replaced([linear], "explicit_expert_comm", [True])
+
+
+def expert_products(experts: Module) -> Products:
+    """The linear layers inside Megatron's module of the local experts.
+
+    Megatron computes an expert in one module: first product, activation, last product
+    (``megatron/core/transformer/mlp.py: MLP.forward``, ``moe/experts.py: TEGroupedMLP.forward``).
+    """
+    up, down = (
+        tuple(module for path, module in experts.named_modules() if path.rpartition(".")[2] == name)
+        for name in ("linear_fc1", "linear_fc2")
+    )
+    assert up and len(up) == len(down), f"{type(experts).__name__} has other products"
+    return up, down
+
+
+@contextlib.contextmanager
+def products_run_by(inner: InnerTensors | None, products: Products) -> Iterator[None]:
+    """Have ``inner`` run the products while this is open; nothing changes if it is None."""
+    if inner is None:
         yield
-    finally:
-        linear.explicit_expert_comm = before
+        return
+    ups, downs = (
+        [functools.partial(run, module.forward) for module in modules]
+        for modules, run in zip(products, (inner.up, inner.down), strict=True)
+    )
+    with _replaced(products[0], "forward", ups), _replaced(products[1], "forward", downs):
+        yield
 
 
 def _forward(

@@ -1,0 +1,363 @@
+"""Consecutive blocks that share a schedule: which they are, and one pass of a micro-batch through them."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.exchange.row_scatter import RowTransfers
+from megatron_ampipe.layers.attention_stages import AttentionStages
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_routing import sees_whole_blocks
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
+from megatron_ampipe.layers.context import AMPipeContext
+from megatron_ampipe.layers.moe_stages import MoEStages
+from megatron_ampipe.layers.recompute import RandomStates
+from megatron_ampipe.runtime.autograd_block import run_blocks
+from megatron_ampipe.runtime.compile import Order, compiled
+from megatron_ampipe.runtime.executors import Executor
+from megatron_ampipe.runtime.stack_call import StackCall
+from megatron_ampipe.runtime.tape import Tapes
+from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
+from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.features import boundary
+
+# S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.
+
+
+class LayerRun:
+    """Consecutive layers that can share schedules; cut into stacks by the pipeline of the moment.
+
+    Megatron builds the layers one after the other, and calls them one after the other: the first layer of a
+    stack runs all of it.
+
+    Args:
+        context: Its pipeline says how many layers share a schedule.
+    """
+
+    def __init__(self, context: AMPipeContext) -> None:
+        self._context = context
+        self._blocks: list[BlockModules] = []
+        self._stack = cache(lambda place, size: BlockStack(self._blocks[place : place + size], context))
+
+    def add(self, block: BlockModules) -> Callable[[], BlockStack | None]:
+        """Add the next layer. Returns what gives its stack; None where an earlier layer begins it."""
+        self._blocks.append(block)
+        return partial(self._stack_from, len(self._blocks) - 1)
+
+    def _stack_from(self, place: int) -> BlockStack | None:
+        size = self._size()
+        first = place - place % size
+        if all(block.dense for block in self._blocks[first : first + size]):
+            first, size = place, 1
+        return None if first < place else self._stack(place, size)
+
+    def _size(self) -> int:
+        """How many layers share a schedule."""
+        config, pipeline = self._blocks[0].config, self._context.pipeline
+        if boundary(config, whole_attention=pipeline.whole_attention) is not None:
+            return 1
+        if config.tensor_model_parallel_size > 1 and any(
+            not block.dense and sees_whole_blocks(block.moe.router) for block in self._blocks
+        ):
+            # As for the records of the routing that only the arguments of a launch know.
+            return 1
+        return pipeline.stack_of(len(self._blocks))
+
+
+@dataclass(slots=True)
+class RunBuilder:
+    """Collects the layers of a run while Megatron builds them; one for each run of a specification.
+
+    Attributes:
+        context: Shared settings and machinery.
+        latest: Of the model that is built at present: a specification can be built several times.
+    """
+
+    context: AMPipeContext
+    latest: LayerRun | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RunBuilder:
+        """Return the same object: Megatron deep-copies layer specifications."""
+        return self
+
+    def run(self, *, begins: bool) -> LayerRun:
+        """The run to which the layer that is built now belongs, or which begins with it."""
+        if begins or self.latest is None:
+            self.latest = LayerRun(self.context)
+        return self.latest
+
+
+class BlockPass:
+    """The state of one pass of one micro-batch through a block (``runtime.pass_state.BlockState``).
+
+    Args:
+        block: Its modules.
+        features: What it contains in this pass.
+        hidden: What it is given, ``[S, B, D]``.
+        chunks: Of the sequence.
+        whole: The sequence as one chunk.
+        rotary_pos_emb: As Megatron passes it to a layer.
+        documents: Of the micro-batch, if rows attend to their own document only.
+        token_ids: ``[S, B]``, for a router that reads them.
+    """
+
+    def __init__(
+        self,
+        block: BlockModules,
+        features: BlockFeatures,
+        hidden: Tensor,
+        *,
+        chunks: Sequence[Chunk],
+        whole: Chunk,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        token_ids: Tensor | None,
+    ) -> None:
+        block.add_first_weight_gradients()
+        row_transfers = None
+        if features.scatters_rows:
+            keeps = features.recomputed or not torch.is_grad_enabled()
+            row_transfers = RowTransfers(block.row_group, gathers=features.gathers_rows, keeps=keeps)
+        attention = AttentionStages(
+            block,
+            chunks=chunks,
+            whole=whole,
+            attend=block.attend(hidden.is_cuda, documents is not None),
+            rotary_pos_emb=rotary_pos_emb,
+            documents=documents,
+            ring_ranks=block.attention_layer.pg_collection.cp if features.ring else None,
+            row_transfers=row_transfers,
+        )
+        num_tokens = hidden.shape[0] * hidden.shape[1]
+        moe = MoEStages(block, chunks=chunks, whole=whole, num_tokens=num_tokens, token_ids=token_ids)
+        self.halves: tuple[AttentionStages, MoEStages] = attention, moe
+        self.draws = RandomStates() if features.recomputed and block.draws else None
+
+    def again(self) -> BlockPass:
+        """See ``BlockState``."""
+        second = copy.copy(self)
+        attention, moe = self.halves
+        second.halves = attention.again(), moe.again()
+        return second
+
+
+class BlockStack:
+    """Consecutive blocks that share a schedule.
+
+    Args:
+        blocks: From the first to the last.
+        context: Shared settings and machinery.
+    """
+
+    def __init__(self, blocks: Sequence[BlockModules], context: AMPipeContext) -> None:
+        self._blocks, self._context = blocks, context
+        self.is_dense = all(block.dense for block in blocks)
+        """Whether no block has experts, so that there is nothing to hide."""
+        # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
+        self._chunks, self._sharding = cache(self._make_chunks), cache(self._make_sharding)
+        self._order, self._tapes = cache(self._make_order), cache(self._make_tapes)
+        layer = blocks[0].moe_layer
+        groups, sharded = layer.pg_collection, layer.config.sequence_parallel
+        self._layout = SequenceLayout(
+            tensor_ranks=groups.tp.size() if sharded else 1,
+            tensor_rank=groups.tp.rank() if sharded else 0,
+            context_ranks=groups.cp.size(),
+            context_rank=groups.cp.rank(),
+            by_chunk=sharded and len(blocks) > 1,
+        )
+        halves = ((block.attention_layer, block.moe_layer) for block in blocks)
+        self._numbers = tuple(block.attention_layer.layer_number for block in blocks)
+        self._layers = tuple(dict.fromkeys(itertools.chain.from_iterable(halves)))
+
+    def __call__(
+        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None = None
+    ) -> Tensor:
+        """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
+
+        Args:
+            hidden: Of a packed micro-batch also ``[B * S, 1, D]``, one sequence after another.
+            rotary_pos_emb: As Megatron passes it to a layer.
+            documents: Of the micro-batch, if rows attend to their own document only.
+
+        Raises:
+            BadInput: several layers of Megatron run as one, and one of them has a hook of the user.
+        """
+        if documents is not None and documents.num_sequences > hidden.shape[1]:
+            sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
+            output = self(sequences.contiguous(), rotary_pos_emb, documents)
+            return output.transpose(0, 1).reshape(hidden.shape)
+        if len(self._layers) > 1:
+            refuse_hooks(self._layers)
+        self._context.recorder.passes.record_shape(*hidden.shape[:2])
+        if not self._layout.by_chunk:
+            return self._run(hidden, rotary_pos_emb, documents)
+        sharding = self._sharding(self._context.pipeline, hidden.shape[0])
+        output = self._run(sharding.by_chunk(hidden), rotary_pos_emb, documents)
+        return sharding.by_sequence(output)
+
+    def _run(
+        self, hidden: Tensor, rotary_pos_emb: RotaryEmbedding | None, documents: Documents | None
+    ) -> Tensor:
+        blocks, context = self._blocks, self._context
+        executor = context.executor_for(on_gpu=hidden.is_cuda)
+        features = tuple(block.features(shares_schedule=len(blocks) > 1) for block in blocks)
+        parameters = [block.parameters for block in blocks]
+        keep_graph = torch.is_grad_enabled() and (
+            hidden.requires_grad or any(of_block.all for of_block in parameters)
+        )
+        chunks, whole = self._chunks(context.pipeline, hidden.shape[0])
+        token_ids = self._token_ids(chunks, hidden)
+        call = StackCall(
+            [
+                BlockPass(
+                    block,
+                    of_block,
+                    hidden,
+                    chunks=chunks,
+                    whole=whole,
+                    rotary_pos_emb=rotary_pos_emb,
+                    documents=block.separate(documents),
+                    token_ids=token_ids,
+                )
+                for block, of_block in zip(blocks, features, strict=True)
+            ],
+            self._tapes(context.pipeline, features, hidden.shape[0], executor, keep_graph),
+            executor,
+            context.recorder,
+            numbers=self._numbers,
+            parameters=parameters,
+            keep_graph=keep_graph,
+            reductions=context.reductions if keep_graph else None,
+        )
+        return run_blocks(hidden, call, parameters) if keep_graph else call.forward(hidden)
+
+    def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
+        """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
+        routers = (block.moe.router for block in self._blocks if not block.dense)
+        source = next((router.id_source for router in routers if hasattr(router, "id_source")), None)
+        if source is None:
+            return None
+        layout = self._layout
+        num_rows, batch = hidden.shape[:2]
+        if not layout.by_chunk:
+            return source.rows_of_rank(num_rows, batch, ranks=layout.tensor_ranks, rank=layout.tensor_rank)
+        ids = source.rows(num_rows, batch, ranks=layout.tensor_ranks)
+        spans = (span for chunk in chunks for span in chunk.hidden)
+        return torch.cat([ids[span.global_start : span.global_end] for span in spans])
+
+    def _make_chunks(self, pipeline: Pipeline, num_rows: int) -> tuple[tuple[Chunk, ...], Chunk]:
+        """The chunks of a sequence of which this rank holds ``num_rows`` rows; and all of it as one."""
+        layout = self._layout
+        chunks = pipeline.chunks(num_rows * layout.tensor_ranks * layout.context_ranks, layout)
+        return chunks, Chunk.joined(chunks)
+
+    def _make_sharding(self, pipeline: Pipeline, num_rows: int) -> ChunkSharding:
+        lengths = [chunk.hidden[0].length for chunk in self._chunks(pipeline, num_rows)[0]]
+        return ChunkSharding(lengths, self._blocks[0].moe_layer.pg_collection.tp)
+
+    def _make_order(self, pipeline: Pipeline, features: tuple[BlockFeatures, ...], host_waits: bool) -> Order:
+        schedule = pipeline.schedule_of(features)
+        for block in self._blocks:
+            block.require_linears(schedule.backward.weights)
+        return Order.of(schedule, features, host_waits=host_waits)
+
+    def _make_tapes(
+        self,
+        pipeline: Pipeline,
+        features: tuple[BlockFeatures, ...],
+        num_rows: int,
+        executor: Executor,
+        keep_graph: bool,
+    ) -> Tapes:
+        return compiled(
+            self._order(pipeline, features, executor.host_waits),
+            chunks=self._chunks(pipeline, num_rows)[0],
+            functions=self._blocks,
+            keep_graph=keep_graph,
+            threads=executor.threads,
+        )
+
+
+class ChunkSharding:
+    """Sequence parallelism by chunk: every tensor-parallel rank holds a part of every chunk.
+
+    Megatron gives each rank one part of the sequence. A chunk of consecutive rows then lives on one rank or
+    two, and a chunk of the same rows of every rank needs the keys of all others. So where layers share a
+    schedule, rows are exchanged once before the first layer and back after the last.
+
+    Args:
+        lengths: Rows of one rank in each chunk.
+        group: The tensor-parallel ranks.
+    """
+
+    def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
+        ranks, rank, num_rows = group.size(), group.rank(), sum(lengths)
+        starts = list(itertools.accumulate(lengths, initial=0))
+        # By rank, of each row that it holds in chunks, the rank and the row of the sequence layout.
+        held = [
+            [
+                divmod(start * ranks + holder * length + row, num_rows)
+                for start, length in zip(starts, lengths, strict=False)
+                for row in range(length)
+            ]
+            for holder in range(ranks)
+        ]
+        to = [[row for owner, row in rows if owner == rank] for rows in held]
+        self._group, self._sent = group, [len(rows) for rows in to]
+        self._received = [sum(owner == source for owner, _ in held[rank]) for source in range(ranks)]
+        # Rows arrive in the order of the sequence, which is that of the chunks.
+        self._order = torch.tensor([row for rows in to for row in rows])
+        self._inverse = torch.argsort(self._order)
+
+    def by_chunk(self, hidden: Tensor) -> Tensor:
+        """``[R, B, D]``, a part of the sequence, to ``[R, B, D]``, a part of every chunk. Differentiable."""
+        rows = hidden.index_select(0, self._order.to(hidden.device))
+        moved: Tensor = all_to_all(self._group, rows, self._received, self._sent)
+        return moved
+
+    def by_sequence(self, hidden: Tensor) -> Tensor:
+        """The inverse of :meth:`by_chunk`."""
+        moved = all_to_all(self._group, hidden.contiguous(), self._sent, self._received)
+        return moved.index_select(0, self._inverse.to(hidden.device))
+
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+_HARMLESS = "megatron.core.distributed."
+"""Megatron's data parallelism waits for the layer's own parameters in a pre-hook, and a layer has none: its
+modules have them, and are called."""
+
+
+def refuse_hooks(layers: Iterable[TransformerLayer]) -> None:
+    """Check in every pass that no layer of those that run as one has a hook of the user.
+
+    Raises:
+        BadInput: for the first hook that would see other tensors than those of its layer.
+    """
+    for layer in layers:
+        for attribute, kind in _HOOKS.items():
+            for hook in getattr(layer, attribute).values():
+                module = getattr(hook, "__module__", None) or type(hook).__module__
+                if not module.startswith(_HARMLESS):
+                    raise BadInput(
+                        f"{kind} of layer {layer.layer_number}",
+                        f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}",
+                        rule="layers that share a schedule run as one, so it would see other tensors",
+                        remedy="Use --ampipe-stack 1 in a GPT, or hook modules inside the layer, which see "
+                        "chunks.",
+                    )
