@@ -19,10 +19,10 @@ from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
 from megatron_ampipe.layers.linear_weights import transfers_apart
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.ring_attention import RingAttention
-from megatron_ampipe.runtime.steps import Function
 from megatron_ampipe.schedule import Chunk, Direction, StageKind, kinds
 from megatron_ampipe.schedule.documents import Documents
 

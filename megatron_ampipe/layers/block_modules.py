@@ -25,7 +25,7 @@ from megatron_ampipe.layers.expert_products import ExpertProducts
 from megatron_ampipe.layers.linear_weights import Linear, linears_of
 from megatron_ampipe.layers.routing_records import sees_whole_blocks
 from megatron_ampipe.layers.token_ids import TokenIds
-from megatron_ampipe.runtime.added_stage import AddedStage
+from megatron_ampipe.runtime.block_functions import AddedStage
 from megatron_ampipe.runtime.segment import BlockParameters
 from megatron_ampipe.schedule import Exchange, StageKind, kinds
 

@@ -9,9 +9,8 @@ from megatron_ampipe.exchange.codecs import Wire
 from megatron_ampipe.exchange.condense import Condenser
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.added_stage import AddedStage
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
+from megatron_ampipe.runtime.block_functions import AddedStage
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline

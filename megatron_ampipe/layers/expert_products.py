@@ -2,7 +2,7 @@
 
 Megatron computes an expert in one module: first product, activation, last product
 (``megatron/core/transformer/mlp.py: MLP.forward``, ``moe/experts.py: TEGroupedMLP.forward``). Here the two
-linear layers inside it are run by :class:`~megatron_ampipe.runtime.inner_tensors.InnerTensors`; all else,
+linear layers inside it are run by :class:`~megatron_ampipe.runtime.saved_tensors.InnerTensors`; all else,
 hooks included, is Megatron's. Used by :mod:`.moe_stages`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_tensors import InnerTensors
 
 
 @dataclass(frozen=True, slots=True)

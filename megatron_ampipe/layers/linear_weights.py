@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.runtime.weight_products import WeightProducts, keep_for_weight
+from megatron_ampipe.runtime.segment import WeightProducts, keep_for_weight
 
 Linear = ColumnParallelLinear | RowParallelLinear
 

@@ -22,9 +22,8 @@ from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.linear_weights import weights_apart
 from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
-from megatron_ampipe.runtime.added_stage import AddedStage
-from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.runtime.weight_products import WeightProducts
+from megatron_ampipe.runtime.block_functions import AddedStage, Function
+from megatron_ampipe.runtime.segment import WeightProducts
 from megatron_ampipe.schedule import StageKind, kinds
 
 ATTENTION, MOE = range(2)
@@ -32,7 +31,7 @@ ATTENTION, MOE = range(2)
 
 
 class MegatronState:
-    """The state of one pass of one micro-batch through a block; see ``runtime.pass_state.BlockState``.
+    """The state of one pass of one micro-batch through a block; see ``runtime.block_functions.BlockState``.
 
     Args:
         attention: Of the attention half.
@@ -50,7 +49,7 @@ class MegatronState:
 
 
 class MegatronFunctions:
-    """The functions of the stages of a block; see ``runtime.block_layout.BlockFunctions``.
+    """The functions of the stages of a block; see ``runtime.block_functions.BlockFunctions``.
 
     Args:
         modules: What they call.

@@ -19,10 +19,10 @@ from megatron_ampipe.exchange.condense import Condensed, Condenser
 from megatron_ampipe.exchange.transports import all_gather, exchange_chunks, with_rows
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.expert_products import products_run_by
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
-from megatron_ampipe.runtime.rows import take_rows
-from megatron_ampipe.runtime.steps import Function
+from megatron_ampipe.runtime.moves import take_rows
+from megatron_ampipe.runtime.saved_tensors import InnerTensors
 from megatron_ampipe.schedule import Chunk, Direction, Exchange, StageKind, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.

@@ -27,9 +27,8 @@ from megatron_ampipe.layers.layer_hooks import refuse_hooks
 from megatron_ampipe.layers.megatron_stages import MegatronFunctions, MegatronState
 from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
-from megatron_ampipe.runtime.autograd_block import run_blocks
 from megatron_ampipe.runtime.collectives import lane_group
-from megatron_ampipe.runtime.compile import Order, compiled
+from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
@@ -244,7 +243,6 @@ class BlockStack:
     def __init__(self, blocks: Sequence[PipelinedBlock], context: AMPipeContext) -> None:
         self._blocks, self._context = blocks, context
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
-        self._orders: dict[tuple[Pipeline, tuple[BlockFeatures, ...]], Order] = {}
         self._tapes: dict[Hashable, Tapes] = {}
         self._chunks: dict[tuple[Pipeline, int], tuple[Chunk, ...]] = {}
         self._whole: dict[int, Chunk] = {}
@@ -327,7 +325,7 @@ class BlockStack:
             keep_graph=keep_graph,
             reductions=context.reductions if keep_graph else None,
         )
-        return run_blocks(hidden, call, parameters) if keep_graph else call.forward(hidden)
+        return call.run(hidden)
 
     def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
         """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
@@ -357,26 +355,21 @@ class BlockStack:
         shares = len(self._blocks) > 1
         return tuple(block.features(shares_schedule=shares) for block in self._blocks)
 
-    def _order(self, executor: Executor) -> Order:
-        pipeline, layers = self._context.pipeline, self._features()
-        key = (pipeline, layers)
-        if key not in self._orders:
-            schedule = pipeline.schedule_of(layers)
-            for block in self._blocks:
-                block.modules.require_linears(schedule.backward.weights)
-            self._orders[key] = Order.of(schedule, layers, host_waits=executor.host_waits)
-        return self._orders[key]
-
     def _tape(self, executor: Executor, chunks: Sequence[Chunk], *, num_rows: int, keep_graph: bool) -> Tapes:
         """What the current pass runs; made once for each pipeline and number of rows."""
         pipeline, layers = self._context.pipeline, self._features()
         key = (pipeline, layers, num_rows, keep_graph, executor.threads)
         if key not in self._tapes:
+            schedule = pipeline.schedule_of(layers)
+            for block in self._blocks:
+                block.modules.require_linears(schedule.backward.weights)
             self._tapes[key] = compiled(
-                self._order(executor),
+                schedule,
+                layers,
                 chunks=chunks,
                 functions=[block.functions for block in self._blocks],
                 keep_graph=keep_graph,
+                host_waits=executor.host_waits,
                 threads=executor.threads,
             )
         return self._tapes[key]
