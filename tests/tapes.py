@@ -2,7 +2,7 @@
 
 :func:`check` looks at what a tape says: nothing is read after it was freed, whichever thread is faster, all
 is freed once it is used, streams wait for what they need, and memory is kept as long as the rule of
-``runtime.stream_order`` demands.
+``runtime.streams`` demands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_ampipe.layers import block_stack
 from megatron_ampipe.runtime.compile import compiled as compile_tapes
 from megatron_ampipe.runtime.steps import NOTHING, ZERO, Step
-from megatron_ampipe.runtime.stream_order import StreamPlan
+from megatron_ampipe.runtime.streams import StreamPlan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import Direction
 

@@ -35,7 +35,7 @@ def places_of(routing_map: Tensor, num_places: int) -> Tensor:
 
 
 def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
-    """The row of each copy ``[C]``, place by place, and where its mark is in ``[T, places]``, some of them set.
+    """The row of each copy ``[C]``, place by place, and where its mark is in ``[T, places]``, some set.
 
     A stable sort puts what is set first, in order, without a wait for how much that is.
     """

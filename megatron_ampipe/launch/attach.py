@@ -139,7 +139,7 @@ def accumulating_on_training_stream() -> Iterator[None]:
     Megatron's ``DistributedDataParallel`` keeps the accumulation nodes of all parameters, which belong to the
     stream that is current when it is built, and Megatron builds it on a separate stream. A block asks for
     the gradients of every chunk at these nodes: each would cross to that stream by an event, a wait and
-    ``record_stream``, and memory would be released at another stage in every pass (``runtime.stream_order``).
+    ``record_stream``, and memory would be released at another stage in every pass (``runtime.streams``).
     Training runs on the default stream, because CUDA graphs are refused.
     """
     construct = DistributedDataParallel.__init__

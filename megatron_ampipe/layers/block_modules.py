@@ -29,11 +29,10 @@ from megatron_ampipe.layers.chunk_attention import ChunkAttention, kernel_of, re
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.linear_layers import Linear, Products, expert_products, linears_of, weights_apart
 from megatron_ampipe.layers.stage_functions import BACKWARDS, FUNCTIONS, StageFunction
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.runtime.collectives import lane_group
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.segment import BlockParameters
-from megatron_ampipe.runtime.steps import Function
-from megatron_ampipe.runtime.weight_products import WeightProducts
+from megatron_ampipe.runtime.segment import BlockParameters, WeightProducts
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Exchange,
@@ -50,7 +49,7 @@ from megatron_ampipe.schedule.features import features_of_settings, has_latent_e
 
 
 class BlockModules:
-    """The modules of a block, and the functions of its stages (``runtime.block_layout.BlockFunctions``).
+    """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
 
     Args:
         attention_layer: Whose norm, attention and residual come first.

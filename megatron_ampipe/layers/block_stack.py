@@ -23,8 +23,7 @@ from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.moe_stages import MoEStages
 from megatron_ampipe.layers.recompute import RandomStates
-from megatron_ampipe.runtime.autograd_block import run_blocks
-from megatron_ampipe.runtime.compile import Order, compiled
+from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
@@ -99,7 +98,7 @@ class RunBuilder:
 
 
 class BlockPass:
-    """The state of one pass of one micro-batch through a block (``runtime.pass_state.BlockState``).
+    """The state of one pass of one micro-batch through a block (``runtime.block_functions.BlockState``).
 
     Args:
         block: Its modules.
@@ -166,7 +165,7 @@ class BlockStack:
         """Whether no block has experts, so that there is nothing to hide."""
         # The pipeline can change between two iterations, so what follows from it is kept by pipeline.
         self._chunks, self._sharding = cache(self._make_chunks), cache(self._make_sharding)
-        self._order, self._tapes = cache(self._make_order), cache(self._make_tapes)
+        self._tapes = cache(self._make_tapes)
         layer = blocks[0].moe_layer
         groups, sharded = layer.pg_collection, layer.config.sequence_parallel
         self._layout = SequenceLayout(
@@ -240,7 +239,7 @@ class BlockStack:
             keep_graph=keep_graph,
             reductions=context.reductions if keep_graph else None,
         )
-        return run_blocks(hidden, call, parameters) if keep_graph else call.forward(hidden)
+        return call.run(hidden)
 
     def _token_ids(self, chunks: Sequence[Chunk], hidden: Tensor) -> Tensor | None:
         """``[S, B]``, the ids of the rows of ``hidden``; None if no router reads them."""
@@ -266,12 +265,6 @@ class BlockStack:
         lengths = [chunk.hidden[0].length for chunk in self._chunks(pipeline, num_rows)[0]]
         return ChunkSharding(lengths, self._blocks[0].moe_layer.pg_collection.tp)
 
-    def _make_order(self, pipeline: Pipeline, features: tuple[BlockFeatures, ...], host_waits: bool) -> Order:
-        schedule = pipeline.schedule_of(features)
-        for block in self._blocks:
-            block.require_linears(schedule.backward.weights)
-        return Order.of(schedule, features, host_waits=host_waits)
-
     def _make_tapes(
         self,
         pipeline: Pipeline,
@@ -280,11 +273,16 @@ class BlockStack:
         executor: Executor,
         keep_graph: bool,
     ) -> Tapes:
+        schedule = pipeline.schedule_of(features)
+        for block in self._blocks:
+            block.require_linears(schedule.backward.weights)
         return compiled(
-            self._order(pipeline, features, executor.host_waits),
+            schedule,
+            features,
             chunks=self._chunks(pipeline, num_rows)[0],
             functions=self._blocks,
             keep_graph=keep_graph,
+            host_waits=executor.host_waits,
             threads=executor.threads,
         )
 

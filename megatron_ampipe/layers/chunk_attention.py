@@ -33,8 +33,8 @@ from megatron_ampipe.runtime.document_attention import attend_to_documents
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.largest_scores import largest_scores
 from megatron_ampipe.runtime.merged import MergedAttention
+from megatron_ampipe.runtime.moves import take_rows
 from megatron_ampipe.runtime.ring_attention import RingAttention
-from megatron_ampipe.runtime.rows import take_rows
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
 from megatron_ampipe.schedule.features import reads_largest_scores, uses_ring_attention

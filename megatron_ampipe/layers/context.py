@@ -8,8 +8,7 @@ from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline, StageKind

@@ -26,8 +26,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
-from megatron_ampipe.runtime.weight_products import WeightProducts, keep_for_weight
+from megatron_ampipe.runtime.saved_tensors import InnerTensors
+from megatron_ampipe.runtime.segment import WeightProducts, keep_for_weight
 
 Linear = ColumnParallelLinear | RowParallelLinear
 Products = tuple[tuple[Module, ...], tuple[Module, ...]]

@@ -22,8 +22,8 @@ from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.linear_layers import products_run_by
 from megatron_ampipe.layers.stage_functions import MOE, Tensors
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
-from megatron_ampipe.runtime.rows import take_rows
+from megatron_ampipe.runtime.moves import take_rows
+from megatron_ampipe.runtime.saved_tensors import InnerTensors
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 
 # S sequence rows, B batch, D hidden size, T tokens in the order in which they are sent, E experts.

@@ -53,7 +53,7 @@ class RandomStates:
         self._states: dict[Any, Any] = {}
 
     def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
-        """See ``runtime.pass_state.Draws``."""
+        """See ``runtime.block_functions.Draws``."""
         if not again:
             self._states[key] = random._get_all_rng_states()
             return function

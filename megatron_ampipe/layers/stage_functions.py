@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.runtime.steps import Function
+from megatron_ampipe.runtime.block_functions import Function
 from megatron_ampipe.schedule import StageKind
 
 Reads = Callable[[Any], Iterable[Module | Parameter | None]]
@@ -30,7 +30,7 @@ class StageFunction:
 
     Attributes:
         half: Number of the half of a block whose state is its first argument.
-        run: See :class:`~megatron_ampipe.runtime.block_layout.BlockFunctions`.
+        run: See :class:`~megatron_ampipe.runtime.block_functions.BlockFunctions`.
         reads: The modules and parameters that it uses; asked for blocks that have the kind.
         recompute: Names of Megatron's ``--recompute-modules`` with which it runs again before its backward.
     """

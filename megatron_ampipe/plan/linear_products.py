@@ -27,7 +27,7 @@ class Product(NamedTuple):
 def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bool:
     """Whether the weight gradients of all chunks are one product when they are joined.
 
-    The rule of ``runtime.weight_products.is_one_product``.
+    The rule of ``runtime.segment.is_one_product``.
     """
     copied = element_bytes * whole.rows / whole.calls * (whole.k + whole.n)
     return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n

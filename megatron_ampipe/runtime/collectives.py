@@ -76,16 +76,17 @@ class Transfer:
     @classmethod
     def all_of(cls, transfers: Sequence[Transfer]) -> Transfer:
         """Several transfers without operations of other ranks, as one."""
-        assert not any(one.works or one.begin for one in transfers)
+        if len(transfers) == 1:
+            return transfers[0]
 
         def unpack() -> None:
-            for one in transfers:
-                one.wait()
+            for transfer in transfers:
+                transfer.wait()
 
         return cls(
-            tuple([tensor for one in transfers for tensor in one.outputs]),
+            tuple([tensor for transfer in transfers for tensor in transfer.outputs]),
             unpack=unpack,
-            uses=tuple([tensor for one in transfers for tensor in one.uses]),
+            uses=tuple([tensor for transfer in transfers for tensor in transfer.uses]),
         )
 
     @classmethod

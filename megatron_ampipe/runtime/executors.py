@@ -1,8 +1,7 @@
-"""Executors: run the stages of one direction in a given order. They make no scheduling decisions.
+"""Executors: run the calls of a tape. They make no scheduling decisions.
 
-``SequentialExecutor`` is the reference. ``ThreadExecutor`` pipelines on the CPU: two threads for each
-communication lane start collectives and wait for their asynchronous handles. The executor for GPUs is in
-:mod:`.cuda_executor`.
+:class:`SequentialExecutor` is the reference, :class:`ThreadExecutor` pipelines on a CPU, and
+:class:`CudaExecutor` on a GPU.
 """
 
 from __future__ import annotations
@@ -12,16 +11,18 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule.stage_kind import COMPUTE
 
@@ -39,13 +40,7 @@ class Executor(Protocol):
     threads: bool
     """Whether lanes run on several threads."""
 
-    def execute(
-        self,
-        tape: Tape,
-        run: RunCall,
-        recorder: Recorder,
-        crossing: Crossing | None = None,
-    ) -> None:
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """Run all stages once.
 
         Args:
@@ -64,13 +59,7 @@ class SequentialExecutor:
     crosses_streams = False
     threads = False
 
-    def execute(
-        self,
-        tape: Tape,
-        run: RunCall,
-        recorder: Recorder,
-        crossing: Crossing | None = None,
-    ) -> None:
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """See :class:`Executor`."""
         for call in tape.calls:
             if recorder.recording:
@@ -94,6 +83,69 @@ def finish(transfer: Transfer | None) -> None:
         transfer.wait()
 
 
+class CudaExecutor:
+    """Runs computation on the current stream, each communication lane on two more: one is for its counts.
+
+    It waits, records events and releases memory as the tape says (:mod:`.streams`). Communication
+    streams have a high priority, so that a collective that is ready does not wait for the remaining thread
+    blocks of a kernel that fills the GPU.
+    """
+
+    host_waits = True
+    crosses_streams = True
+    threads = False
+
+    def __init__(self) -> None:
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
+        """See :class:`Executor`. On return, the current stream waits for all calls."""
+        compute = torch.cuda.current_stream()
+        streams = {name: compute if name == COMPUTE else self._stream(name) for name in set(tape.streams)}
+        others = [stream for name, stream in streams.items() if name != COMPUTE]
+        begun = compute.record_event() if others else None
+        for stream in others:
+            stream.wait_event(begun)
+        try:
+            self._issue(tape, run, recorder, crossing, streams)
+        finally:
+            # Also after a failure: memory that is released from here on may be reused on the current stream.
+            for stream in others:
+                compute.wait_stream(stream)
+
+    def _issue(
+        self,
+        tape: Tape,
+        run: RunCall,
+        recorder: Recorder,
+        crossing: Crossing | None,
+        streams: Mapping[str, torch.cuda.Stream],
+    ) -> None:
+        plan = tape.stream_plan
+        events: dict[int, torch.cuda.Event] = {}
+        kept: dict[int, object] = {}
+        for call, name, waits, releases in zip(
+            tape.calls, tape.streams, plan.waits, plan.releases, strict=True
+        ):
+            stream = streams[name]
+            for position in waits:
+                stream.wait_event(events[position])
+            for position in releases:
+                kept.pop(position, None)
+            with torch.cuda.stream(stream), recorder.on_stream(call.lane, call.stage, stream):
+                finish(run(call))
+            if call.position in plan.records:
+                events[call.position] = stream.record_event()
+            if crossing is not None:
+                kept[call.position] = crossing.take()
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            _, highest = torch.cuda.Stream.priority_range()
+            self._streams[name] = torch.cuda.Stream(priority=highest)
+        return self._streams[name]
+
+
 class ThreadExecutor:
     """Runs computation on the calling thread, and each communication lane on two separate threads.
 
@@ -109,13 +161,7 @@ class ThreadExecutor:
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
 
-    def execute(
-        self,
-        tape: Tape,
-        run: RunCall,
-        recorder: Recorder,
-        crossing: Crossing | None = None,
-    ) -> None:
+    def execute(self, tape: Tape, run: RunCall, recorder: Recorder, crossing: Crossing | None = None) -> None:
         """See :class:`Executor`.
 
         After a failure no further stage is started in any lane, and the first error is raised. Otherwise a

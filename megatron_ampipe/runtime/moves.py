@@ -1,352 +1,174 @@
 """What a tape does with slots between the functions of stages: cut rows, put rows together, add gradients.
 
-Only what cannot be a slot, or a slice of one, is a move. Made by :mod:`.compile`, run by :mod:`.steps`.
+Only what cannot be a slot, or a slice of one, is a move. None stands for a gradient of zeros.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.rows import take_rows, write_rows, write_sum
 from megatron_ampipe.schedule import Span
 
 Slots = list[Any]
+Spans = Sequence[Span]
 
 
-class Move(ABC):
-    """One of them; :attr:`slots` are all that it reads and writes."""
-
-    @property
-    @abstractmethod
-    def slots(self) -> tuple[int, ...]:
-        """All slots that it reads and writes."""
-
-    @abstractmethod
-    def __call__(self, slots: Slots) -> None:
-        """Do it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gather(Move):
-    """Put the rows of several spans of ``source`` together."""
-
-    source: int
-    spans: Sequence[Span]
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.source, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        tensor = slots[self.source]
-        slots[self.target] = None if tensor is None else take_rows(tensor, self.spans)
-
-
-@dataclass(frozen=True, slots=True)
-class Join(Move):
-    """Put the rows of all chunks together, each where it belongs."""
-
-    sources: tuple[int, ...]
-    spans: Sequence[Sequence[Span]]
-    num_rows: int
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return *self.sources, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        parts = [slots[source] for source in self.sources]
-        joined = slots[self.target] = parts[0].new_empty((self.num_rows, *parts[0].shape[1:]))
-        for part, spans in zip(parts, self.spans, strict=True):
-            write_rows(joined, spans, part)
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter(Move):
-    """Write rows to the spans of a buffer of ``num_rows``, which the first one makes; None writes nothing."""
-
-    source: int
-    spans: Sequence[Span]
-    num_rows: int
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.source, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        rows = slots[self.source]
-        if rows is not None:
-            write_rows(buffer_for(slots, self.target, rows, self.num_rows), self.spans, rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ScatterSum(Move):
-    """Write the sum of two gradients of rows to a buffer; or one of them, where the other is None."""
-
-    source: int
-    earlier: int
-    spans: Sequence[Span]
-    num_rows: int
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.source, self.earlier, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        rows, earlier = slots[self.source], slots[self.earlier]
-        if rows is None or earlier is None:
-            rows, earlier = earlier if rows is None else rows, None
-        if rows is None:
-            return
-        buffer = buffer_for(slots, self.target, rows, self.num_rows)
-        if earlier is None:
-            write_rows(buffer, self.spans, rows)
-        else:
-            write_sum(buffer, self.spans, rows, earlier)
-
-
-@dataclass(frozen=True, slots=True)
-class AddRows(Move):
-    """Add rows to those of a buffer, or write them where there are none yet; None adds nothing.
+class Move(NamedTuple):
+    """A function of this module, from slots to the slot ``target``.
 
     Attributes:
-        source: What is added.
-        written: Whether rows of these spans were written before; None where they were for certain.
-        spans: Of the buffer.
-        num_rows: Of the buffer.
-        target: The buffer.
+        function: Is given what is in ``target``, ``fixed``, and what is in ``sources``.
+        target: Slot of the result.
+        sources: Slots that it reads besides.
+        fixed: What is known before the first batch.
     """
 
-    source: int
-    written: int | None
-    spans: Sequence[Span]
-    num_rows: int
+    function: Callable[..., Any]
     target: int
+    sources: Sequence[int] = ()
+    fixed: Sequence[Any] = ()
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.source, self.target, *(() if self.written is None else (self.written,))
+        """All slots that it reads and writes."""
+        return self.target, *self.sources
 
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        rows = slots[self.source]
-        if rows is None:
-            return
-        buffer = buffer_for(slots, self.target, rows, self.num_rows)
-        if self.written is None or slots[self.written]:
-            write_sum(buffer, self.spans, rows, take_rows(buffer, self.spans))
+
+def run_moves(moves: Iterable[Move], slots: Slots) -> None:
+    """Run them in order."""
+    for function, target, sources, fixed in moves:
+        slots[target] = function(slots[target], *fixed, *[slots[source] for source in sources])
+
+
+def take_rows(tensor: Tensor, spans: Spans) -> Tensor:
+    """The rows of the spans, in order, along the first dimension: a view of one span, a copy of several."""
+    if len(spans) == 1:
+        return tensor[spans[0].local_start : spans[0].local_end]
+    return torch.cat([tensor[span.local_start : span.local_end] for span in spans])
+
+
+def _write_rows(target: Tensor, spans: Spans, rows: Tensor, others: Tensor | None = None) -> None:
+    """Write rows that :func:`take_rows` would read, or the sum of two tensors of them."""
+    start = 0
+    for span in spans:
+        end = start + span.length
+        if others is None:
+            target[span.local_start : span.local_end] = rows[start:end]
         else:
-            write_rows(buffer, self.spans, rows)
-            slots[self.written] = True
+            torch.add(rows[start:end], others[start:end], out=target[span.local_start : span.local_end])
+        start = end
 
 
-def buffer_for(slots: Slots, target: int, rows: Tensor, num_rows: int) -> Tensor:
-    """The buffer in a slot, made like ``rows`` if it is not there yet."""
-    buffer = slots[target]
+def gather(_: None, spans: Spans, tensor: Tensor | None) -> Tensor | None:
+    """The rows of several spans."""
+    return None if tensor is None else take_rows(tensor, spans)
+
+
+def join(_: None, spans: Sequence[Spans], num_rows: int, *parts: Tensor) -> Tensor:
+    """The rows of all chunks, each where it belongs."""
+    joined = parts[0].new_empty((num_rows, *parts[0].shape[1:]))
+    for part, of_chunk in zip(parts, spans, strict=True):
+        _write_rows(joined, of_chunk, part)
+    return joined
+
+
+def scatter(buffer: Tensor | None, spans: Spans, num_rows: int, *parts: Tensor | None) -> Tensor | None:
+    """Write rows, or the sum of two, to the spans of a buffer, which the first that come make."""
+    rows = [part for part in parts if part is not None]
+    if not rows:
+        return buffer
+    if spans[0].length == num_rows:
+        return add(*parts)
     if buffer is None:
-        buffer = slots[target] = rows.new_empty((num_rows, *rows.shape[1:]))
-    found: Tensor = buffer
-    return found
+        buffer = rows[0].new_empty((num_rows, *rows[0].shape[1:]))
+    _write_rows(buffer, spans, *rows)
+    return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Add(Move):
-    """Add a gradient to the one that ``target`` has, if both are there."""
-
-    source: int
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.source, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        added, earlier = slots[self.source], slots[self.target]
-        if added is not None:
-            slots[self.target] = added if earlier is None else earlier + added
+def add(total: Tensor | None, gradient: Tensor | None = None) -> Tensor | None:
+    """The sum of two gradients; not in place, because others may refer to the first."""
+    if gradient is None or total is None:
+        return total if gradient is None else gradient
+    return total + gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A gradient that a transfer brings: to which rows of the sum it is added, and which rows of it.
+class Arrival(NamedTuple):
+    """A gradient that is added when it is taken, because a transfer brings it.
 
     Attributes:
         slot: Where it arrives.
-        to: Of the sum; None for all.
-        of: Of what arrives; None for all.
+        to: Rows of the sum to which it is added; None for all.
+        of: Rows of what arrives that are added; None for all.
     """
 
     slot: int
-    to: Sequence[Span] | None = None
-    of: Sequence[Span] | None = None
-
-    def read(self, slots: Slots) -> Tensor | None:
-        """The rows that are added."""
-        tensor = slots[self.slot]
-        return tensor if tensor is None or self.of is None else take_rows(tensor, self.of)
+    to: Spans | None = None
+    of: Spans | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Total(Move):
-    """The sum of what compute stages have added, in one or two slots, and of what has arrived."""
-
-    added: tuple[int, ...]
-    arrivals: tuple[Arrival, ...]
-    num_rows: int
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return *self.added, *(arrival.slot for arrival in self.arrivals), self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        total: Tensor | None = None
-        for slot in self.added:
-            if slots[slot] is not None:
-                total = slots[slot] if total is None else total + slots[slot]
-        of_chunks: Tensor | None = None
-        for arrival in self.arrivals:
-            part = arrival.read(slots)
-            if part is None:
-                continue
-            if arrival.to is None:
-                total = part if total is None else total + part
-                continue
-            if of_chunks is None:
-                of_chunks = part.new_zeros((self.num_rows, *part.shape[1:]))
-            write_sum(of_chunks, arrival.to, part, take_rows(of_chunks, arrival.to))
-        if of_chunks is not None:
-            total = of_chunks if total is None else total + of_chunks
-        slots[self.target] = total
+def total(
+    _: None, num_rows: int, rows: Sequence[tuple[Spans | None, Spans | None]], *parts: Tensor | None
+) -> Tensor | None:
+    """The sum of gradients; ``rows`` are ``to`` and ``of`` of each (:class:`Arrival`)."""
+    whole: Tensor | None = None
+    of_chunks: Tensor | None = None
+    for part, (to, of) in zip(parts, rows, strict=True):
+        if part is None:
+            continue
+        if of is not None:
+            part = take_rows(part, of)
+        if to is None:
+            whole = add(whole, part)
+            continue
+        if of_chunks is None:
+            of_chunks = part.new_zeros((num_rows, *part.shape[1:]))
+        _write_rows(of_chunks, to, part, take_rows(of_chunks, to))
+    return add(whole, of_chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class MakeSums(Move):
-    """Make what sums the gradients of keys and values, before the first stage that adds to it."""
-
-    keys: tuple[int, int]
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return *self.keys, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        if slots[self.target] is None:
-            key, value = self.keys
-            slots[self.target] = KeyValueSums(slots[key], slots[value])
+def make(_: None, factory: Callable[[], object]) -> object:
+    """A new object."""
+    return factory()
 
 
-@dataclass(frozen=True, slots=True)
-class AddKeys(Move):
+def make_sums(sums: KeyValueSums | None, key: Tensor, value: Tensor) -> KeyValueSums:
+    """What sums the gradients of keys and values, before the first stage that adds to it."""
+    return KeyValueSums(key, value) if sums is None else sums
+
+
+def add_keys(sums: KeyValueSums, key: Tensor | None, value: Tensor | None) -> KeyValueSums:
     """Add the gradients of all keys and values that a stage saw, unless its function has added them."""
-
-    gradients: tuple[int, int]
-    sums: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return *self.gradients, self.sums
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        key, value = (slots[slot] for slot in self.gradients)
-        if key is not None and value is not None:
-            slots[self.sums].add(0, key, value)
+    if key is not None and value is not None:
+        sums.add(0, key, value)
+    return sums
 
 
-@dataclass(frozen=True, slots=True)
-class KeysGradient(Move):
-    """The summed gradient of the keys (index 0) or values (1) of a chunk, or of all, in their dtype.
+def keys_gradient(_: None, index: int, spans: Spans | None, sums: KeyValueSums, *arrived: Tensor) -> Tensor:
+    """The summed gradient of keys (index 0) or values (1) in their dtype: of the rows of a chunk, or of all.
 
-    Attributes:
-        sums: A :class:`~.key_value_sums.KeyValueSums`.
+    Args:
         index: Of the two.
         spans: Of the chunk; None for all rows.
-        arrivals: What the ring has brought, of all rows.
-        target: Where the gradient goes.
+        sums: Of the stages of this rank.
+        arrived: What the ring has brought, of all rows.
     """
-
-    sums: int
-    index: int
-    spans: Sequence[Span] | None
-    arrivals: tuple[Arrival, ...]
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.sums, *(arrival.slot for arrival in self.arrivals), self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        sums = slots[self.sums]
-        total = sums.totals()[self.index]
-        for arrival in self.arrivals:
-            total.add_(slots[arrival.slot])
-        if self.spans is not None:
-            total = take_rows(total, self.spans)
-        slots[self.target] = sums.rounded(total, self.index)
+    total = sums.totals()[index]
+    for part in arrived:
+        total.add_(part)
+    return sums.rounded(total if spans is None else take_rows(total, spans), index)
 
 
-@dataclass(frozen=True, slots=True)
-class MakeEmpty(Move):
+def note_shape(_: None, tensor: Tensor) -> tuple[Any, ...]:
+    """What :func:`make_empty` needs."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def make_empty(_: None, noted: tuple[Any, ...]) -> Tensor:
     """Uninitialized memory in place of what a transfer brought that does not run again."""
-
-    shapes: int
-    targets: tuple[int, ...]
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return self.shapes, *self.targets
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        for target, (shape, dtype, device) in zip(self.targets, slots[self.shapes], strict=True):
-            slots[target] = torch.empty(shape, dtype=dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class NoteShapes(Move):
-    """What :class:`MakeEmpty` needs."""
-
-    sources: tuple[int, ...]
-    target: int
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """See :class:`Move`."""
-        return *self.sources, self.target
-
-    def __call__(self, slots: Slots) -> None:
-        """See :class:`Move`."""
-        tensors = [slots[source] for source in self.sources]
-        slots[self.target] = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    shape, dtype, device = noted
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,35 +1,37 @@
-"""Records the start and end of stages, as a :class:`~megatron_ampipe.timeline.Timeline`.
+"""Records when stages start and end (:class:`~megatron_ampipe.timeline.Timeline`), and how long passes take.
 
-Executors report every stage; nothing is recorded unless a number of iterations is given. On CUDA, times come
-from events that are read only when a timeline is requested, so recording does not synchronize the device.
+On CUDA, times are events that are read only when somebody asks, so recording does not synchronize the device.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from megatron_ampipe.runtime.pass_timer import PassTimer
 from megatron_ampipe.schedule import Direction, Stage
 from megatron_ampipe.timeline import StageSpan, Timeline
+
+Timestamp = float | torch.cuda.Event
+"""Seconds of ``time.perf_counter``, or an event on CUDA."""
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A stage that has run; ``begin`` and ``end`` are seconds, or events on CUDA."""
+    """A stage that has run."""
 
     lane: str
     stage: str
     direction: Direction
     layer: int
     pass_index: int
-    begin: float | torch.cuda.Event
-    end: float | torch.cuda.Event
+    begin: Timestamp
+    end: Timestamp
 
 
 @dataclass(slots=True)
@@ -136,18 +138,88 @@ class Recorder:
             times[direction].append(end - begin)
         return times
 
-    def _append(
-        self, lane: str, stage: Stage, begin: float | torch.cuda.Event, end: float | torch.cuda.Event
-    ) -> None:
+    def _append(self, lane: str, stage: Stage, begin: Timestamp, end: Timestamp) -> None:
         kept = self._iterations[-1]
         mark = _Mark(lane, stage.name, self.direction, self.layers[stage.layer], kept.num_passes, begin, end)
         kept.marks.append(mark)
 
 
-def _microseconds(moment: float | torch.cuda.Event, kept: _Iteration) -> float:
+def _microseconds(moment: Timestamp, kept: _Iteration) -> float:
     if isinstance(moment, float):
         return moment * 1e6
     assert kept.origin is not None
     seconds, origin = kept.origin
     moment.synchronize()
     return seconds * 1e6 + origin.elapsed_time(moment) * 1e3
+
+
+class PassTimer:
+    """Sums of the durations of passes, and a block's largest input shape, for ``--ampipe-degree auto``."""
+
+    def __init__(self) -> None:
+        self.measuring = False
+        """Whether passes are timed. Shapes are always recorded."""
+        self.shape = (0, 0)
+        """Rows and batch of the largest input since :meth:`restart`, on this rank."""
+        self._passes: list[tuple[Direction, Timestamp, Timestamp]] = []
+
+    def restart(self) -> None:
+        """Reset the times and the shape."""
+        self.shape = (0, 0)
+        self._passes.clear()
+
+    def record_shape(self, rows: int, batch: int) -> None:
+        """Record the shape of one input."""
+        self.shape = max(self.shape, (rows, batch))
+
+    @contextmanager
+    def timed(self, direction: Direction) -> Iterator[None]:
+        """Context manager around one pass of one block."""
+        if not self.measuring:
+            yield
+            return
+        begin = self._now()
+        yield
+        self._passes.append((direction, begin, self._now()))
+
+    def timed_layer(
+        self, layer: Callable[[Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call a layer that is not a schedule of stages; its two directions are passes as well.
+
+        The backward pass lasts from the gradient of the output to that of ``hidden [S, B, D]``.
+        """
+        if not (self.measuring and torch.is_grad_enabled()):
+            return layer(hidden)
+        if not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        began: list[Timestamp] = []
+        # Hooks, as a pipeline schedule of Megatron wants outputs that are not views.
+        hidden.register_hook(
+            lambda _: self._passes.append((Direction.BACKWARD, began.pop(), self._now())),
+        )
+        with self.timed(Direction.FORWARD):
+            output, context = layer(hidden)
+        output.register_hook(lambda _: began.append(self._now()))
+        return output, context
+
+    def sum_us(self, direction: Direction) -> float:
+        """Microseconds of all passes since :meth:`restart`; synchronizes with the device if there is one."""
+        return sum(_elapsed_us(begin, end) for one, begin, end in self._passes if one is direction)
+
+    def _now(self) -> Timestamp:
+        # The host platform replaces torch.cuda.Event but not is_available, which stays False without a GPU.
+        if not torch.cuda.is_available():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _elapsed_us(begin: Timestamp, end: Timestamp) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return (end - begin) * 1e6
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3

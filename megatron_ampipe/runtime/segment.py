@@ -1,19 +1,23 @@
-"""The autograd boundary of one compute stage, and the sums of parameter gradients.
+"""The autograd boundary of one compute stage, and the gradients of parameters.
 
 A segment runs a stage on detached inputs and keeps the autograd graph of that stage, so that backward can run
-stage by stage in the order of the schedule. Called by :mod:`.steps`.
+stage by stage in the order of the schedule. Gradients of parameters are summed over stages; those of weights
+can be left to separate stages (:class:`WeightProducts`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+
+# R rows, K inputs, N outputs of a linear layer.
 
 
 class Segment:
@@ -23,37 +27,38 @@ class Segment:
     To be made, and differentiated, where gradients are enabled.
 
     Args:
-        function: Takes ``bound``, tensors and ``extra``; returns a tuple of tensors.
-        bound: Its first arguments.
-        extra: Its keyword arguments.
-        inputs: Its other arguments; they are detached here.
+        function: Takes tensors, returns a tuple of tensors.
+        inputs: Its arguments; they are detached here.
         recompute: Keep only the inputs, and run the stage again in :meth:`backward`. Only for stages that
             draw no random numbers and have no side effects.
         releases: :meth:`backward` releases the gradients that it is given after their first use. Only for
             stages with one output.
+
+    Attributes:
+        values: What the function has returned, detached; to be taken from here, so that it is freed in time.
+        crossed: Memory of several streams that the graph may use.
     """
 
-    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "values")
+    __slots__ = ("_again", "_given", "_input_edges", "_output_edges", "crossed", "values")
 
     def __init__(
         self,
         function: Callable[..., tuple[Tensor, ...]],
-        bound: tuple[Any, ...],
-        extra: Mapping[str, Any],
         inputs: Sequence[Tensor],
         *,
         recompute: bool = False,
         releases: bool = False,
     ) -> None:
+        self.crossed: tuple[StorageWeakRef, ...] = ()
         self._given: list[Tensor | None] | None = [] if releases else None
         self._again: Callable[[], object] | None = None
         if not recompute:
-            self.values = self._build_graph(function, bound, extra, inputs)
+            self.values = self._build_graph(function, inputs)
             return
         kept = tuple(tensor.detach() for tensor in inputs)
-        self._again = functools.partial(self._build_graph, function, bound, extra, kept)
+        self._again = functools.partial(self._build_graph, function, kept)
         with torch.no_grad():
-            self.values = function(*bound, *inputs, **extra)
+            self.values = function(*inputs)
 
     def backward(
         self, gradients: list[Tensor | None], *, parameters: Sequence[int], sums: GradientSums
@@ -104,14 +109,10 @@ class Segment:
         return computed[:count]
 
     def _build_graph(
-        self,
-        function: Callable[..., tuple[Tensor, ...]],
-        bound: tuple[Any, ...],
-        extra: Mapping[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> list[Tensor]:
+        self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         detached = with_history(inputs)
-        outputs = function(*bound, *detached, **extra)
+        outputs = function(*detached)
         ends = outputs if self._given is None else (_TakeGradients.apply(self._given, *outputs),)
         # The output edges keep the graph alive, including the node that the input edges point to.
         first = detached[0].grad_fn
@@ -248,3 +249,113 @@ class GradientSums:
         total, self._sums[number] = self._sums[number], None
         dtype = self.parameters[number].dtype
         return total if total is None or total.dtype == dtype else total.to(dtype)
+
+
+WeightProduct = Callable[[Tensor, Tensor], Tensor | None]
+"""``inputs [R, K]`` and ``gradient [R, N]`` to the weight's gradient ``[N, K]``, or to what Megatron returns
+in its place where it was added to ``main_grad``."""
+SUM_BYTES = 4
+"""Of a number in a sum of gradients."""
+
+
+class WeightProducts:
+    """The products of the weight gradients of one stage of one chunk that are still to be computed.
+
+    A linear layer's backward is two products, and only that for its input is on the critical path. A layer
+    that runs within ``BlockFunctions.weights_apart`` computes that one alone, and :func:`keep_for_weight`
+    keeps what the other takes. torch's own graph cannot be split for this: Megatron's linear function
+    computes both products whichever is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Parameter, tuple[WeightProduct, list[Tensor], list[Tensor]]] = {}
+
+    def keep(self, weight: Parameter, product: WeightProduct, inputs: Tensor, gradient: Tensor) -> None:
+        """Keep what a product takes; rows may be spread over several leading dimensions."""
+        _, rows, gradients = self._waiting.setdefault(weight, (product, [], []))
+        rows.append(inputs.reshape(-1, inputs.shape[-1]))
+        gradients.append(gradient.reshape(-1, gradient.shape[-1]))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that is kept."""
+        return [tensor for _, *kept in self._waiting.values() for part in kept for tensor in part]
+
+    @classmethod
+    def joined(cls, parts: Iterable[WeightProducts]) -> WeightProducts:
+        """The products of several chunks, as one product for each weight."""
+        found = cls()
+        for part in parts:
+            for weight, (product, rows, gradients) in part._waiting.items():
+                _, of_all, gradients_of_all = found._waiting.setdefault(weight, (product, [], []))
+                of_all += rows
+                gradients_of_all += gradients
+        return found
+
+    def add_to(self, sums: GradientSums) -> None:
+        """Compute the products, each weight's as one if :func:`is_one_product`, and release all."""
+        waiting, self._waiting = self._waiting, {}
+        with torch.no_grad():
+            while waiting:
+                weight = next(iter(waiting))
+                product, rows, gradients = waiting.pop(weight)
+                if len(rows) > 1 and _are_one_product(rows, gradients):
+                    rows, gradients = [torch.cat(rows)], [torch.cat(gradients)]
+                number = sums.numbers[weight]
+                while rows:
+                    sums.add(number, product(rows.pop(0), gradients.pop(0)))
+
+
+def _are_one_product(rows: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    counts, inputs, outputs = [len(one) for one in gradients], rows[0].shape[-1], gradients[0].shape[-1]
+    return is_one_product(counts, inputs, outputs, element_bytes=rows[0].element_size())
+
+
+def is_one_product(rows: Sequence[int], inputs: int, outputs: int, *, element_bytes: int) -> bool:
+    """Whether rows of several chunks are put together: where that moves less than a further sum for each.
+
+    Both read and write: rows of inputs and gradients, and sums in fp32.
+
+    Args:
+        rows: Of each chunk.
+        inputs: Columns of the weight, K.
+        outputs: Rows of the weight, N.
+        element_bytes: Of a number of the rows.
+    """
+    return element_bytes * sum(rows) * (inputs + outputs) <= SUM_BYTES * (len(rows) - 1) * inputs * outputs
+
+
+def keep_for_weight(
+    output: Tensor, *, inputs: Tensor, weight: Parameter, product: WeightProduct, products: WeightProducts
+) -> Tensor:
+    """The output of a linear layer unchanged; its backward keeps what the weight's gradient takes.
+
+    Args:
+        output: ``[..., N]``, of the product with a weight that is not differentiated.
+        inputs: ``[..., K]``, what the layer was given.
+        weight: ``[N, K]``.
+        product: Computes the gradient.
+        products: Where it waits.
+    """
+    result: Tensor = _KeepForWeight.apply(
+        output, inputs.detach(), lambda *tensors: products.keep(weight, product, *tensors)
+    )
+    return result
+
+
+class _KeepForWeight(torch.autograd.Function):
+    """The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, inputs: Tensor, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        ctx.save_for_backward(inputs)
+        # Not as a view: Megatron adds a bias in place.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inputs,) = ctx.saved_tensors
+        ctx.keep(inputs, gradient)
+        return gradient, None, None

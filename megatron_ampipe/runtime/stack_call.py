@@ -1,7 +1,7 @@
 """One pass of one micro-batch through the blocks that share a schedule, forward and backward.
 
-Blocks pass rows on chunk by chunk: a block takes what the one below it has written so far. Called by
-:mod:`.autograd_block`.
+The blocks are one autograd function, whose inside runs by a tape. They pass rows on chunk by chunk: a block
+takes what the one below it has written so far.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from megatron_ampipe.runtime.block_functions import BlockState
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor
-from megatron_ampipe.runtime.pass_state import BlockState, Pass
+from megatron_ampipe.runtime.moves import run_moves
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums
-from megatron_ampipe.runtime.steps import ZERO, Step
+from megatron_ampipe.runtime.segment import BlockParameters, hand_over
+from megatron_ampipe.runtime.steps import ZERO, Pass, Step
+from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tapes
 from megatron_ampipe.schedule import Direction, Stage, StageKind
 from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
@@ -54,16 +56,30 @@ class StackCall:
         reductions: Reductions | None = None,
     ) -> None:
         self._tapes, self._executor, self._recorder, self._numbers = tapes, executor, recorder, numbers
-        self._reductions, self._keeps_graph = reductions, keep_graph
+        self._reductions, self._keeps_graph, self._parameters = reductions, keep_graph, parameters
         self._state = Pass(
-            tapes.num_slots,
-            blocks,
-            parameters,
-            Crossing() if executor.crosses_streams else None,
+            tapes.num_slots, blocks, parameters, Crossing() if executor.crosses_streams else None
         )
+        # How many reductions were asked for when the gradients were complete that a stage waits for.
+        self._asked: dict[tuple[StageKind, int], int] = {}
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """Run the blocks; differentiable in ``hidden`` and the parameters if the graph is kept.
+
+        Args:
+            hidden: ``[S, B, D]``, this rank's rows of the residual stream.
+
+        Returns:
+            ``[S, B, D]``.
+        """
+        if not self._keeps_graph:
+            return self.forward(hidden)
+        anchor = hidden.new_empty(0).requires_grad_()
+        output: Tensor = _Blocks.apply(self, anchor, hidden, *self._parameters[0].others)
+        return output
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run the forward pass on ``hidden`` ``[S, B, D]``."""
+        """The forward pass on ``hidden`` ``[S, B, D]``."""
         state, tapes = self._state, self._tapes
         state.slots[tapes.hidden] = hidden.detach()
 
@@ -78,51 +94,64 @@ class StackCall:
         state.slots[tapes.output] = None
         return output
 
-    def backward(self, gradient: Tensor, finished: Callable[[int, GradientSums, bool], None]) -> Tensor:
-        """Run the backward pass.
+    def backward(self, gradient: Tensor) -> list[Tensor | None]:
+        """The backward pass; can run once.
+
+        Each parameter gets its gradient exactly once. Those of a later layer, and of the feed-forward half of
+        the first one, are complete before the pass ends, and are handed to their accumulation nodes then: the
+        hooks there start the gradient reduction of data parallelism.
 
         Args:
             gradient: Of the output, ``[S, B, D]``.
-            finished: Called on the thread that computes with each layer, from the last to the first, and its
-                sums: with True as soon as those of the feed-forward half are complete, if the layer has one,
-                and with False when all others are.
 
         Returns:
-            The gradient of ``hidden``.
+            The gradient of ``hidden``, and those of the other parameters of the first layer.
         """
         state, tapes = self._state, self._tapes
         state.slots[tapes.above] = gradient
         state.slots[ZERO] = torch.zeros((), device=gradient.device)
-        # How many reductions were asked for when the gradients were complete that a stage waits for.
-        self._asked: dict[tuple[StageKind, int], int] = {}
-        self._note_asked(REDUCE, len(state.blocks) - 1)
         del gradient
+        self._note_asked(REDUCE, len(state.blocks) - 1)
 
         def end(layer: int) -> None:
-            finished(layer, state.sums[layer], False)
+            if layer:
+                self._hand_over(layer, half=False)
             self._note_asked(REDUCE, layer - 1)
 
         def end_half(layer: int) -> None:
-            finished(layer, state.sums[layer], True)
+            self._hand_over(layer, half=True)
             self._note_asked(REDUCE_EXPERTS, layer)
 
         self._execute(Direction.BACKWARD, end, end_half)
         if self._reductions is not None:
             self._reductions.passed(self)
-        for move in tapes.finish:
-            move(state.slots)
+        run_moves(tapes.finish, state.slots)
         hidden: Tensor = state.slots[tapes.gradient]
         assert hidden is not None, "no stage has taken what the block was given"
         state.slots.clear()
-        return hidden
+        return [hidden, *self._gradients(0, half=False)[1]]
+
+    def _gradients(self, layer: int, *, half: bool) -> tuple[Sequence[Parameter], list[Tensor | None]]:
+        """The parameters of the feed-forward half of a layer, or all others, and their gradients."""
+        parameters, sums = self._parameters[layer], self._state.sums[layer]
+        chosen = parameters.feed_forward if half else parameters.others
+        first = 0 if half else len(parameters.feed_forward)
+        return chosen, [sums.take(number) for number in range(first, first + len(chosen))]
+
+    def _hand_over(self, layer: int, *, half: bool) -> None:
+        parameters, gradients = self._gradients(layer, half=half)
+        trained = [
+            parameter
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+            if gradient is not None
+        ]
+        gradients[:] = [gradient for gradient in gradients if gradient is not None]
+        if trained:
+            hand_over(trained, gradients)
 
     def _note_asked(self, kind: StageKind, layer: int) -> None:
         if self._reductions is not None:
             self._asked[kind, layer] = self._reductions.mark
-
-    def _reduce(self, stage: Stage) -> Transfer:
-        assert self._reductions is not None, "this pass was not given what its schedule reduces"
-        return self._reductions.start_until(self._asked[stage.kind, stage.layer])
 
     def _described(self, step: Step) -> str:
         """A step, and the sizes of what it has not freed yet."""
@@ -162,3 +191,25 @@ class StackCall:
         with_the_pass = set(range(len(state.blocks))) - {call.stage.layer for call in tape.calls if call.ends}
         for layer in sorted(with_the_pass, reverse=direction is Direction.BACKWARD):
             end(layer)
+
+    def _reduce(self, stage: Stage) -> Transfer:
+        assert self._reductions is not None, "this pass was not given what its schedule reduces"
+        return self._reductions.start_until(self._asked[stage.kind, stage.layer])
+
+
+class _Blocks(torch.autograd.Function):
+    """The autograd node of a call."""
+
+    @staticmethod
+    def forward(ctx, call: StackCall, anchor: Tensor, hidden: Tensor, *_: Parameter) -> Tensor:
+        ctx.call = call
+        return call.forward(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call is None:
+            raise RuntimeError(
+                "an AMPipe block was differentiated twice; its graph is gone after the first time"
+            )
+        call, ctx.call = ctx.call, None
+        return None, None, *call.backward(gradient)

@@ -1,35 +1,29 @@
 """What a tape consists of: steps, each one function of one stage bound to numbered slots.
 
 :mod:`.compile` decides, before the first batch, what a step takes, where it puts what it gives, and which
-slots it frees. A step reads and writes the state of one pass (:mod:`.pass_state`) when an executor runs it.
+slots it frees. A step reads and writes the state of one pass when an executor runs it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ampipe.runtime.block_functions import BlockState, Function
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.host_memory import HostCopies
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.moves import Move, Slots, buffer_for
-from megatron_ampipe.runtime.pass_state import Pass
-from megatron_ampipe.runtime.segment import Segment, with_history
-from megatron_ampipe.runtime.weight_products import WeightProducts
-from megatron_ampipe.schedule import Direction, Stage, StageKind
+from megatron_ampipe.runtime.moves import Move, Slots, run_moves
+from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment, WeightProducts
+from megatron_ampipe.runtime.streams import Crossing
+from megatron_ampipe.schedule import Direction, Stage
 
-Function = Callable[..., Any]
-"""Of a stage, with the state of its half of the block as first argument (``BlockFunctions``)."""
 NOTHING = 0
 """A slot that is always None."""
 ZERO = 1
@@ -37,17 +31,52 @@ ZERO = 1
 FIRST_FREE = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """One argument: what is in a slot, or a slice of its rows."""
+class Pass:
+    """One forward pass of one micro-batch and its backward: what the steps of a tape read and write.
 
-    slot: int
-    rows: slice | None = None
+    Args:
+        num_slots: Of the tape.
+        blocks: Of each block the state.
+        parameters: Of each block all trainable parameters.
+        crossing: Told of what several streams use; None where no stream is crossed.
+
+    Attributes:
+        slots: Tensors and other things that steps hand to one another, by number.
+        states: By block and half.
+        draws: By block.
+        sums: By block, of the gradients of its parameters.
+    """
+
+    __slots__ = ("blocks", "crossing", "draws", "slots", "states", "sums")
+
+    def __init__(
+        self,
+        num_slots: int,
+        blocks: Sequence[BlockState],
+        parameters: Sequence[BlockParameters],
+        crossing: Crossing | None,
+    ) -> None:
+        self.slots: Slots = [None] * num_slots
+        self.blocks = list(blocks)
+        self.states = [block.halves for block in blocks]
+        self.draws = [block.draws for block in blocks]
+        self.sums = [GradientSums(of_block) for of_block in parameters]
+        self.crossing = crossing
+
+    def run_again(self, layer: int) -> None:
+        """From here on, the stages of a block run a second time."""
+        block = self.blocks[layer] = self.blocks[layer].again()
+        self.states[layer] = block.halves
 
 
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Where one result goes: into a slot, or into rows of a buffer of ``num_rows`` that is in it."""
+class Place(NamedTuple):
+    """An argument or a result of a step: what is in a slot, or a slice of its rows.
+
+    Attributes:
+        slot: Which.
+        rows: The slice; None for all.
+        num_rows: Of the buffer in the slot, which the first result makes.
+    """
 
     slot: int
     rows: slice | None = None
@@ -69,64 +98,71 @@ class Step(ABC):
         drops: Slots that nobody reads after the step.
     """
 
+    transfers: ClassVar[bool] = False
+    """Whether :meth:`work` returns a transfer, whose outputs are the results."""
     stage: Stage
-    before: tuple[Move, ...] = ()
-    takes: tuple[Take, ...] = ()
-    gives: tuple[Give, ...] = ()
-    after: tuple[Move, ...] = ()
-    others: tuple[int, ...] = ()
-    frees: tuple[int, ...] = field(default=(), init=False)
-    drops: tuple[int, ...] = field(default=(), init=False)
+    before: list[Move] = field(default_factory=list, init=False)
+    takes: list[Place] = field(default_factory=list, init=False)
+    gives: list[Place] = field(default_factory=list, init=False)
+    after: list[Move] = field(default_factory=list, init=False)
+    others: list[int] = field(default_factory=list, init=False)
+    frees: list[int] = field(default_factory=list, init=False)
+    drops: list[int] = field(default_factory=list, init=False)
 
     @abstractmethod
+    def work(self, state: Pass, inputs: list[Any]) -> Any:
+        """From the arguments to the results, one for each of :attr:`gives`."""
+
     def run(self, state: Pass) -> Transfer | None:
-        """Run it on the calling thread and its current stream."""
-
-    @property
-    def taken(self) -> tuple[int, ...]:
-        """The slots that are read before the function runs."""
-        moved = itertools.chain.from_iterable(move.slots for move in self.before)
-        return *moved, *(take.slot for take in self.takes)
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """The slots that are read or written later."""
-        moved = itertools.chain.from_iterable(move.slots for move in self.after)
-        return *self.others, *(give.slot for give in self.gives), *moved
-
-    def take(self, state: Pass) -> list[Any]:
-        """The arguments. What is not needed any more is referred to by them alone."""
-        slots = state.slots
-        if state.crossing is not None:
-            self._note(state.crossing, _tensors(slots, self.taken))
-        for move in self.before:
-            move(slots)
-        found = [slots[one.slot] if one.rows is None else slots[one.slot][one.rows] for one in self.takes]
+        """Run it on the calling thread and its current stream. What it starts is returned."""
+        slots, crossing = state.slots, state.crossing
+        if crossing is not None:
+            self._note(crossing, _tensors(slots, self.taken))
+        if self.before:
+            run_moves(self.before, slots)
+        inputs = [slots[slot] if rows is None else slots[slot][rows] for slot, rows, _ in self.takes]
+        # What is not needed any more is referred to by the arguments alone.
         for slot in self.frees:
             slots[slot] = None
-        return found
-
-    def give(self, state: Pass, results: Sequence[Tensor | None]) -> None:
-        """Put the results where they go."""
-        slots = state.slots
-        for one, tensor in zip(self.gives, results, strict=True):
-            if one.rows is None:
-                slots[one.slot] = tensor
+        results, transfer = self.work(state, inputs), None
+        if self.transfers:
+            transfer, results = results, results.outputs
+            if crossing is not None:
+                self._note(crossing, (*inputs, *transfer.uses, *results))
+        del inputs
+        for (slot, rows, num_rows), tensor in zip(self.gives, results, strict=True):
+            if rows is None:
+                slots[slot] = tensor
             elif tensor is not None:
-                buffer = slots[one.slot]
+                buffer = slots[slot]
                 if buffer is None:
-                    buffer = buffer_for(slots, one.slot, tensor, one.num_rows)
-                buffer[one.rows] = tensor
-        if state.crossing is not None:
-            self._note(state.crossing, _tensors(slots, self.given))
-        for move in self.after:
-            move(slots)
+                    buffer = slots[slot] = tensor.new_empty((num_rows, *tensor.shape[1:]))
+                buffer[rows] = tensor
+        if crossing is not None:
+            self._note(crossing, _tensors(slots, self.given))
+        if self.after:
+            run_moves(self.after, slots)
         for slot in self.drops:
             slots[slot] = None
+        return transfer
 
     def _note(self, crossing: Crossing, tensors: Iterable[Tensor]) -> None:
         """Report tensors that the step reads or writes."""
-        crossing.note_use(tensors)
+        if self.transfers:
+            crossing.note_transfer(tensors)
+        else:
+            crossing.note_use(tensors)
+
+    @property
+    def taken(self) -> list[int]:
+        """The slots that are read before the function runs."""
+        return [slot for move in self.before for slot in move.slots] + [place.slot for place in self.takes]
+
+    @property
+    def given(self) -> list[int]:
+        """The slots that are read or written later."""
+        moved = [slot for move in self.after for slot in move.slots]
+        return [*self.others, *(place.slot for place in self.gives), *moved]
 
     def text(self, names: Sequence[str]) -> str:
         """As lines of a printed tape: moves, what the function takes and gives, moves, what is freed.
@@ -135,153 +171,24 @@ class Step(ABC):
             names: Of all slots.
         """
 
-        def named(one: Take | Give) -> str:
-            rows = "" if one.rows is None else f"[{one.rows.start}:{one.rows.stop}]"
-            return names[one.slot] + rows
+        def named(places: Sequence[Place]) -> str:
+            rows = ("" if rows is None else f"[{rows.start}:{rows.stop}]" for _, rows, _ in places)
+            return ", ".join(names[place.slot] + part for place, part in zip(places, rows, strict=True))
 
-        def moved(move: Move) -> str:
-            return f"{type(move).__name__}({', '.join(names[slot] for slot in move.slots)})"
+        def moved(moves: Sequence[Move]) -> list[str]:
+            return [
+                f"{move.function.__name__}({', '.join(names[slot] for slot in move.sources)})"
+                f" -> {names[move.target]}"
+                for move in moves
+            ]
 
-        call = f"{self.stage}: {type(self).__name__}({', '.join(map(named, self.takes))})"
+        call = f"{self.stage}: {type(self).__name__}({named(self.takes)})"
         if self.gives:
-            call += f" -> {', '.join(map(named, self.gives))}"
-        freed = [names[slot] for slot in (*self.frees, *self.drops)]
-        lines = [*map(moved, self.before), call, *map(moved, self.after)]
-        return "\n".join([*lines, *([f"frees {', '.join(freed)}"] if freed else [])])
-
-
-@dataclass(slots=True)
-class RunStage(Step):
-    """The function of a stage that is computed, with or without a graph.
-
-    Attributes:
-        function: Called with the state, the chunk and the arguments.
-        half: Whose state.
-        keeps_graph: Whether it will be differentiated, in the slot ``segment``.
-        recompute: Keep only the arguments, and run the function again before it is differentiated.
-        sums: Slot of what its backward may add the gradients of keys and values to.
-        apart: Makes the context in which its weights' gradients are left to the products in the slot
-            ``products``; None where its backward computes them.
-        inner: Makes what keeps tensors in place of its graph, in the slot ``dropped``; None where that does.
-        draws: Keeps the random states, or restores them (``again``).
-    """
-
-    function: Function = field(kw_only=True)
-    half: int = field(kw_only=True)
-    keeps_graph: bool = field(kw_only=True)
-    segment: int = field(kw_only=True, default=NOTHING)
-    recompute: bool = field(kw_only=True, default=False)
-    releases: bool = field(kw_only=True, default=False)
-    sums: int | None = field(kw_only=True, default=None)
-    apart: Callable[[WeightProducts], AbstractContextManager[None]] | None = field(kw_only=True, default=None)
-    products: int = field(kw_only=True, default=NOTHING)
-    inner: Callable[[], InnerTensors] | None = field(kw_only=True, default=None)
-    dropped: int = field(kw_only=True, default=NOTHING)
-    draws: bool = field(kw_only=True, default=False)
-
-    def run(self, state: Pass) -> None:
-        """See :class:`Step`."""
-        slots, stage = state.slots, self.stage
-        inputs = self.take(state)
-        function = self.function
-        if self.draws and (draws := state.draws[stage.layer]) is not None:
-            function = draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
-        bound = state.states[stage.layer][self.half], stage.chunk
-        if not self.keeps_graph:
-            with torch.no_grad():
-                outputs = function(*bound, *inputs)
-            del inputs
-            self.give(state, outputs)
-            return
-        extra = {} if self.sums is None else {"sums": slots[self.sums]}
-        if self.apart is not None:
-            products = slots[self.products] = WeightProducts()
-            function = _within(self.apart, products, function)
-        inner: InnerTensors | None = None
-        if self.inner is not None:
-            inner = extra["inner"] = slots[self.dropped] = self.inner()
-        if state.crossing is not None:
-            key = stage.kind, stage.chunk, stage.layer
-            state.crossed[key] = state.crossing.note_use(inputs)
-        with contextlib.nullcontext() if inner is None else inner.dropped():
-            segment = Segment(
-                function, bound, extra, inputs, recompute=self.recompute, releases=self.releases
-            )
-        del inputs
-        outputs, segment.values = segment.values, ()
-        slots[self.segment] = segment
-        self.give(state, outputs)
-
-
-def _within(
-    context: Callable[[WeightProducts], AbstractContextManager[None]],
-    products: WeightProducts,
-    function: Function,
-) -> Function:
-    """The function, run within a context; can run again."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context(products):
-            return function(*args, **kwargs)
-
-    return run
-
-
-@dataclass(slots=True)
-class Restore(Step):
-    """Computes values once more in the backward pass: for stages that take them, or inside the graph.
-
-    Attributes:
-        function: Called with the state, the chunk and the arguments.
-        half: Whose state.
-        inner: Slot of what it fills; None if its results are values.
-    """
-
-    function: Function = field(kw_only=True)
-    half: int = field(kw_only=True)
-    inner: int | None = field(kw_only=True)
-
-    def run(self, state: Pass) -> None:
-        """See :class:`Step`."""
-        slots, stage = state.slots, self.stage
-        inputs = self.take(state)
-        crossed = () if state.crossing is None else state.crossing.note_use(inputs)
-        bound = state.states[stage.layer][self.half]
-        if self.inner is None:
-            with torch.no_grad():
-                self.give(state, self.function(bound, stage.chunk, *inputs))
-            return
-        inner: InnerTensors = slots[self.inner]
-        with inner.restored():
-            self.function(bound, stage.chunk, *with_history(inputs), inner=inner)
-        self.give(state, ())
-        if state.crossing is not None:
-            assert stage.kind.restores is not None
-            state.crossed[stage.kind.restores, stage.chunk, stage.layer] += crossed
-
-
-@dataclass(slots=True)
-class Differentiate(Step):
-    """The backward of :class:`RunStage`: gradients of its results to those of its arguments.
-
-    Attributes:
-        segment: Slot of its graph.
-        parameters: Numbers of the parameters that it uses, in the sums of the block.
-    """
-
-    segment: int = field(kw_only=True)
-    parameters: tuple[int, ...] = field(kw_only=True)
-
-    def run(self, state: Pass) -> None:
-        """See :class:`Step`."""
-        slots, stage = state.slots, self.stage
-        gradients = self.take(state)
-        segment: Segment = slots[self.segment]
-        slots[self.segment] = None
-        if state.crossing is not None:
-            state.crossing.note_backward(state.crossed.pop((stage.kind, stage.chunk, stage.layer)))
-        found = segment.backward(gradients, parameters=self.parameters, sums=state.sums[stage.layer])
-        self.give(state, found)
+            call += f" -> {named(self.gives)}"
+        lines = [*moved(self.before), call, *moved(self.after)]
+        if freed := [names[slot] for slot in (*self.frees, *self.drops)]:
+            lines.append(f"frees {', '.join(freed)}")
+        return "\n".join(lines)
 
 
 def _tensors(slots: Slots, numbers: Iterable[int]) -> Iterator[Tensor]:
@@ -293,44 +200,82 @@ def _tensors(slots: Slots, numbers: Iterable[int]) -> Iterator[Tensor]:
 
 
 @dataclass(slots=True)
-class DifferentiateByLayer(Step):
-    """The backward of a kind that has its own.
+class RunStage(Step):
+    """The function of a stage that is computed, with or without a graph.
 
     Attributes:
-        function: Called with the state, the chunk, gradients, what it recalls, and sums.
+        function: Called with the state, the chunk and the arguments.
         half: Whose state.
-        num_gradients: How many of the arguments are gradients; the others are recalled.
-        sums: Slot of the sums to which it adds the gradients of what it recalls.
+        extras: Slots of further arguments, by keyword.
+        segment: Slot of the graph; None if it is not differentiated.
+        recompute: Keep only the arguments, and run the function again before it is differentiated.
+        releases: Its backward releases the gradient that it is given after the first use.
+        restores: Slots of graphs that will use what this has computed once more.
     """
 
-    function: Function = field(kw_only=True)
-    half: int = field(kw_only=True)
-    num_gradients: int = field(kw_only=True)
-    sums: int = field(kw_only=True)
+    function: Function
+    half: int
+    extras: dict[str, int] = field(default_factory=dict)
+    segment: int | None = None
+    recompute: bool = False
+    releases: bool = False
+    restores: Sequence[int] = ()
 
-    def run(self, state: Pass) -> None:
+    def work(self, state: Pass, inputs: list[Any]) -> Any:
         """See :class:`Step`."""
-        slots, stage = state.slots, self.stage
-        inputs = self.take(state)
-        gradients, recalled = inputs[: self.num_gradients], inputs[self.num_gradients :]
-        bound = state.states[stage.layer][self.half]
-        found = self.function(bound, stage.chunk, gradients, recalled, slots[self.sums])
-        self.give(state, found)
+        slots, stage, function = state.slots, self.stage, self.function
+        draws = state.draws[stage.layer]
+        if draws is not None:
+            function = draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
+        half = state.states[stage.layer][self.half]
+        extras = {name: slots[slot] for name, slot in self.extras.items()}
+        if self.segment is None:
+            _note_in_graphs(state, self.restores, inputs)
+            with torch.no_grad():
+                return function(half, stage.chunk, *inputs, **extras)
+        bound = functools.partial(function, half, stage.chunk, **extras)
+        segment = slots[self.segment] = Segment(
+            bound, inputs, recompute=self.recompute, releases=self.releases
+        )
+        _note_in_graphs(state, [self.segment], inputs)
+        outputs, segment.values = segment.values, ()
+        return outputs
+
+
+@dataclass(slots=True)
+class Differentiate(Step):
+    """The backward of :class:`RunStage`: gradients of its results to those of its arguments.
+
+    Attributes:
+        segment: Slot of its graph.
+        parameters: Numbers of the parameters that it uses, in the sums of the block.
+    """
+
+    segment: int
+    parameters: Sequence[int]
+
+    def work(self, state: Pass, inputs: list[Any]) -> Sequence[Tensor | None]:
+        """See :class:`Step`."""
+        segment: Segment = state.slots[self.segment]
+        state.slots[self.segment] = None
+        if state.crossing is not None:
+            state.crossing.note_backward(segment.crossed)
+        return segment.backward(inputs, parameters=self.parameters, sums=state.sums[self.stage.layer])
 
 
 @dataclass(slots=True)
 class AddWeightGradients(Step):
-    """The gradients of the weights of stages that were differentiated; of several chunks in one product.
+    """The gradients of the weights of stages that were differentiated.
 
     Attributes:
         products: Slots of what waits.
-        joined: Whether they are one stage of the whole sequence.
+        joined: Whether one product is of all of them, because the stage is of the whole sequence.
     """
 
-    products: tuple[int, ...] = field(kw_only=True)
-    joined: bool = field(kw_only=True)
+    products: Sequence[int]
+    joined: bool
 
-    def run(self, state: Pass) -> None:
+    def work(self, state: Pass, inputs: list[Any]) -> tuple[()]:
         """See :class:`Step`."""
         slots = state.slots
         parts: list[WeightProducts] = [slots[slot] for slot in self.products]
@@ -340,7 +285,7 @@ class AddWeightGradients(Step):
             if state.crossing is not None:
                 state.crossing.note_use(part.tensors)
             part.add_to(state.sums[self.stage.layer])
-        self.give(state, ())
+        return ()
 
 
 @dataclass(slots=True)
@@ -352,105 +297,60 @@ class Communicate(Step):
         half: Whose state.
         chunks: Which.
         direction: Forward for values, in whichever pass.
-        restores: Kinds whose graphs use what it transfers.
+        restores: Slots of graphs that use what it transfers without taking it from a slot.
     """
 
-    function: Function = field(kw_only=True)
-    half: int = field(kw_only=True)
-    chunks: tuple[int | None, ...] = field(kw_only=True)
-    direction: Direction = field(kw_only=True)
-    restores: StageKind | None = field(kw_only=True, default=None)
+    transfers: ClassVar[bool] = True
+    function: Function
+    half: int
+    chunks: Sequence[int | None]
+    direction: Direction
+    restores: Sequence[int] = ()
 
-    def _note(self, crossing: Crossing, tensors: Iterable[Tensor]) -> None:
-        crossing.note_transfer(tensors)
-
-    def run(self, state: Pass) -> Transfer:
+    def work(self, state: Pass, inputs: list[Any]) -> Transfer:
         """See :class:`Step`."""
-        inputs = self.take(state)
-        tensors, count = [inputs], len(self.chunks)
-        if count > 1:
-            size = len(inputs) // count
-            tensors = [inputs[place * size : (place + 1) * size] for place in range(count)]
-        bound = state.states[self.stage.layer][self.half]
-        transfer: Transfer = self.function(bound, self.chunks, tensors, self.direction)
-        self.give(state, transfer.outputs)
-        if state.crossing is not None:
-            state.crossing.note_transfer((*inputs, *transfer.uses, *transfer.outputs))
-            for chunk in self.chunks if self.restores is not None else ():
-                key = (self.restores, chunk, self.stage.layer)
-                state.crossed[key] += state.crossing.note_use(transfer.uses)
+        half, size = state.states[self.stage.layer][self.half], len(inputs) // len(self.chunks)
+        tensors = [inputs[place * size : (place + 1) * size] for place in range(len(self.chunks))]
+        transfer: Transfer = self.function(half, self.chunks, tensors, self.direction)
+        _note_in_graphs(state, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
 @dataclass(slots=True)
-class CopyInner(Step):
-    """Starts to copy what an expert has kept to host memory, or back.
+class Copy(Step):
+    """Starts to copy to host memory, or back: what a graph has kept, or values.
 
     Attributes:
-        inner: Slots of it, of each chunk.
-        kind: Whose graph it is.
+        kept: Slots of what copies: :class:`InnerTensors`, or :class:`HostCopies` of the arguments.
         back: From host memory.
+        restores: Slots of the graphs that use what comes back.
     """
 
-    inner: tuple[tuple[int | None, int], ...] = field(kw_only=True)
-    kind: StageKind = field(kw_only=True)
-    back: bool = field(kw_only=True)
+    transfers: ClassVar[bool] = True
+    kept: Sequence[int]
+    back: bool
+    restores: Sequence[int] = ()
 
-    def run(self, state: Pass) -> Transfer:
+    def work(self, state: Pass, inputs: list[Any]) -> Transfer:
         """See :class:`Step`."""
-        kept = [state.slots[slot] for _, slot in self.inner]
-        found = [one.load() if self.back else one.store() for one in kept]
-        transfer = found[0] if len(found) == 1 else Transfer.all_of(found)
-        if state.crossing is not None:
-            state.crossing.note_transfer(transfer.uses)
-            for chunk, _ in self.inner if self.back else ():
-                state.crossed[self.kind, chunk, self.stage.layer] += state.crossing.note_use(transfer.uses)
-        self.give(state, ())
+        slots = state.slots
+        if inputs:
+            size = len(inputs) // len(self.kept)
+            for place, slot in enumerate(self.kept):
+                slots[slot] = HostCopies(inputs[place * size : (place + 1) * size])
+        kept: list[InnerTensors | HostCopies] = [slots[slot] for slot in self.kept]
+        transfer = Transfer.all_of([each.load() if self.back else each.store() for each in kept])
+        _note_in_graphs(state, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
-@dataclass(slots=True)
-class StoreValues(Step):
-    """Starts to copy values to host memory.
-
-    Attributes:
-        stored: Slots of the copies, of each chunk.
-    """
-
-    stored: tuple[int, ...] = field(kw_only=True)
-
-    def run(self, state: Pass) -> Transfer:
-        """See :class:`Step`."""
-        inputs = self.take(state)
-        size = len(inputs) // len(self.stored)
-        found = []
-        for place, slot in enumerate(self.stored):
-            copies = state.slots[slot] = HostCopies(inputs[place * size : (place + 1) * size])
-            found.append(copies.store(lambda: None))
-        transfer = found[0] if len(found) == 1 else Transfer.all_of(found)
-        self.give(state, ())
-        if state.crossing is not None:
-            state.crossing.note_transfer(transfer.uses)
-        return transfer
-
-
-@dataclass(slots=True)
-class LoadValues(Step):
-    """Starts to copy values from host memory.
-
-    Attributes:
-        stored: Slots of the copies, of each chunk.
-    """
-
-    stored: tuple[int, ...] = field(kw_only=True)
-
-    def run(self, state: Pass) -> Transfer:
-        """See :class:`Step`."""
-        found = [state.slots[slot].load() for slot in self.stored]
-        for slot in self.stored:
-            state.slots[slot] = None
-        transfer = found[0] if len(found) == 1 else Transfer.all_of(found)
-        self.give(state, [tensor for one in found for tensor in one.outputs])
-        if state.crossing is not None:
-            state.crossing.note_transfer(transfer.uses)
-        return transfer
+def _note_in_graphs(
+    state: Pass, segments: Sequence[int], tensors: Sequence[Tensor], *, transfers: bool = False
+) -> None:
+    """Note tensors as used by graphs that will be differentiated."""
+    if state.crossing is None:
+        return
+    for slot in segments:
+        if transfers:
+            state.crossing.note_transfer(tensors)
+        state.slots[slot].crossed += state.crossing.note_use(tensors)

@@ -1,17 +1,18 @@
 """A schedule made ready to run: a flat list of calls, whose steps are bound to numbered slots.
 
-Made by :mod:`.compile`, read by the executors. Printed (``ampipe plan --tape``), it is what one debugs with.
+Printed (``ampipe plan --tape``), it is what one debugs with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_ampipe.runtime.moves import Move
 from megatron_ampipe.runtime.steps import Step
-from megatron_ampipe.runtime.stream_order import StreamPlan, stream_plan
+from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from megatron_ampipe.schedule import Direction, Stage, stream_of
 
 
@@ -106,3 +107,49 @@ class Tapes:
     def __str__(self) -> str:
         """Both passes."""
         return "\n".join(f"{direction}\n{tape.text(self.names)}" for direction, tape in self.passes.items())
+
+
+def free_slots(calls: Sequence[Call], *, pinned: Collection[int], first_backward: int, threads: bool) -> None:
+    """Say for each slot which step frees it: the last that uses it.
+
+    Where lanes run on several threads, that is a step that runs after all others that use the slot, whichever
+    thread is faster: of a call that needs them, or comes after such a call in its lane.
+    """
+    users: dict[int, dict[int, Step]] = defaultdict(dict)
+    for number, call in enumerate(calls):
+        for step in call.steps:
+            for slot in (*step.taken, *step.given):
+                users[slot][number] = step
+    before = _before(calls, first_backward) if threads else []
+    for slot in sorted(users.keys() - pinned):
+        last, step = max(users[slot].items())
+        if threads:
+            others = sum(1 << number for number in users[slot])
+            after = (
+                number
+                for number in range(last, len(calls))
+                if not others & ~(before[number] | 1 << number) and calls[number].steps
+            )
+            last_of_all = next(after, None)
+            if last_of_all is None:
+                continue
+            step = step if last_of_all == last else calls[last_of_all].steps[0]
+        (step.drops if slot in step.given else step.frees).append(slot)
+
+
+def _before(calls: Sequence[Call], first_backward: int) -> list[int]:
+    """For each call, as bits, the calls that have taken their arguments before it does."""
+    before: list[int] = []
+    latest: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        begin = first_backward * (number >= first_backward)
+        # A pass begins when the one before has ended.
+        bits = (1 << begin) - 1
+        needed = [begin + position for position in call.needs]
+        if call.lane in latest:
+            needed.append(latest[call.lane])
+        for earlier in needed:
+            bits |= before[earlier] | 1 << earlier
+        latest[call.lane] = number
+        before.append(bits)
+    return before

@@ -26,12 +26,13 @@ def text(predictor: Predictor, pipeline: Pipeline) -> str:
             f"--tape needs {error.name}, which is not installed. Install torch, or leave --tape out."
         ) from error
     layers = predictor.layers
-    order = compiler.Order.of(pipeline.schedule_of(layers), layers, host_waits=True)
     tapes = compiler.compiled(
-        order,
+        pipeline.schedule_of(layers),
+        layers,
         chunks=pipeline.chunks(predictor.workload.rows),
         functions=[Unnamed()] * len(layers),
         keep_graph=True,
+        host_waits=True,
         threads=False,
     )
     return f"{tapes}\n"

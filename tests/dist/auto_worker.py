@@ -18,14 +18,14 @@ LONG, SHORT = 64, 16
 def main() -> None:
     rank, _ = start()
     use_groups()
-    from megatron_ampipe.runtime import pass_timer
+    from megatron_ampipe.runtime import recorder
 
     results = []
     for seed in SEEDS:
         noise = random.Random(1000 * seed + rank)
-        pass_timer.time = _Clock(noise)
+        recorder.time = _Clock(noise)
         results.append(_train(rank, noise))
-    pass_timer.time = time
+    recorder.time = time
     report(
         {
             "runs": results,

@@ -29,8 +29,7 @@ from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.attention_kernels import KERNELS
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import Executor, SequentialExecutor, ThreadExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange, StageKind

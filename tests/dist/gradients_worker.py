@@ -457,9 +457,9 @@ def no_grad(kinds: str = "m") -> dict[str, Any]:
     """Evaluation saves nothing for backward, and keeps no tensor alive."""
     import torch
 
-    from megatron_ampipe.runtime.pass_state import Pass
     from megatron_ampipe.runtime.segment import Segment
     from megatron_ampipe.runtime.stack_call import StackCall
+    from megatron_ampipe.runtime.steps import Pass
 
     def alive() -> int:
         gc.collect()

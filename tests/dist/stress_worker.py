@@ -16,8 +16,7 @@ from tests.dist.worker import report
 
 def main() -> None:
     host.install()
-    from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-    from megatron_ampipe.runtime.executors import ThreadExecutor
+    from megatron_ampipe.runtime.executors import CudaExecutor, ThreadExecutor
     from tests import stress
 
     setup = stress.StressSetup(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor
 from tests import stress
 from tests.stress import STRESSES, Stress, StressSetup
 

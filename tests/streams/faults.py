@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from megatron_ampipe.runtime import cuda_executor, tape
-from megatron_ampipe.runtime.stream_order import StreamPlan, stream_plan
+from megatron_ampipe.runtime import executors, tape
+from megatron_ampipe.runtime.streams import StreamPlan, stream_plan
 from tests.streams.cases import IssueOrder, block, lazy_issue
 from tests.streams.model import DEVICE, ModelStream
 
@@ -72,7 +72,7 @@ def _replaced(change: Planned) -> Callable[[], contextlib.AbstractContextManager
 
 def _wrong_stream() -> contextlib.AbstractContextManager[object]:
     """Run ``attention.1`` on the communication stream."""
-    issue = cuda_executor.CudaExecutor._issue
+    issue = executors.CudaExecutor._issue
 
     def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
         def run(call: Any) -> Any:
@@ -83,13 +83,13 @@ def _wrong_stream() -> contextlib.AbstractContextManager[object]:
 
         issue(self, calls, run, *rest)
 
-    return mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued)
+    return mock.patch.object(executors.CudaExecutor, "_issue", issued)
 
 
 @contextlib.contextmanager
 def _event_before_work() -> Iterator[None]:
     """Record the events of the compute lane before a stage instead of after it."""
-    issue = cuda_executor.CudaExecutor._issue
+    issue = executors.CudaExecutor._issue
     record = ModelStream.record_event
 
     def issued(self: Any, calls: Any, run_call: Any, *rest: Any) -> None:
@@ -106,7 +106,7 @@ def _event_before_work() -> Iterator[None]:
         with mock.patch.object(ModelStream, "record_event", recorded):
             issue(self, calls, run, *rest)
 
-    with mock.patch.object(cuda_executor.CudaExecutor, "_issue", issued):
+    with mock.patch.object(executors.CudaExecutor, "_issue", issued):
         yield
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.stream_order import StreamPlan
+from megatron_ampipe.runtime.executors import CudaExecutor
+from megatron_ampipe.runtime.streams import StreamPlan
 from megatron_ampipe.runtime.tape import Tape
 from tests.streams.cases import block
 

@@ -7,8 +7,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from megatron_ampipe.runtime.host_memory import HostCopies, is_host_memory
-from megatron_ampipe.runtime.inner_tensors import InnerTensors
+from megatron_ampipe.runtime.saved_tensors import HostCopies, InnerTensors, is_host_memory
 from megatron_ampipe.tools.measuring.peak_memory import TensorMeter, Watch
 
 

@@ -16,7 +16,7 @@ from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
-from megatron_ampipe.runtime.weight_products import is_one_product
+from megatron_ampipe.runtime.segment import is_one_product
 from megatron_ampipe.schedule import (
     WEIGHTS,
     Direction,

@@ -32,7 +32,7 @@ def test_gathered_rows_are_not_kept_and_come_back() -> None:
         with rows.dropped(tensor):
             return project(tensor, weight)
 
-    segment = Segment(stage, (), {}, [gathered])
+    segment = Segment(stage, [gathered])
     outputs, segment.values = segment.values, ()
     alive = weakref.ref(gathered.untyped_storage())
     del gathered

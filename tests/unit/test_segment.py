@@ -95,7 +95,7 @@ def test_a_gradient_is_released_after_its_first_use(releases: bool, recompute: b
     def stage(tensor: torch.Tensor) -> tuple[torch.Tensor]:
         return (Look.apply(tensor @ weight, notes) * 2,)
 
-    segment = Segment(stage, (), {}, [inputs], recompute=recompute, releases=releases)
+    segment = Segment(stage, [inputs], recompute=recompute, releases=releases)
     gradient = torch.randn(4, 3)
     expected, of_weight = gradient * 2 @ weight.t(), inputs.t() @ (gradient * 2)
     gradients: list[torch.Tensor | None] = [gradient]

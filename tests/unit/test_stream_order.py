@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ampipe.runtime.crossing import Crossing
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.stream_order import stream_plan
+from megatron_ampipe.runtime.streams import Crossing, stream_plan
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, kinds
 from megatron_ampipe.schedule.stage_kind import COMM, COMPUTE

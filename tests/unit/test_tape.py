@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.compile import Order, compiled
-from megatron_ampipe.runtime.stream_order import stream_plan
+from megatron_ampipe.runtime.compile import compiled
+from megatron_ampipe.runtime.streams import stream_plan
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import Direction, SequenceLayout
 from megatron_ampipe.tools.plan_tape import Unnamed
@@ -29,10 +29,12 @@ def tapes_of(block: str, pipeline: dict[str, Any], *, threads: bool, keep_graph:
     context = BLOCKS[block].get("context_parallel_size", 1)
     layout = SequenceLayout(context_ranks=context)
     return compiled(
-        Order.of(schedule, layers, host_waits=not threads),
+        schedule,
+        layers,
         chunks=chosen.chunks(ROWS * context, layout),
         functions=[Unnamed()] * len(layers),
         keep_graph=keep_graph,
+        host_waits=not threads,
         threads=threads,
     )
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ampipe.runtime.segment import BlockParameters, GradientSums
-from megatron_ampipe.runtime.weight_products import WeightProducts
+from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, WeightProducts
 
 INPUTS, OUTPUTS = 8, 16
 

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ampipe.runtime.collectives import Transfer, exchange_rows
-from megatron_ampipe.runtime.cuda_executor import CudaExecutor
-from megatron_ampipe.runtime.executors import Executor, ThreadExecutor
+from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.tape import Call, Tape
 from megatron_ampipe.schedule import Stage, kinds

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe.runtime.collectives import Transfer
-from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import Executor, RunCall
-from megatron_ampipe.runtime.host_memory import is_host_memory
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.saved_tensors import is_host_memory
+from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Call, Tape
 
 

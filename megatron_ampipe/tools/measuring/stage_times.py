@@ -19,9 +19,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron_ampipe.runtime.crossing import Crossing
 from megatron_ampipe.runtime.executors import RunCall, finish, run_on_host
 from megatron_ampipe.runtime.recorder import Recorder
+from megatron_ampipe.runtime.streams import Crossing
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import Stage, stage_from_text
 

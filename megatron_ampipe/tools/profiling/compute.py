@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.runtime.attention_kernels import KERNELS
-from megatron_ampipe.runtime.host_memory import HostCopies
+from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.blocks import DTYPES
 from megatron_ampipe.tools.measuring.grid import Case

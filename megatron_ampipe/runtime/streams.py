@@ -1,6 +1,8 @@
 """How the streams of a device are ordered in one pass, and how long memory that several use is kept.
 
-The rule, which is stated only here:
+When the host releases a tensor, torch's caching allocator may reuse its memory for the next allocation on the
+stream that allocated it, even if other streams are still using it. Most tensors stay on one stream; what
+collectives read and write does not. The rule, which is stated only here:
 
     Memory that a call has used and that several streams use is kept until every stream that still has
     calls of this pass to run is ordered after that call.
@@ -9,16 +11,17 @@ Then the next allocation on any stream is ordered after the last use of the memo
 A stream without remaining calls allocates nothing more in this pass, and every pass begins and ends with all
 streams ordered after each other. ``record_stream`` is not used, so memory is released at the same call in
 every pass, no matter how far the host runs ahead of the device.
-
-A function on what is known before the first batch: nothing is decided when a pass runs. Read by
-:mod:`.cuda_executor`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +76,52 @@ def stream_plan(streams: Sequence[str], needs: Sequence[Sequence[int]]) -> Strea
         known[stream] += 1
         marks.append((stream, known[stream], known.copy()))
     return StreamPlan(tuple(waits), frozenset(number for found in waits for number in found), tuple(releases))
+
+
+class Crossing:
+    """The memory that collectives have read or written in one forward pass and its backward, reported to an
+    executor call by call.
+
+    Identified by storage, so that views and tensors that a stage passes on unchanged are found as well. The
+    references are weak: a tensor that no stage's graph has saved is freed after its last use.
+    """
+
+    def __init__(self) -> None:
+        self._communicated: dict[int, StorageWeakRef] = {}
+        self._used: list[UntypedStorage] = []
+
+    def note_transfer(self, tensors: Iterable[Tensor]) -> None:
+        """Record that the current stage is a collective that reads or writes these tensors."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._communicated[storage._cdata] = StorageWeakRef(storage)
+            self._used.append(storage)
+
+    def note_use(self, tensors: Iterable[Tensor | None]) -> tuple[StorageWeakRef, ...]:
+        """Record that the current stage computes with these tensors.
+
+        Returns:
+            References to those that a collective has used, for :meth:`note_backward`.
+        """
+        found = []
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            reference = self._communicated.get(storage._cdata)
+            if reference is not None:
+                self._used.append(storage)
+                found.append(reference)
+        return tuple(found)
+
+    def note_backward(self, references: Sequence[StorageWeakRef]) -> None:
+        """Record that the current stage runs the backward of a stage that used these, releasing its graph."""
+        for reference in references:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                self._used.append(storage)
+
+    def take(self) -> list[UntypedStorage]:
+        """Return and forget what the current stage has used; the executor calls this once per stage."""
+        used, self._used = self._used, []
+        return used

@@ -1,0 +1,79 @@
+"""What the runtime asks of the layers: the functions of the stages of a block, and the state of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch.nn import Parameter
+
+from megatron_ampipe.runtime.segment import WeightProducts
+from megatron_ampipe.schedule import StageKind
+
+Function = Callable[..., Any]
+"""Of a stage, with the state of its half of the block as first argument."""
+
+
+class BlockFunctions(Protocol):
+    """What the stages of a block compute: functions of the state of one of its halves (:class:`BlockState`).
+
+    A function of a kind that is computed takes ``(state, chunk, *values it takes)`` to the values it gives.
+    The chunk is an index, or None for the whole sequence. A kind that takes keys and values also gets
+    ``sums``, a :class:`~.key_value_sums.KeyValueSums` to which its backward may add their gradients; it then
+    returns none. A kind that does not keep all that its backward needs, and the kind that restores it, get
+    the same ``inner``, an :class:`~.saved_tensors.InnerTensors` that must run its products.
+    """
+
+    recomputed: Collection[StageKind]
+    """Kinds of stages of which only the inputs are kept, and that run again right before their backward."""
+    stage_parameters: Mapping[StageKind, Sequence[Parameter]]
+    """The trainable parameters of each kind that has any."""
+    all_parameters: Sequence[Parameter]
+    """Of the block, each once."""
+
+    def compute(self, kind: StageKind) -> tuple[int, Function]:
+        """The half of a kind that is computed, and its function."""
+
+    def differentiate(self, kind: StageKind) -> tuple[int, Function]:
+        """The half and the backward of a kind that has its own.
+
+        ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
+        took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
+        values.
+        """
+
+    def communicate(self, kind: StageKind) -> tuple[int, Function]:
+        """The half and the function of a kind that is started and waited for.
+
+        ``(state, chunks, tensors, direction)``, where ``tensors`` are, for each chunk, what the stage takes;
+        in the backward pass the gradients of what it gave. Returns a transfer whose outputs are, chunk by
+        chunk, what it gives; in the backward pass the gradients of what it took.
+        """
+
+    def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:
+        """Within it, the function of a kind leaves the gradients of its weights to ``products``."""
+
+
+class Draws(Protocol):
+    """Keeps the random states with which functions ran, so that they can draw the same numbers once more."""
+
+    def drawn(self, function: Callable[..., Any], key: object, *, again: bool) -> Callable[..., Any]:
+        """The function, run with the states of now, which are kept; or with those that were kept."""
+        ...
+
+
+class BlockState(Protocol):
+    """The state of one pass of one micro-batch through a block; made for every forward call."""
+
+    halves: Sequence[Any]
+    """What functions of stages get first."""
+    draws: Draws | None
+    """None where no number is drawn twice."""
+
+    def again(self) -> BlockState:
+        """For a second run of the forward pass, which computes the same as the first.
+
+        Called when the first has ended. Knows what kinds give that run forward only.
+        """
+        ...

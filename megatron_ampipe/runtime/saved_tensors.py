@@ -1,0 +1,345 @@
+"""Tensors that are not kept on the device from the forward to the backward pass, and restored there.
+
+MPipeMoE, section III-D, restores what an expert keeps (T_M) in two ways: it is computed once more, or copied
+to host memory and back. On a GPU, host memory is pinned, and copies are asynchronous on the current stream.
+Without one, "host memory" is other memory of the same host, so that the same copies run, on the thread that
+waits for the lane's transfers; it is used again, and is not counted as memory of the device
+(:func:`is_host_memory`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.runtime.collectives import Transfer
+
+_ALIGNED = 64
+"""Bytes: a copy begins where torch's allocator could begin, because kernels may depend on that."""
+
+
+class HostCopies:
+    """Copies of tensors in host memory, each piece of memory once. Stored once, and then loaded once.
+
+    What :meth:`load` gives has the sizes and strides of what was stored, and shares memory likewise, so every
+    operation computes the same with it.
+
+    Args:
+        tensors: What is copied, of one device; not to be written until the copy has ended.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._device = tensors[0].device
+        self._views = [_View.of(tensor) for tensor in tensors]
+        pieces: dict[int, list[int]] = defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            if tensor.numel():
+                pieces[tensor.untyped_storage()._cdata].append(place)
+        self._places, self._begins = list(pieces.values()), [0] * len(pieces)
+        self._bytes: list[Tensor | _HostMemory] = []
+        for number, places in enumerate(self._places):
+            begin = min(self._views[place].begin for place in places) // _ALIGNED * _ALIGNED
+            end = max(self._views[place].end for place in places)
+            self._begins[number] = begin
+            self._bytes.append(_bytes(tensors[places[0]], begin, end))
+
+    def store(self, release: Callable[[], None] = lambda: None) -> Transfer:
+        """Start to copy to host memory.
+
+        Args:
+            release: Called when the host may release the tensors.
+        """
+        sources = tuple(piece for piece in self._bytes if isinstance(piece, Tensor))
+        targets = [_HostMemory(source) for source in sources]
+        self._bytes = [*targets]
+
+        def copy() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.bytes.copy_(source, non_blocking=True)
+            release()
+
+        return _started(copy, (), sources)
+
+    def load(self) -> Transfer:
+        """Start to copy back. The outputs are the tensors, in order."""
+        sources = [piece for piece in self._bytes if isinstance(piece, _HostMemory)]
+        self._bytes = []
+        targets = tuple(
+            torch.empty(len(source.bytes), dtype=torch.uint8, device=self._device) for source in sources
+        )
+        outputs: dict[int, Tensor] = {}
+        for places, begin, target in zip(self._places, self._begins, targets, strict=True):
+            for place in places:
+                outputs[place] = self._views[place].within(target, begin)
+        for place, view in enumerate(self._views):
+            if place not in outputs:
+                outputs[place] = torch.empty_strided(
+                    view.size, view.stride, dtype=view.dtype, device=self._device
+                )
+
+        def copy() -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source.bytes, non_blocking=True)
+            sources.clear()
+
+        return _started(copy, tuple(outputs[place] for place in range(len(outputs))), targets)
+
+
+def _started(
+    copy: Callable[[], None], outputs: tuple[Tensor, ...], on_device: tuple[Tensor, ...]
+) -> Transfer:
+    """A copy as a transfer: on a GPU the stream orders it, on a CPU whoever waits for it copies."""
+    if on_device and on_device[0].is_cuda:
+        copy()
+        return Transfer(outputs, uses=on_device)
+    return Transfer(outputs, unpack=copy, uses=on_device)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """How a tensor lies in its storage; ``begin`` and ``end`` are bytes, ``end`` that after the last."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _View:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.storage_offset() * tensor.element_size()
+        return cls(
+            tensor.dtype, tensor.shape, tensor.stride(), begin, begin + (last + 1) * tensor.element_size()
+        )
+
+    def within(self, piece: Tensor, begin: int) -> Tensor:
+        """The same view of a copy of the storage's bytes from ``begin`` on."""
+        own = piece[self.begin - begin : self.end - begin].view(self.dtype)
+        return own.as_strided(self.size, self.stride)
+
+
+def _bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """These bytes of the tensor's storage."""
+    width = tensor.element_size()
+    # Another view of the storage may have a narrower dtype, and end within an element of this one.
+    flat = tensor.detach().as_strided((-(-(end - begin) // width),), (1,), begin // width)
+    return flat.view(torch.uint8)[: end - begin]
+
+
+class _HostMemory:
+    """Memory of the host for so many bytes, as long as this object exists.
+
+    Attributes:
+        bytes: ``uint8``, as many as ``source`` has.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        count = len(source)
+        if source.is_cuda:
+            self.bytes = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            return
+        # Pages are made when they are first written, so that a power of two wastes none.
+        size = 1 << (count - 1).bit_length()
+        try:
+            memory = _free[size].pop()
+        except IndexError:
+            memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            _addresses.add(memory.data_ptr())
+        self.bytes = memory[:count]
+        weakref.finalize(self, _free[size].append, memory)
+
+
+_free: dict[int, list[Tensor]] = defaultdict(list)
+"""By size, what is not in use. Never given back to the system: the next pass needs as much."""
+_addresses: set[int] = set()
+
+
+def is_host_memory(tensor: Tensor) -> bool:
+    """Whether the tensor lies in what stands for host memory in training without a GPU."""
+    return tensor.untyped_storage().data_ptr() in _addresses
+
+
+class InnerTensors:
+    """What the graph of one stage of one chunk has saved, as places without tensors until a second run.
+
+    That is not a checkpoint: the graph of the first run stays, and the second run can leave out the last
+    product of the stage, of whose result the backward needs nothing; torch's checkpoint would repeat it.
+    Tensors are told apart by the order in which operations save them, so both runs must be the same up to the
+    last product. From a *down* product to the next *up* product nothing is dropped but the down product's own
+    input: what a stage computes there does not run again.
+
+    Where they are copied, places keep their tensors until :meth:`store`, and get them back from :meth:`load`;
+    nothing runs a second time, except what gives the tokens where these are sent once more.
+
+    Args:
+        kept: Tensors that are kept in any case: the parameters of the stage.
+        copied: Tensors are copied to host memory, not computed once more.
+        resorted: Then, of the tokens in the order in which the experts take them: not copied; a second run up
+            to :meth:`sorted` gives them back.
+    """
+
+    def __init__(self, kept: Collection[Tensor], *, copied: bool = False, resorted: bool = False) -> None:
+        self._kept = frozenset(tensor.untyped_storage()._cdata for tensor in kept)
+        self._places: deque[_Place] = deque()
+        self._drops, self._runs_again = True, False
+        self._input: Tensor | None = None
+        self._copied, self._resorted = copied, resorted
+        self._copies: HostCopies | None = None
+        self._of_tokens: list[_Place] = []
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """The first run: what is saved in it becomes a place."""
+        with torch.autograd.graph.saved_tensors_hooks(self._drop, _unpacked):
+            yield
+        self._input = None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The second run: what would be saved in it fills the places. Builds a graph that nobody uses."""
+        self._drops, self._runs_again = True, True
+        if self._copied:
+            with torch.no_grad():
+                yield
+            return
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._restore, _never_unpacked)
+        with torch.enable_grad(), hooks:
+            yield
+        assert not self._places, f"a second run saved {len(self._places)} tensors less than the first"
+
+    def store(self) -> Transfer:
+        """Start to copy the tensors to host memory, after the first run."""
+        self._copies = HostCopies([place.held for place in self._places])
+
+        def release() -> None:
+            for place in self._places:
+                place.tensor = None
+
+        return self._copies.store(release)
+
+    def load(self) -> Transfer:
+        """Start to copy the tensors back into the places."""
+        assert self._copies is not None, "tensors are loaded that were not stored"
+        transfer, self._copies = self._copies.load(), None
+        for tensor in transfer.outputs:
+            self._places.popleft().tensor = tensor
+        return dataclasses.replace(transfer, outputs=())
+
+    def sorted(self, tokens: Tensor) -> None:
+        """Told of the tokens ``[T, D]`` in the order in which the experts take them, in both runs."""
+        if not self._resorted:
+            return
+        if not self._runs_again:
+            self._input = tokens
+            return
+        while self._of_tokens:
+            self._of_tokens.pop().view(tokens)
+
+    def up(self, product: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the first product of an expert."""
+        self._drops = True
+        return product(*args, **kwargs)
+
+    def down(self, product: Callable[..., Any], tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the last product of an expert; in the second run only give its input back.
+
+        Args:
+            product: Takes ``[T, F]`` first.
+            tokens: ``[T, F]``.
+            args: Further arguments of the product.
+            kwargs: Further arguments of the product.
+
+        Returns:
+            What ``product`` returns; in the second run ``([T, 0], None)``, for code that expects an output
+            and a bias, and whose own result is not used.
+        """
+        self._drops = False
+        if self._runs_again:
+            while self._places and self._places[0].offset_in_input is not None:
+                self._places.popleft().view(tokens)
+            return tokens.new_empty((*tokens.shape[:-1], 0)), None
+        if self._copied:
+            return product(tokens, *args, **kwargs)
+        self._input = tokens
+        try:
+            return product(tokens, *args, **kwargs)
+        finally:
+            self._input = None
+
+    def _drop(self, tensor: Tensor) -> Tensor | _Place:
+        source = self._input
+        if source is not None and _share_memory(tensor, source):
+            place = _Place(tensor, tensor.storage_offset() - source.storage_offset())
+            (self._of_tokens if self._copied else self._places).append(place)
+            return place
+        if tensor.untyped_storage()._cdata in self._kept or not (self._drops or self._copied):
+            return tensor
+        place = _Place(tensor, None)
+        if self._copied:
+            place.tensor = tensor.detach()
+        self._places.append(place)
+        return place
+
+    def _restore(self, tensor: Tensor) -> None:
+        if not self._drops or tensor.untyped_storage()._cdata in self._kept:
+            return
+        place = self._places.popleft()
+        found = (tensor.shape, tensor.dtype)
+        assert found == (place.size, place.dtype), f"a second run saved {found} in place of {place}"
+        place.tensor = tensor.detach()
+
+
+class _Place:
+    """Where the graph keeps a tensor. Only the graph refers to it, so the tensor goes with its last use.
+
+    Attributes:
+        offset_in_input: Where the tensor begins in the input of a down product, or in the sorted tokens that
+            are sent once more; None for any other tensor.
+    """
+
+    __slots__ = ("dtype", "offset_in_input", "size", "stride", "tensor")
+
+    def __init__(self, tensor: Tensor, offset_in_input: int | None) -> None:
+        self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.offset_in_input = offset_in_input
+        self.tensor: Tensor | None = None
+
+    @property
+    def held(self) -> Tensor:
+        """The tensor, which is here."""
+        assert self.tensor is not None
+        return self.tensor
+
+    def view(self, source: Tensor) -> None:
+        """Take the tensor's part of the tensor that it lay in."""
+        assert self.offset_in_input is not None
+        start = source.storage_offset() + self.offset_in_input
+        self.tensor = source.detach().as_strided(self.size, self.stride, start)
+
+    def __repr__(self) -> str:
+        return f"({self.size}, {self.dtype})"
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _unpacked(packed: Tensor | _Place) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    assert packed.tensor is not None, "the backward of a stage runs before its inner tensors are restored"
+    return packed.tensor
+
+
+def _never_unpacked(packed: object) -> Tensor:
+    raise AssertionError("the graph of a second run was differentiated")

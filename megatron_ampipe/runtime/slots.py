@@ -1,0 +1,394 @@
+"""Which slots a step takes from and gives to: values, and their gradients.
+
+Which stage takes what from which is :class:`~megatron_ampipe.schedule.dataflow.DataFlow`. A value, or its
+gradient, has a slot from the step that gives it to the last one that takes it. Where one of the two is of a
+chunk and the other of the whole sequence, the argument is a slice of the slot, or a move puts rows together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+
+from megatron_ampipe.runtime.block_functions import BlockFunctions
+from megatron_ampipe.runtime.moves import (
+    Arrival,
+    Move,
+    add,
+    add_keys,
+    gather,
+    join,
+    keys_gradient,
+    make_empty,
+    note_shape,
+    scatter,
+    total,
+)
+from megatron_ampipe.runtime.steps import FIRST_FREE, NOTHING, ZERO, Place, Step
+from megatron_ampipe.schedule import (
+    BlockFeatures,
+    Chunk,
+    DataFlow,
+    Layout,
+    Source,
+    Span,
+    StageKind,
+    Value,
+    data_flow,
+    is_whole,
+    kinds,
+)
+
+_GIVEN = Source(None, kinds.HIDDEN_STATES.name)
+"""What a block is given."""
+_SUMMED = (Layout.KEYS, Layout.BLOCK)
+"""Layouts of keys and values, whose gradients a :class:`~.key_value_sums.KeyValueSums` adds."""
+
+
+class SlotNumbers:
+    """The numbers of slots, by what is in them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        self.count = FIRST_FREE
+
+    def of(self, what: str, layer: int, *key: Hashable) -> int:
+        """The slot of something of a block, from its first mention on."""
+        if (what, layer, *key) not in self._numbers:
+            self._numbers[what, layer, *key] = self.temporary()
+        return self._numbers[what, layer, *key]
+
+    def temporary(self) -> int:
+        """A slot that one step uses."""
+        self.count += 1
+        return self.count - 1
+
+    def names(self) -> tuple[str, ...]:
+        """Of all slots: what is in them, of which chunk, of which block (``@1`` is the second)."""
+        names = ["none", "zero", *(f"t{slot}" for slot in range(FIRST_FREE, self.count))]
+        for (what, layer, *key), slot in self._numbers.items():
+            words = [str(what)]
+            for part in key:
+                if part is True:
+                    words.insert(0, "again")
+                elif isinstance(part, Source):
+                    words += [str(part.giver), part.name] if part.giver is not None else [part.name]
+                elif type(part) is int:
+                    words[-1] += f".{part}"
+                elif isinstance(part, str | StageKind):
+                    words.append(str(part))
+            names[slot] = " ".join(words).removeprefix("value ") + (f"@{layer}" if layer else "")
+        return tuple(names)
+
+
+class BlockLayout:
+    """One block: its chunks, the rows of each value that belong to a chunk, and its slots."""
+
+    def __init__(
+        self,
+        layer: int,
+        features: BlockFeatures,
+        chunks: Sequence[Chunk],
+        functions: BlockFunctions,
+        numbers: SlotNumbers,
+        *,
+        whole_attention: bool,
+    ) -> None:
+        self.layer, self.functions, self.numbers = layer, functions, numbers
+        self.flow = data_flow(features)
+        _check_transfers(self.flow)
+        self.indices = range(len(chunks))
+        self.recomputed = features.recomputed
+        self._flows = [data_flow(features.of_chunk(chunk)) for chunk in range(max(1, len(features.restored)))]
+        self._chunks, self._joined = chunks, Chunk.joined(chunks)
+        self._whole = {kind for kind in self.flow.kinds if is_whole(kind, whole_attention=whole_attention)}
+        parameters = {parameter: number for number, parameter in enumerate(functions.all_parameters)}
+        self.parameters = {
+            kind: [parameters[parameter] for parameter in of_kind]
+            for kind, of_kind in functions.stage_parameters.items()
+        }
+        """Numbers of the parameters that a kind uses."""
+
+    def slot(self, what: str, *key: Hashable) -> int:
+        """The slot of something of this block."""
+        return self.numbers.of(what, self.layer, *key)
+
+    def flow_of(self, chunk: int | None) -> DataFlow:
+        """The data flow of a chunk, or of the block: chunks differ in what is restored."""
+        return self.flow if chunk is None else self._flows[chunk * len(self._flows) // len(self._chunks)]
+
+    def spans(self, layout: Layout, chunk: int | None) -> Sequence[Span]:
+        """The rows of a value that belong to a chunk."""
+        rows = self._joined if chunk is None else self._chunks[chunk]
+        return rows.hidden if layout is Layout.HIDDEN else rows.queries
+
+    def num_rows(self, layout: Layout) -> int:
+        """How many rows a value of the whole sequence has."""
+        if layout is Layout.KEYS:
+            return self._joined.num_keys
+        return sum(span.length for span in self.spans(layout, None))
+
+    def read(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
+        """What a stage takes of a value of the whole sequence; of keys all that the chunk sees."""
+        if chunk is None or layout is Layout.BLOCK:
+            return Place(slot)
+        spans = self.spans(layout, chunk)
+        if layout is Layout.KEYS:
+            spans = [Span(0, self._chunks[chunk].num_keys, 0)]
+        if len(spans) == 1:
+            return self._slice(slot, spans[0], layout)
+        target = self.numbers.temporary()
+        moves.append(Move(gather, target, (slot,), (spans,)))
+        return Place(target)
+
+    def write(self, slot: int, layout: Layout, chunk: int | None, moves: list[Move]) -> Place:
+        """Into the rows of a chunk of a buffer, or as they are where the stage gives all."""
+        if chunk is None:
+            return Place(slot)
+        spans = self.spans(layout, chunk)
+        if len(spans) == 1:
+            return self._slice(slot, spans[0], layout)
+        source = self.numbers.temporary()
+        moves.append(Move(scatter, slot, (source,), (spans, self.num_rows(layout))))
+        return Place(source)
+
+    def _slice(self, slot: int, span: Span, layout: Layout) -> Place:
+        num_rows = self.num_rows(layout)
+        if span.length == num_rows:
+            return Place(slot)
+        return Place(slot, slice(span.local_start, span.local_end), num_rows)
+
+    def summed(self, kind: StageKind) -> list[tuple[Value, Source]]:
+        """The keys and values that a kind takes."""
+        return [taken for taken in self.flow.taken[kind] if taken[0].layout in _SUMMED]
+
+    def is_kept_whole(self, source: Source) -> bool:
+        """Whether the value is one tensor for the whole sequence, rather than one for each chunk."""
+        if source.giver is not None:
+            return source.giver in self._whole
+        return any(kind in self._whole for kind in self.flow.takers[source])
+
+    def is_differentiated(self, source: Source) -> bool:
+        """Whether a stage gives a gradient of a value."""
+        return any(kind.is_differentiated for kind in self.flow.takers.get(source, ()))
+
+    def num_added(self, source: Source) -> int:
+        """How many computed stages of a chunk give a gradient of its rows of a value."""
+        return sum(
+            kind.is_differentiated and kind.lane.computes and kind not in self._whole
+            for kind in self.flow.takers[source]
+        )
+
+    def take_values(self, step: Step, chunk: int | None, *, again: bool = False) -> None:
+        """Bind what a stage takes; of ``Layout.CHUNK`` one of the whole sequence gets each chunk's tensor.
+
+        Values of a second run of a recomputed block (``again``) are others.
+        """
+        for value, source in self.flow_of(chunk).taken[step.stage.kind]:
+            if source.giver is None:
+                slot = self.slot("hidden")
+            elif value.layout is Layout.KEYS:
+                slot = self.slot("keys", value.name, again)
+            elif self.is_kept_whole(source):
+                slot = self.slot("value", source, None, again)
+            else:
+                chunks = self.indices if chunk is None else [chunk]
+                slots = [self.slot("value", source, index, again) for index in chunks]
+                if len(slots) > 1 and value.layout is not Layout.CHUNK:
+                    target = self.numbers.temporary()
+                    spans = [self.spans(value.layout, index) for index in chunks]
+                    step.before.append(Move(join, target, slots, (spans, self.num_rows(value.layout))))
+                    slots = [target]
+                step.takes += map(Place, slots)
+                continue
+            step.takes.append(self.read(slot, value.layout, chunk, step.before))
+
+    def give_values(self, step: Step, chunk: int | None, *, again: bool = False) -> None:
+        """Bind what a stage gives."""
+        for value, source in self.flow.given[step.stage.kind]:
+            if source == self.flow.output and not again:
+                slot = self.numbers.of("hidden", self.layer + 1)
+                step.gives.append(self.write(slot, value.layout, chunk, step.after))
+            elif value.layout is Layout.KEYS:
+                slot = self.slot("keys", value.name, again)
+                step.gives.append(self.write(slot, value.layout, chunk, step.after))
+            else:
+                step.gives.append(Place(self.slot("value", source, chunk, again)))
+
+    def note_shapes(self, step: Step, chunk: int | None) -> None:
+        """Of what a transfer brings that does not run again, for :meth:`make_empty`."""
+        for _, source in self.flow.given[step.stage.kind]:
+            slot = self.slot("value", source, chunk, False)
+            step.after.append(Move(note_shape, self.slot("shape", source, chunk), (slot,)))
+
+    def make_empty(self, step: Step, chunk: int | None) -> None:
+        """For a stage that runs again: memory for what it takes of transfers that do not."""
+        for _, source in self.flow.taken[step.stage.kind]:
+            if source.giver in self.flow.once:
+                slot = self.slot("value", source, chunk, True)
+                step.before.append(Move(make_empty, slot, (self.slot("shape", source, chunk),)))
+
+
+def _check_transfers(flow: DataFlow) -> None:
+    """What a transfer brings is kept as it is until it has arrived: it cannot be written into a buffer."""
+    for kind in flow.kinds:
+        if not kind.lane.computes:
+            values = (*kind.takes, *kind.gives)
+            assert all(value.layout is not Layout.KEYS for value in values), f"{kind} transfers keys"
+            assert kind is not flow.output.giver, f"{kind} is a transfer and gives what the block returns"
+
+
+class Gradients:
+    """Binds stages of the backward pass of a block to the gradients that they take and give.
+
+    Where several stages take a value, their gradients are summed: those of computed stages at once, so that
+    one tensor is kept; what a transfer brings when the sum is taken, because only then it has arrived.
+
+    Args:
+        block: Of which stages are bound in the order in which they are issued.
+        above: Of the next block; None for the last one.
+    """
+
+    def __init__(self, block: BlockLayout, above: Gradients | None) -> None:
+        self._block, self._above = block, above
+        # How many gradients of a value, or of a chunk of it, were added so far.
+        self._added: Counter[tuple[Source, int | None]] = Counter()
+        self._arrivals: defaultdict[tuple[Source, int | None], list[Arrival]] = defaultdict(list)
+        self._of_hidden: int | None = None
+
+    def take(self, step: Step, chunk: int | None) -> None:
+        """For each tensor that a stage has given the gradient; of None where nothing depends on it."""
+        block, moves, kind = self._block, step.before, step.stage.kind
+        summed: list[Value] = []
+        for value, source in block.flow.given[kind]:
+            if source == block.flow.output:
+                chunks = block.indices if chunk is None else [chunk]
+                slot = (
+                    block.numbers.of("gradient of hidden", block.layer + 1)
+                    if self._above is None
+                    else self._above.of_hidden(chunks, moves)
+                )
+                place = block.read(slot, value.layout, chunk, moves)
+            elif value.layout in _SUMMED:
+                place = Place(block.numbers.temporary())
+                of_chunk = chunk is not None and value.layout is Layout.KEYS
+                spans = block.spans(Layout.KEYS, chunk) if of_chunk else None
+                arrived = [arrival.slot for arrival in self._arrivals.pop((source, None), ())]
+                sums = [block.slot("sums", kind), *arrived]
+                moves.append(Move(keys_gradient, place.slot, sums, (len(summed), spans)))
+                summed.append(value)
+            elif value.layout is Layout.SCALAR:
+                place = Place(ZERO)
+            elif block.is_differentiated(source):
+                place = Place(self._total(value.layout, source, chunk, moves))
+            else:
+                place = Place(NOTHING)
+            step.takes.append(place)
+
+    def give(self, step: Step, chunk: int | None) -> None:
+        """The gradients of what a stage has taken, in the order of :meth:`BlockLayout.take_values`."""
+        block, moves, kind = self._block, step.after, step.stage.kind
+        of_keys: list[int] = []
+        for value, source in block.flow.taken[kind]:
+            if not kind.lane.computes:
+                step.gives += self._arriving(kind, value.layout, source, chunk)
+            elif value.layout in _SUMMED:
+                # None where the backward has added them to the sums itself.
+                step.gives.append(Place(block.numbers.temporary()))
+                if value.layout is Layout.KEYS:
+                    of_keys.append(step.gives[-1].slot)
+                    giver = source.giver
+            else:
+                step.gives += self._add(value.layout, source, chunk, moves)
+        if of_keys:
+            moves.append(Move(add_keys, block.slot("sums", giver), of_keys))
+
+    def of_hidden(self, chunks: Sequence[int], moves: list[Move]) -> int:
+        """The slot of the gradient of what the block is given; the rows of these chunks are complete then."""
+        block, layout = self._block, kinds.HIDDEN_STATES.layout
+        if block.is_kept_whole(_GIVEN):
+            if self._of_hidden is None:
+                self._of_hidden = self._total(layout, _GIVEN, None, moves)
+            return self._of_hidden
+        slot = block.slot("rows of gradient", _GIVEN)
+        for chunk in chunks:
+            spans = block.spans(layout, chunk)
+            for arrival in self._arrivals.pop((_GIVEN, chunk), ()):
+                earlier, rows = block.numbers.temporary(), arrival.slot
+                if arrival.of is not None:
+                    rows = block.numbers.temporary()
+                    moves.append(Move(gather, rows, (arrival.slot,), (arrival.of,)))
+                moves.append(Move(gather, earlier, (slot,), (spans,)))
+                moves.append(Move(scatter, slot, (rows, earlier), (spans, block.num_rows(layout))))
+        return slot
+
+    def _total(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> int:
+        """The slot of all gradients of a value, or of a chunk of it."""
+        block = self._block
+        parts = [Arrival(block.slot("gradient", source, chunk))] if self._added[source, chunk] else []
+        if chunk is None and any(self._added[source, index] for index in block.indices):
+            parts.append(Arrival(block.slot("rows of gradient", source)))
+        parts += self._arrivals.pop((source, chunk), ())
+        if len(parts) == 1 and parts[0] == Arrival(parts[0].slot):
+            return parts[0].slot
+        target, rows = block.numbers.temporary(), [(part.to, part.of) for part in parts]
+        slots = [part.slot for part in parts]
+        moves.append(Move(total, target, slots, (block.num_rows(layout), rows)))
+        return target
+
+    def _add(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> list[Place]:
+        """What a computed stage gives to the gradient of a value."""
+        block = self._block
+        if chunk is not None or block.is_kept_whole(source):
+            return [self._add_rows(layout, source, chunk, moves)]
+        if layout is Layout.CHUNK or len(block.indices) == 1:
+            return [self._add_rows(layout, source, index, moves) for index in block.indices]
+        whole = block.numbers.temporary()
+        for index in block.indices:
+            later: list[Move] = []
+            part = self._add_rows(layout, source, index, later)
+            moves += [Move(gather, part.slot, (whole,), (block.spans(layout, index),)), *later]
+        return [Place(whole)]
+
+    def _add_rows(self, layout: Layout, source: Source, chunk: int | None, moves: list[Move]) -> Place:
+        """To the gradient of a chunk; of all rows if it is None."""
+        block = self._block
+        self._added[source, chunk] += 1
+        number, slot = self._added[source, chunk], block.slot("gradient", source, chunk)
+        of_buffer = chunk is not None and (source == _GIVEN or block.is_kept_whole(source))
+        if of_buffer and number == block.num_added(source):
+            # The last gradient of these rows: the sum is written to where all rows are.
+            buffer = block.slot("rows of gradient", source)
+            if number == 1:
+                return block.write(buffer, layout, chunk, moves)
+            given = block.numbers.temporary()
+            fixed = block.spans(layout, chunk), block.num_rows(layout)
+            moves.append(Move(scatter, buffer, (given, slot), fixed))
+            return Place(given)
+        if number == 1:
+            return Place(slot)
+        given = block.numbers.temporary()
+        moves.append(Move(add, slot, (given,)))
+        return Place(given)
+
+    def _arriving(self, kind: StageKind, layout: Layout, source: Source, chunk: int | None) -> list[Place]:
+        """What is still on its way: whoever takes the sum comes after its arrival, and adds it."""
+        block, places = self._block, []
+        whole = block.is_kept_whole(source)
+        for index in [chunk] if whole or chunk is not None else block.indices:
+            of_index = None if index is None else block.spans(layout, index)
+            each = chunk is not None or layout is Layout.CHUNK
+            slot = block.slot("arrival", kind, source, index if each else None)
+            to, of = (of_index, None) if whole else (None, None if each else of_index)
+            self._arrivals[source, None if whole else index].append(Arrival(slot, to, of))
+            if each or not places:
+                places.append(Place(slot))
+        return places
+
+
+def gradients_of(blocks: Sequence[BlockLayout]) -> list[Gradients]:
+    """Of each block, from the first to the last."""
+    found: list[Gradients] = []
+    for block in reversed(blocks):
+        found.insert(0, Gradients(block, found[0] if found else None))
+    return found
