@@ -101,12 +101,15 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         bias = causal_lower_right(query.shape[0], key.shape[0])
     else:
         bias = visible_keys(query, key, scoring.window)
+    queries, keys, values = (x.permute(HEADS_FIRST) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
-        *(x.permute(HEADS_FIRST) for x in (query, key, value)),
+        queries,
+        keys,
+        values,
         attn_mask=bias,
         dropout_p=scoring.dropout,
         scale=scoring.scale,
-        enable_gqa=query.shape[2] != key.shape[2],
+        enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return output.permute(2, 0, 1, 3)
 
@@ -147,9 +150,8 @@ def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
 def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
     """``[1, H, R, S + 1]``: what is added to the scores; one more key, of a score of zero, is at the end."""
     bias = torch.zeros_like(visible, dtype=sinks.dtype).masked_fill_(~visible, -math.inf)
-    num_heads, num_rows = len(sinks), len(visible)
-    of_rows = sinks.view(1, -1, 1, 1).expand(1, num_heads, num_rows, 1)
-    return torch.cat([bias.expand(1, num_heads, *bias.shape), of_rows], dim=-1)
+    of_rows = sinks.view(1, -1, 1, 1).expand(1, -1, len(visible), 1)
+    return torch.cat([bias.expand(1, len(sinks), -1, -1), of_rows], dim=-1)
 
 
 # Pieces: plain torch operations, for what no flash kernel supports. Every dtype and device, and values with

@@ -20,15 +20,9 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention import backends
-from megatron_ampipe.attention.backends import (
-    EXACT_PIECES,
-    Bounds,
-    DocumentFunction,
-    Scoring,
-    SpanFunction,
-    visible_keys,
-)
+from megatron_ampipe.attention.backends import Bounds, DocumentFunction, Scoring, SpanFunction, visible_keys
 from megatron_ampipe.attention.pieces import (
+    AddKeys,
     AttentionInPieces,
     PieceKernel,
     repeat_heads,
@@ -52,7 +46,7 @@ class Kernel:
     """
 
     span: SpanFunction | None = None
-    pieces: PieceKernel = EXACT_PIECES
+    pieces: PieceKernel = backends.EXACT_PIECES
     documents: DocumentFunction | None = None
     why_not: Callable[[compat.Gpu, int], str | None] | None = None
 
@@ -93,7 +87,8 @@ class Kernel:
             return self._attend(query, key, value, spans, scoring, None if sums is None else sums.add)
         rows = documents.rows_of(spans)
         if self.documents is not None:
-            return self._attend_at_once(query, key, value, rows, scoring)
+            assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
+            return _attend_at_once(self.documents, query, key, value, rows, scoring)
         return self._attend_one_by_one(query, key, value, rows, scoring, sums)
 
     def _attend(
@@ -103,7 +98,7 @@ class Kernel:
         value: Tensor,
         spans: Sequence[Span],
         scoring: Scoring,
-        add: Callable[[int, Tensor, Tensor], None] | None,
+        add: AddKeys | None,
     ) -> Tensor:
         if self.span is None:
             assert scoring.is_plain, "pieces are of plain attention"
@@ -147,20 +142,20 @@ class Kernel:
             outputs[sequence].append(output)
         return _joined([_joined(parts) for parts in outputs], dim=1)
 
-    def _attend_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Sequence[DocumentRows], scoring: Scoring
-    ) -> Tensor:
-        assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
-        assert self.documents is not None
-        num_rows, batch = query.shape[:2]
-        output = self.documents(
-            query.transpose(0, 1).flatten(0, 1),
-            _keys_of_documents(key, documents),
-            _keys_of_documents(value, documents),
-            Bounds.of(documents, device=query.device),
-            scoring,
-        )
-        return output.reshape(batch, num_rows, -1).transpose(0, 1)
+
+def _attend_at_once(
+    attend: DocumentFunction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Sequence[DocumentRows],
+    scoring: Scoring,
+) -> Tensor:
+    num_rows, batch = query.shape[:2]
+    queries = query.transpose(0, 1).flatten(0, 1)
+    keys, values = (_keys_of_documents(x, documents) for x in (key, value))
+    output = attend(queries, keys, values, Bounds.of(documents, device=query.device), scoring)
+    return output.reshape(batch, num_rows, -1).transpose(0, 1)
 
 
 def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
@@ -203,26 +198,24 @@ def largest_scores(
     others it is computed separately, for as many rows at a time as take little memory. Arguments as of a
     :class:`Kernel`.
     """
-    if documents is not None:
+    if documents is None:
+        parts = [(rows, key, span) for rows, span in split_spans(query, spans)]
+    else:
         parts = [
-            largest_scores(
+            (
                 query[rows.first_row : rows.last_row, rows.sequence : rows.sequence + 1],
                 key[rows.first_key : rows.last_key, rows.sequence : rows.sequence + 1],
-                spans=(rows.span,),
-                scale=scale,
-                window=window,
+                rows.span,
             )
             for rows in documents.rows_of(spans)
         ]
-        return functools.reduce(torch.maximum, parts)
     largest = query.new_full((query.shape[2],), -math.inf, dtype=torch.float32)
-    num_rows = max(1, MOST_SCORES // (query.shape[1] * query.shape[2] * len(key)))
-    for of_span, span in split_spans(query, spans):
+    for of_span, keys_of_span, span in parts:
         start = span.global_start
-        for some in of_span.split(num_rows):
+        for some in of_span.split(max(1, MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span)))):
             first = 0 if window is None else max(0, start - window)
             start += len(some)
-            keys = repeat_heads(key[first:start], some.shape[2])
+            keys = repeat_heads(keys_of_span[first:start], some.shape[2])
             scores = torch.einsum("rbhc,sbhc->bhrs", some.float(), keys.float())
             scores = scores.masked_fill_(~visible_keys(some, keys, window), -math.inf) * scale
             largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
@@ -342,11 +335,7 @@ def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool =
     }
     used = [name for name, is_used in features.items() if is_used]
     choice = _fastest_kernel(
-        used,
-        on_gpu=on_gpu,
-        dtype=settings.params_dtype,
-        head_size=settings.kv_channels,
-        documents=documents,
+        used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
     )
     in_ring = uses_ring_attention(settings) and not documents
     return replace(choice, name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
@@ -364,12 +353,7 @@ def has_sinks(settings: Any) -> bool:
 
 
 def _fastest_kernel(
-    used: Sequence[str],
-    *,
-    on_gpu: bool,
-    dtype: torch.dtype,
-    head_size: int | None,
-    documents: bool = False,
+    used: Sequence[str], *, on_gpu: bool, dtype: torch.dtype, head_size: int | None, documents: bool = False
 ) -> KernelChoice:
     """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
     unsupported = f"no support for {' or '.join(used)}"
@@ -384,7 +368,8 @@ def _fastest_kernel(
         by_flash_attn = compat.has_flash_attn() and not {"latent attention", "attention sinks"} & {*used}
         return KernelChoice("flash-attn" if by_flash_attn else "sdpa", f"merged flash kernels: {unsupported}")
     assert head_size is not None
-    gpu, reasons = compat.current_gpu(), []
+    gpu = compat.current_gpu()
+    reasons: list[str] = []
     for name, kernel in KERNELS.items():
         if kernel.why_not is None:
             continue

@@ -242,20 +242,20 @@ def differentiate_in_pieces(
     if len(pieces) == 1 and add is None and piece.last_key - piece.first_key == len(key):
         # The whole sequence in one piece, as in a stock layer: there is nothing to sum.
         return differentiate(rows, piece)
-    sums = KeyValueSums(key, value) if add is None else None
-    add = sums.add if sums is not None else add
+    sums = KeyValueSums(key, value)
+    target = sums.add if add is None else add
     several = any(not piece.causal for _, piece in pieces)
     dtype = sum_dtype(query) if several else query.dtype
     query_gradient = torch.empty(query.shape, dtype=dtype, device=query.device)
     for rows, piece in pieces:
         dq, dk, dv = differentiate(rows, piece)
-        add(piece.first_key, dk, dv)
+        target(piece.first_key, dk, dv)
         if piece.causal:
             # The causal piece is the first one of its rows.
             query_gradient[rows] = dq
         else:
             query_gradient[rows] += dq
-    if sums is None:
+    if add is not None:
         return query_gradient, None, None
     of_key, of_value = (total.to(key.dtype) for total in sums.totals())
     return query_gradient, of_key, of_value

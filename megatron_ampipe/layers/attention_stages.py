@@ -64,10 +64,10 @@ class AttentionStages:
 
     def again(self) -> AttentionStages:
         """See ``MegatronState.again``."""
-        found = copy.copy(self)
-        found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
-        found._ring = self._new_ring()
-        return found
+        second = copy.copy(self)
+        second._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
+        second._ring = self._new_ring()
+        return second
 
     def _new_ring(self) -> RingAttention | None:
         return None if self._ring_ranks is None else self._attend.ring(self._ring_ranks)

@@ -27,7 +27,7 @@ from megatron_ampipe.attention.backends import Scoring
 from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.block_features import reads_largest_scores
-from megatron_ampipe.layers.document_reader import rotary_of_documents
+from megatron_ampipe.layers.document_reader import positions_in_documents
 from megatron_ampipe.layers.recompute import recomputed
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.runtime.rows import take_rows
@@ -90,10 +90,12 @@ def has_gate(attention: Attention) -> bool:
 
 
 def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
-    """The part of a rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
+    """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[R, 1 or B, 1, C]`` of these rows."""
     if documents is None or not documents.own_positions:
         return take_rows(embedding, spans)
-    return rotary_of_documents(embedding, documents, spans)
+    positions = positions_in_documents(documents, embedding.device)
+    parts = [positions[span.global_start : span.global_end] for span in spans]
+    return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
 
 
 @contextlib.contextmanager
@@ -170,14 +172,8 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | N
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather a tensor from Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Differentiable: backward sums the gradients over ranks and scatters them.
-
-    Args:
-        tensor: ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence.
-        group: The context-parallel ranks.
-
-    Returns:
-        ``[S, ...]``; the tensor itself if the group has one rank.
+    Differentiable: backward sums the gradients over ranks and scatters them. From ``[S / ranks, ...]``, the
+    slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, to ``[S, ...]``; of one rank the tensor itself.
     """
     num_ranks = group.size()
     if num_ranks == 1:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
 
 # S sequence rows, B batch, D hidden size.
@@ -91,18 +89,8 @@ def _masked_documents(mask: Tensor) -> Documents:
     return Documents(starts, mask.shape[-1], own_positions=False)
 
 
-def rotary_of_documents(embedding: Tensor, documents: Documents, spans: Sequence[Span]) -> Tensor:
-    """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[rows, B, 1, C]`` of some rows.
-
-    For documents that count their rows from 0.
-    """
-    positions = _positions(documents, embedding.device)
-    parts = [positions[span.global_start : span.global_end] for span in spans]
-    return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
-
-
 @functools.lru_cache(maxsize=8)
-def _positions(documents: Documents, device: torch.device) -> Tensor:
+def positions_in_documents(documents: Documents, device: torch.device) -> Tensor:
     """``[S, B]``, the position of each row in its document."""
     rows = torch.arange(documents.num_rows)
     positions = []
