@@ -22,8 +22,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_ampipe import compat
+from megatron_ampipe.attention import backends
 from megatron_ampipe.launch.host.devices import FACTORIES, TENSOR_FACTORIES
-from megatron_ampipe.runtime import attention_kernels
 from megatron_ampipe.schedule import Span
 
 NAME = "cuda-stand-ins"
@@ -189,7 +189,7 @@ def stand_ins() -> Iterator[Places]:
         # Where there is a GPU, the host platform gives Megatron neither.
         replace(LocalSpecProvider, "core_attention", lambda _: DotProductAttention)
         replace(moe_layer, "HAVE_TE", False)
-        replace(attention_kernels, "causal_lower_right", _causal_lower_right)
+        replace(backends, "causal_lower_right", _causal_lower_right)
         stack.enter_context(places)
         yield places
 

@@ -291,7 +291,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.attention.Attention",
-        "layers/chunk_attention.py layers/attention_extras.py layers/attention_stages.py",
+        "layers/chunk_attention.py layers/attention_stages.py",
         "`forward` is mirrored around core attention",
         "rotary embedding, scale or projection differ from stock",
         (
@@ -348,7 +348,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.dot_product_attention.DotProductAttention",
-        "layers/chunk_attention.py layers/attention_extras.py launch/host/core_attention.py",
+        "layers/chunk_attention.py launch/host/core_attention.py",
         (
             "tells a local layer from one of Transformer Engine; scale and dropout are read; the "
             "host platform subclasses it"

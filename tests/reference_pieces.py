@@ -1,26 +1,21 @@
 """A reference piece kernel in fp32 or fp64, which flash kernels are compared with.
 
-Used as a kernel itself, and in fakes of packages that are not installed.
+Used as a kernel itself, and in fakes of packages that are not installed. Also the settings of a layer from
+which a kernel is chosen.
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ampipe.attention.kernels import Kernel
+from megatron_ampipe.attention.pieces import PieceKernel, all_visible_keys, causal_then_earlier, repeat_heads
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
-from megatron_ampipe.runtime.merged import (
-    AttentionPiece,
-    MergedAttention,
-    PieceOutput,
-    all_visible_keys,
-    causal_then_earlier,
-)
-from megatron_ampipe.runtime.rows import repeat_heads
-from megatron_ampipe.schedule import Span
 
 # R query rows, S keys, B batch, H query heads, G key/value heads, C and V head sizes.
 
@@ -75,44 +70,35 @@ def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor
     return scores
 
 
-class ReferencePieces:
-    """The reference kernel as a ``PieceKernel``.
+def _kernel(*, bottom_right: bool) -> Kernel:
+    """The reference in pieces; with ``bottom_right``, all keys of a span are one piece."""
 
-    Args:
-        bottom_right: Take all keys of a span as one piece.
-    """
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, str]:
+        assert bottom_right or not causal or len(query) == len(key), "causal from the top left only"
+        return *forward(query, key, value, causal=causal, scale=scale), "state"
 
-    def __init__(self, *, bottom_right: bool) -> None:
-        self._bottom_right = bottom_right
+    def differentiate(*given: Any, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, state = given
+        assert state == "state"
+        return backward(*tensors, causal=causal, scale=scale)
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-        return all_visible_keys(span) if self._bottom_right else causal_then_earlier(span)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> PieceOutput:
-        assert self._bottom_right or not causal or len(query) == len(key), "causal from the top left only"
-        return PieceOutput(*forward(query, key, value, causal=causal, scale=scale), ("state",))
-
-    def backward(
-        self,
-        gradient: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        state: tuple[Any, ...],
-        *,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert state == ("state",)
-        return backward(gradient, query, key, value, output, lse, causal=causal, scale=scale)
+    cut = all_visible_keys if bottom_right else causal_then_earlier
+    return Kernel(pieces=PieceKernel(cut, attend, differentiate))
 
 
 REFERENCE_KERNELS = {
-    "reference-pieces": MergedAttention(ReferencePieces(bottom_right=False)),
-    "reference-bottom-right": MergedAttention(ReferencePieces(bottom_right=True)),
+    "reference-pieces": _kernel(bottom_right=False),
+    "reference-bottom-right": _kernel(bottom_right=True),
 }
 """Attention kernels for tests, by name."""
+
+
+def settings_of_plain_attention(**other: Any) -> SimpleNamespace:
+    """What ``choose_kernel`` reads of Megatron's settings: a bf16 layer of plain attention."""
+    plain = {
+        "params_dtype": torch.bfloat16, "kv_channels": 128, "context_parallel_size": 1, "window_size": None,
+        "multi_latent_attention": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    return SimpleNamespace(**plain | other)

@@ -6,13 +6,13 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from megatron_ampipe.attention.kernels import choose_kernel, describe_kernel
 from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
 from megatron_ampipe.launch.memory_budget import MemoryChoice
 from megatron_ampipe.launch.metrics import has_expert_communication
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.layers.kernel_choice import choose_kernel, describe_kernel
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Chunk, Exchange, Pipeline, of_chunks, stack_to_text
 from megatron_ampipe.schedule.features import boundary, uses_ring_attention
@@ -133,17 +133,10 @@ def notes(choice: Choice) -> list[tuple[str, str]]:
 def attention_row(args: argparse.Namespace, *, on_gpu: bool) -> tuple[str, str, str]:
     """The kernel of the layers, and why a faster one is not used."""
     choice = choose_kernel(
+        args,
         local=args.transformer_impl == "local",
         on_gpu=on_gpu,
-        dtype=args.params_dtype,
-        head_size=args.kv_channels,
-        context_parallel=args.context_parallel_size > 1,
-        ring=uses_ring_attention(args),
         documents=_packs_documents(args) or masks_documents(args),
-        latent=args.multi_latent_attention,
-        dropout=args.attention_dropout > 0,
-        window=args.window_size is not None,
-        sinks=getattr(args, "softmax_type", "vanilla") != "vanilla",
     )
     return "attention", describe_kernel(choice.name), choice.reason
 

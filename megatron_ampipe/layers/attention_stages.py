@@ -8,21 +8,22 @@ and tensor-parallel ranks send one another as stages. One object per forward cal
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
+from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.row_scatter import RowTransfers
-from megatron_ampipe.layers.attention_extras import pad_gate, split_gate
 from megatron_ampipe.layers.block_modules import BlockModules
-from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, project_qkv
+from megatron_ampipe.layers.chunk_attention import ChunkAttention, RotaryEmbedding, has_gate, project_qkv
 from megatron_ampipe.layers.linear_layers import transfers_apart
 from megatron_ampipe.layers.stage_functions import ATTENTION
 from megatron_ampipe.runtime.collectives import Transfer, pass_on
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.schedule import Chunk, Direction, kinds
 from megatron_ampipe.schedule.documents import Documents
 
@@ -76,14 +77,15 @@ class AttentionStages:
         self._modules, self._attend, self._rotary_pos_emb = modules, attend, rotary_pos_emb
         self._chunks, self._whole, self._documents = chunks, whole, documents
         self._ring_ranks, self._row_transfers = ring_ranks, row_transfers
+        self._has_gate = has_gate(modules.attention_layer.self_attention)
         self._ring = self._new_ring()
 
     def again(self) -> AttentionStages:
         """See ``BlockPass.again``."""
-        found = copy.copy(self)
-        found._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
-        found._ring = self._new_ring()
-        return found
+        second = copy.copy(self)
+        second._row_transfers = None if self._row_transfers is None else self._row_transfers.again()
+        second._ring = self._new_ring()
+        return second
 
     def _new_ring(self) -> RingAttention | None:
         return None if self._ring_ranks is None else self._attend.ring(self._ring_ranks)
@@ -124,11 +126,20 @@ class AttentionStages:
         ``hidden`` is what :meth:`gather_rows` gave, where rows are gathered as a stage.
         """
         layer, rows = self._modules.attention_layer, self._row_transfers
+        project = functools.partial(
+            project_qkv,
+            layer.self_attention,
+            rotary_pos_emb=self._rotary_pos_emb,
+            spans=self._rows_of(chunk).queries,
+            num_keys=self._whole.num_keys,
+            documents=self._documents,
+            gathered=self._ring is None,
+        )
         if rows is None or not rows.gathers:
-            query, key, value = self._project(layer.input_layernorm(hidden), chunk)
+            query, key, value = project(layer.input_layernorm(hidden))
         else:
             with transfers_apart(layer.self_attention.linear_qkv), rows.dropped(chunk, hidden):
-                query, key, value = self._project(hidden, chunk)
+                query, key, value = project(hidden)
         if self._ring is not None:
             # Views would keep the joint projection.
             return query.contiguous(), key.contiguous(), value.contiguous()
@@ -138,17 +149,6 @@ class AttentionStages:
             query = query.contiguous()
         return query, key, value
 
-    def _project(self, normed: Tensor, chunk: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        return project_qkv(
-            self._modules.attention_layer.self_attention,
-            normed,
-            self._rotary_pos_emb,
-            spans=self._rows_of(chunk).queries,
-            num_keys=self._whole.num_keys,
-            documents=self._documents,
-            gathered=self._ring is None,
-        )
-
     @ATTENTION.runs(kinds.ATTEND)
     def attend(
         self, step: int, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *context: Tensor
@@ -157,7 +157,7 @@ class AttentionStages:
         assert self._ring is not None
         if step:
             return (self._ring.go_on(step, chunk, key, value, *context),)
-        query, _ = split_gate(query, self._modules.attention_layer.self_attention)
+        query, *_ = self._gate_apart(query)
         return (self._ring.begin(chunk, query, key, value, spans=self._rows_of(chunk).queries),)
 
     @ATTENTION.differentiates(kinds.ATTEND)
@@ -175,7 +175,9 @@ class AttentionStages:
         of_query = self._ring.differentiate(step, chunk, gradient, key, value, sums)
         if of_query is None:
             return None, None, None, gradient
-        return pad_gate(of_query, self._modules.attention_layer.self_attention), None, None
+        if self._has_gate:
+            of_query = torch.cat([of_query, torch.zeros_like(of_query)], dim=-1)
+        return of_query, None, None
 
     @ATTENTION.runs(kinds.RING)
     def ring(
@@ -211,15 +213,15 @@ class AttentionStages:
         """
         layer = self._modules.attention_layer
         attended, hidden = (rest, None) if self._row_transfers is not None else (rest[:-1], rest[-1])
-        query, gate = split_gate(query, layer.self_attention)
+        query, *gate = self._gate_apart(query)
         if self._ring is not None:
             (context,) = attended
         else:
             key, value = attended
             spans, documents = self._rows_of(chunk).queries, self._documents
             context = self._attend(query, key, value, spans=spans, documents=documents, sums=sums)
-        if gate is not None:
-            context = layer.self_attention._apply_output_gate(context, gate)
+        if gate:
+            context = layer.self_attention._apply_output_gate(context, *gate)
         projection = layer.self_attention.linear_proj
         if hidden is None:
             with transfers_apart(projection):
@@ -245,6 +247,10 @@ class AttentionStages:
         modules = self._modules
         residual = modules.add_residual(modules.attention_layer.self_attn_bda, output_with_bias, hidden)
         return residual, modules.moe_layer.pre_mlp_layernorm(residual)
+
+    def _gate_apart(self, query: Tensor) -> tuple[Tensor, ...]:
+        """Queries and their gate, if they have one."""
+        return query.chunk(2, dim=-1) if self._has_gate else (query,)
 
     def _rows_of(self, chunk: int | None) -> Chunk:
         return self._whole if chunk is None else self._chunks[chunk]

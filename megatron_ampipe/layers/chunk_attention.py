@@ -1,7 +1,6 @@
 """Megatron's self-attention in the two parts that chunks need: QKV projection, then core attention.
 
-Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training. Used by
-:mod:`.attention_stages`.
+Mirrors ``Attention.forward`` and ``MultiLatentAttention.forward`` for training.
 """
 
 from __future__ import annotations
@@ -24,20 +23,16 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.attention_extras import gate_option, has_sinks, join_gate, read_sinks
-from megatron_ampipe.layers.document_reader import rotary_of_documents
-from megatron_ampipe.layers.kernel_choice import IN_RINGS, choose_kernel
+from megatron_ampipe.attention.backends import Scoring
+from megatron_ampipe.attention.kernels import KERNELS, Kernel, choose_kernel, has_sinks, largest_scores
+from megatron_ampipe.attention.ring import RingAttention
+from megatron_ampipe.layers.document_reader import positions_in_documents
 from megatron_ampipe.layers.recompute import recomputed
-from megatron_ampipe.runtime.attention_kernels import KERNELS
-from megatron_ampipe.runtime.document_attention import attend_to_documents
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.largest_scores import largest_scores
-from megatron_ampipe.runtime.merged import MergedAttention
 from megatron_ampipe.runtime.moves import take_rows
-from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
-from megatron_ampipe.schedule.features import reads_largest_scores, uses_ring_attention
+from megatron_ampipe.schedule.features import reads_largest_scores
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
 
@@ -65,42 +60,42 @@ def project_qkv(
         gathered: Under context parallelism, return keys and values of the whole sequence.
 
     Returns:
-        Queries ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]`` (:func:`.join_gate`); keys
+        Queries ``[R, B, H, C]``, with an output gate ``[R, B, H, 2 * C]`` (:func:`has_gate`); keys
         ``[R, B, G, C]`` and values ``[R, B, G, V]``, or gathered ones.
     """
-    rows = functools.partial(rotary_of_rows, spans=spans, documents=documents)
+    rows = functools.partial(_rotary_of_rows, spans=spans, documents=documents)
     if isinstance(attention, MultiLatentAttention):
         with _rotary_replaced(attention, rows, num_keys):
             query, key, value, *_ = attention.get_query_key_value_tensors(normed)
     else:
         assert isinstance(attention, SelfAttention)
-        query, key, value, *gate = attention.get_query_key_value_tensors(
-            normed, None, **gate_option(attention)
-        )
-        query, key = _rotate(attention, query, key, rotary_for_spans(rotary_pos_emb, rows))
-        query = join_gate(query, *gate)
+        gated = {"output_gate": True} if has_gate(attention) else {}
+        query, key, value, *gate = attention.get_query_key_value_tensors(normed, None, **gated)
+        query, key = _rotate(attention, query, key, rotary_pos_emb, rows)
+        if gate:
+            query = torch.cat([query, gate[0].view(query.shape)], dim=-1)
     if not gathered:
         return query, key, value
     group = attention.pg_collection.cp
     return query, gather_sequence(key, group), gather_sequence(value, group)
 
 
-def rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
-    """The part of a rotary embedding ``[S, 1, 1, C]`` that belongs to these rows."""
+def has_gate(attention: Attention) -> bool:
+    """Whether a gate of each row multiplies the output of core attention.
+
+    It is projected together with its query, and travels with it, because the same stages give and take both.
+    """
+    # Older versions have none.
+    return bool(getattr(attention.config, "attention_output_gate", False))
+
+
+def _rotary_of_rows(embedding: Tensor, *, spans: Sequence[Span], documents: Documents | None) -> Tensor:
+    """Of a rotary embedding ``[positions, 1, 1, C]`` the part ``[R, 1 or B, 1, C]`` of these rows."""
     if documents is None or not documents.own_positions:
         return take_rows(embedding, spans)
-    return rotary_of_documents(embedding, documents, spans)
-
-
-def rotary_for_spans(
-    rotary_pos_emb: RotaryEmbedding | None, rows: Callable[[Tensor], Tensor]
-) -> RotaryEmbedding | None:
-    """Megatron's rotary embedding with the rows that ``rows`` takes of it."""
-    if rotary_pos_emb is None:
-        return None
-    if isinstance(rotary_pos_emb, tuple):
-        return tuple(part if part is None else rows(part) for part in rotary_pos_emb)
-    return rows(rotary_pos_emb)
+    positions = positions_in_documents(documents, embedding.device)
+    parts = [positions[span.global_start : span.global_end] for span in spans]
+    return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
 
 
 @contextlib.contextmanager
@@ -131,30 +126,36 @@ class _RotaryOfRows:
         return self._num_keys
 
     def __call__(self, length: int, **kwargs: Any) -> Any:
-        found = self._whole(length, **kwargs)
+        embedding = self._whole(length, **kwargs)
+        if not isinstance(embedding, tuple):
+            return self._rows(embedding)
         # YaRN also returns a factor.
-        return (self._rows(found[0]), *found[1:]) if isinstance(found, tuple) else self._rows(found)
+        return self._rows(embedding[0]), *embedding[1:]
 
     def get_cached_cos_sin(self, length: int, **kwargs: Any) -> tuple[Tensor, ...]:
         return tuple(self._rows(part) for part in self._whole.get_cached_cos_sin(length, **kwargs))
 
 
 def _rotate(
-    attention: SelfAttention, query: Tensor, key: Tensor, rotary_pos_emb: RotaryEmbedding | None
+    attention: SelfAttention,
+    query: Tensor,
+    key: Tensor,
+    rotary_pos_emb: RotaryEmbedding | None,
+    rows: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    config = attention.config
-    skips = config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]
-    if rotary_pos_emb is None or skips:
+    skips = attention.config.no_rope_freq
+    if rotary_pos_emb is None or (skips and skips[attention.layer_number - 1]):
         return query, key
-    embeddings = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-    query, key = (
-        tensor if embedding is None else _rotate_rows(attention, tensor, embedding)
-        for tensor, embedding in zip((query, key), embeddings, strict=True)
-    )
-    return query, key
+    if isinstance(rotary_pos_emb, tuple):
+        of_query, of_key = (part if part is None else rows(part) for part in rotary_pos_emb)
+    else:
+        of_query = of_key = rows(rotary_pos_emb)
+    return _rotate_rows(attention, query, of_query), _rotate_rows(attention, key, of_key)
 
 
-def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor) -> Tensor:
+def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor | None) -> Tensor:
+    if embedding is None:
+        return tensor
     # Sequences that differ in the positions of their rows become one: fused kernels take no others.
     differ = embedding.shape[1] > 1
     rows, of_rows = (x.flatten(0, 1).unsqueeze(1) if differ else x for x in (tensor, embedding))
@@ -171,14 +172,8 @@ def _rotate_rows(attention: SelfAttention, tensor: Tensor, embedding: Tensor) ->
 def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather a tensor from Megatron's zigzag layout over context-parallel ranks into sequence order.
 
-    Differentiable: backward sums the gradients over ranks and scatters them.
-
-    Args:
-        tensor: ``[S / ranks, ...]``, the slices ``r`` and ``2 * ranks - 1 - r`` of the sequence.
-        group: The context-parallel ranks.
-
-    Returns:
-        ``[S, ...]``; the tensor itself if the group has one rank.
+    Differentiable: backward sums the gradients over ranks and scatters them. From ``[S / ranks, ...]``, the
+    slices ``r`` and ``2 * ranks - 1 - r`` of the sequence, to ``[S, ...]``; of one rank the tensor itself.
     """
     num_ranks = group.size()
     if num_ranks == 1:
@@ -191,25 +186,25 @@ class ChunkAttention:
     """Core attention of one layer's chunks, with one kernel.
 
     Args:
-        attention: Megatron's module; gives scale, window and dropout.
-        kernel: ``te`` or a name in ``runtime.attention_kernels.KERNELS``.
+        attention: Megatron's module; gives scale, window, dropout and sinks.
+        kernel: ``te`` or a name in ``KERNELS``.
     """
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:
         config = attention.config
-        self._name = kernel
         self._core = attention.core_attention
-        self._kernel = None if kernel == "te" else KERNELS[kernel]
+        self._kernel = Kernel(self._transformer_engine) if kernel == "te" else KERNELS[kernel]
         self._scale = _scale(attention)
         self._recompute = bool(attention.checkpoint_core_attention)
-        self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
         self._sequence_parallel = config.sequence_parallel
-        # Transformer Engine's attention keeps the maximum over its calls itself.
-        self._keeps_largest_scores = self._kernel is not None and reads_largest_scores(config)
         self._window: int | None = None
-        if is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, attention.layer_number
-        ):
+        self._dropout, self._has_sinks, self._keeps_largest_scores = 0.0, False, False
+        if kernel == "te":
+            # Transformer Engine's attention does these itself, the last over its calls.
+            return
+        self._dropout, self._has_sinks = config.attention_dropout, has_sinks(config)
+        self._keeps_largest_scores = reads_largest_scores(config)
+        if _has_window(attention):
             left, right = config.window_size
             assert right == 0, "start-up refuses windows that look ahead"
             self._window = left if left >= 0 else None
@@ -225,73 +220,64 @@ class ChunkAttention:
         sums: KeyValueSums | None = None,
     ) -> Tensor:
         """``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H * V]``."""
-        if self._kernel is None:
-            assert documents is None, "a kernel of AMPipe is chosen for documents"
-            attend = functools.partial(self._transformer_engine, spans)
-        else:
-            attend = functools.partial(self._ampipe_kernel, spans, documents, sums)
         if self._keeps_largest_scores:
-            self._keep_largest_scores(query, key, spans, documents)
+            # Megatron reads the maximum ``[H]``, and clears it, after every iteration (``clip_qk``).
+            largest = largest_scores(
+                query, key, spans=spans, scale=self._scale, window=self._window, documents=documents
+            )
+            earlier = getattr(self._core, "current_max_attn_logits", None)
+            self._core.current_max_attn_logits = (
+                largest if earlier is None else torch.maximum(earlier, largest)
+            )
+        dropout = self._dropout if self._core.training else 0.0
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
+            forks = dropout > 0 and not self._sequence_parallel
+            with tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext():
+                return self._kernel(
+                    query,
+                    key,
+                    value,
+                    spans=spans,
+                    scale=self._scale,
+                    dropout=dropout,
+                    window=self._window,
+                    sinks=_read_sinks(self._core) if self._has_sinks else None,
+                    documents=documents,
+                    sums=sums,
+                )
+
         if self._recompute and torch.is_grad_enabled():
             return recomputed(attend, query, key, value)
         return attend(query, key, value)
 
     def ring(self, ranks: dist.ProcessGroup) -> RingAttention:
         """Attention of one pass to the keys of one rank after another."""
-        merged = self._kernel if isinstance(self._kernel, MergedAttention) else KERNELS[IN_RINGS]
-        assert isinstance(merged, MergedAttention)
-        return RingAttention(merged.pieces, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size())
-
-    def _keep_largest_scores(
-        self, query: Tensor, key: Tensor, spans: tuple[Span, ...], documents: Documents | None
-    ) -> None:
-        """Add to the maximum ``[H]`` that Megatron reads, and clears, after every iteration (``clip_qk``)."""
-        found = largest_scores(
-            query,
-            key,
-            spans=spans,
-            scale=self._scale,
-            window=self._window,
-            documents=None if documents is None else documents.rows_of(spans),
+        return RingAttention(
+            self._kernel.pieces, scale=self._scale, rank=ranks.rank(), num_ranks=ranks.size()
         )
-        earlier = getattr(self._core, "current_max_attn_logits", None)
-        self._core.current_max_attn_logits = found if earlier is None else torch.maximum(earlier, found)
 
-    def _ampipe_kernel(
-        self,
-        spans: tuple[Span, ...],
-        documents: Documents | None,
-        sums: KeyValueSums | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        dropout = self._dropout if self._core.training else 0.0
-        # As in DotProductAttention: tensor-parallel ranks need different dropout masks.
-        forks = dropout > 0 and not self._sequence_parallel
-        fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else contextlib.nullcontext()
-        assert self._kernel is not None
-        settings: Any = {
-            "scale": self._scale, "dropout": dropout, "window": self._window, "sums": sums,
-        }  # fmt: skip
-        if self._has_sinks:
-            settings["sinks"] = read_sinks(self._core)
-        with fork:
-            if documents is None:
-                return self._kernel(query, key, value, spans=spans, **settings)
-            rows = documents.rows_of(spans)
-            return attend_to_documents(self._name, query, key, value, rows=rows, **settings)
+    def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, _: Scoring) -> Tensor:
+        """Megatron's TE attention module with a bottom-right causal mask, for the rows of one span."""
+        with compat.backend_of_shape((id(self._core), query.shape, key.shape)):
+            output: Tensor = self._core(
+                query, key, value, None, attn_mask_type=AttnMaskType.causal_bottom_right
+            )
+        return output
 
-    def _transformer_engine(self, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Megatron's TE attention module, called once per span with a bottom-right causal mask."""
-        outputs = []
-        for rows, span in zip(query.split([span.length for span in spans]), spans, strict=True):
-            keys, values = key[: span.global_end], value[: span.global_end]
-            with compat.backend_of_shape((id(self._core), rows.shape, keys.shape)):
-                outputs.append(
-                    self._core(rows, keys, values, None, attn_mask_type=AttnMaskType.causal_bottom_right)
-                )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
+    """The sinks ``[H]`` of Megatron's core attention, read as if it were called.
+
+    They can be a parameter, for which a forward pre-hook waits under ``--overlap-param-gather``.
+    """
+    core_attention.forward = lambda: core_attention.softmax_offset  # type: ignore[method-assign]
+    try:
+        sinks: Tensor = core_attention()
+    finally:
+        del core_attention.forward
+    return sinks
 
 
 def reads_mask(attention: Attention) -> bool:
@@ -300,14 +286,18 @@ def reads_mask(attention: Attention) -> bool:
     Megatron's ``DotProductAttention`` does, but for a window it makes its own mask. Transformer Engine, on
     which context parallelism and latent attention depend, reads none where attention is causal.
     """
-    config = attention.config
     return (
         isinstance(attention.core_attention, DotProductAttention)
         and not isinstance(attention, MultiLatentAttention)
-        and config.context_parallel_size == 1
-        and not is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, attention.layer_number
-        )
+        and attention.config.context_parallel_size == 1
+        and not _has_window(attention)
+    )
+
+
+def _has_window(attention: Attention) -> bool:
+    config = attention.config
+    return bool(
+        is_layer_window_attention(config.window_size, config.window_attn_skip_freq, attention.layer_number)
     )
 
 
@@ -326,17 +316,5 @@ def _scale(attention: Attention) -> float:
 
 def kernel_of(attention: Attention, *, on_gpu: bool, documents: bool = False) -> str:
     """The name of the kernel for a layer that has been built; see :func:`choose_kernel`."""
-    config = attention.config
-    return choose_kernel(
-        local=isinstance(attention.core_attention, DotProductAttention),
-        on_gpu=on_gpu,
-        dtype=config.params_dtype,
-        head_size=config.kv_channels,
-        context_parallel=config.context_parallel_size > 1,
-        ring=uses_ring_attention(config) and not documents,
-        documents=documents,
-        latent=isinstance(attention, MultiLatentAttention),
-        dropout=config.attention_dropout > 0,
-        window=config.window_size is not None,
-        sinks=has_sinks(config),
-    ).name
+    local = isinstance(attention.core_attention, DotProductAttention)
+    return choose_kernel(attention.config, local=local, on_gpu=on_gpu, documents=documents).name

@@ -2,21 +2,19 @@
 
 Megatron has two forms. A packed micro-batch (``--sft``, ``--dataloader-inter-document-masking``) comes with
 ``PackedSeqParams``, which has the bounds of its documents; with ``--reset-attention-mask`` the data loader
-makes a mask. Called by :mod:`.layer` and :mod:`.hybrid`.
+makes a mask.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
 
 # S sequence rows, B batch, D hidden size.
@@ -32,7 +30,7 @@ class DocumentReader:
     def __init__(self, *, masked: bool = False) -> None:
         self._masked = masked
         self._last: weakref.ref[Any] | None = None
-        self._found: Documents | None = None
+        self._documents: Documents | None = None
 
     def read(
         self, packing: PackedSeqParams | None, mask: Tensor | None, *, num_rows: int, ranks: int = 1
@@ -48,21 +46,19 @@ class DocumentReader:
             num_rows: Rows of the residual stream over all ranks, of all packed sequences together.
             ranks: Over how many tensor-parallel ranks they are spread (sequence parallelism).
         """
-        source: Any = packing
-        if source is None:
-            source = mask if self._masked else None
+        source = packing if packing is not None else mask if self._masked else None
         if source is None:
             return None
         if self._last is None or self._last() is not source:
-            if packing is None:
-                self._found = documents_of_mask(mask)
+            if isinstance(source, Tensor):
+                self._documents = _masked_documents(source)
             else:
-                self._found = packed_documents(packing, num_rows, ranks=ranks)
+                self._documents = _packed_documents(source, num_rows, ranks=ranks)
             self._last = weakref.ref(source)
-        return self._found
+        return self._documents
 
 
-def packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int = 1) -> Documents:
+def _packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int) -> Documents:
     """The documents of a packed micro-batch of ``num_rows`` rows.
 
     Several sequences are one after another in it. Megatron's MoE layers treat those that a rank holds as the
@@ -72,53 +68,33 @@ def packed_documents(packing: PackedSeqParams, num_rows: int, *, ranks: int = 1)
     assert packing.qkv_format == "thd", f"an unknown packed format {packing.qkv_format}"
     padded, bounds = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
     assert bounds is not None
-    found = sorted(set((bounds if padded is None else padded).tolist()))
-    assert found[0] == 0 and found[-1] == num_rows, f"documents {found} of {num_rows} rows"
+    *firsts, end = sorted(set((bounds if padded is None else padded).tolist()))
+    assert firsts[0] == 0 and end == num_rows, f"documents {firsts} to {end} of {num_rows} rows"
     of_rank = num_rows // ranks
     length = packing.tokens_per_sample or of_rank
     if length > of_rank or of_rank % length:
         length = of_rank
     starts: list[list[int]] = [[] for _ in range(of_rank // length)]
-    for start in found[:-1]:
+    for start in firsts:
         rank, row = divmod(start, of_rank)
         sequence, row = divmod(row, length)
         starts[sequence].append(rank * length + row)
     return Documents(tuple(map(tuple, starts)), length * ranks, own_positions=True)
 
 
-def documents_of_mask(mask: Tensor) -> Documents:
-    """The documents that a mask ``[B or 1, 1, S, S]`` separates: a row begins one if it does not see the row
-    before it.
-
-    Reads ``S`` values of the mask.
-    """
+def _masked_documents(mask: Tensor) -> Documents:
+    """The documents that a mask separates: a row begins one if it does not see the row before it."""
     begins = mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2).cpu()
-    starts = tuple((0, *(one.nonzero().flatten() + 1).tolist()) for one in begins)
+    starts = tuple((0, *(rows.nonzero().flatten() + 1).tolist()) for rows in begins)
     return Documents(starts, mask.shape[-1], own_positions=False)
 
 
-def rotary_of_documents(embedding: Tensor, documents: Documents, spans: Sequence[Span]) -> Tensor:
-    """The part of a rotary embedding that belongs to some rows, if documents count their rows from 0.
-
-    Args:
-        embedding: ``[positions, 1, 1, C]``.
-        documents: Of the micro-batch.
-        spans: The rows.
-
-    Returns:
-        ``[rows, B, 1, C]``.
-    """
-    positions = _positions(documents, embedding.device)
-    parts = [positions[span.global_start : span.global_end] for span in spans]
-    return embedding[:, 0][parts[0] if len(parts) == 1 else torch.cat(parts)]
-
-
 @functools.lru_cache(maxsize=8)
-def _positions(documents: Documents, device: torch.device) -> Tensor:
+def positions_in_documents(documents: Documents, device: torch.device) -> Tensor:
     """``[S, B]``, the position of each row in its document."""
     rows = torch.arange(documents.num_rows)
-    found = []
+    positions = []
     for starts in documents.starts:
         first = torch.tensor(starts)
-        found.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
-    return torch.stack(found, dim=1).to(device)
+        positions.append(rows - first[torch.bucketize(rows, first, right=True) - 1])
+    return torch.stack(positions, dim=1).to(device)

@@ -1,8 +1,7 @@
 """What runs again in the backward pass: whole layers, with the same random numbers, and parts of a stage.
 
 Megatron's checkpoint function is reentrant: it calls ``backward`` inside its backward, which fails under
-``torch.autograd.grad``, and stages are differentiated with that. torch's non-reentrant checkpoint works. Used
-by :mod:`.chunk_attention`, :mod:`.block_stack` and :mod:`.layer`.
+``torch.autograd.grad``, and stages are differentiated with that. torch's non-reentrant checkpoint works.
 """
 
 from __future__ import annotations
@@ -42,7 +41,13 @@ class FullRecompute:
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``function(*tensors)``, run again in the backward pass with the random state of the first run."""
-    output: Tensor = checkpoint(function, *tensors, use_reentrant=False, context_fn=_contexts)
+    states = get_cuda_rng_tracker().get_states()
+    output: Tensor = checkpoint(
+        function,
+        *tensors,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _rng_states(states)),
+    )
     return output
 
 
@@ -59,25 +64,15 @@ class RandomStates:
             return function
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._restored(key):
+            states = self._states.pop(key, None)
+            if states is None:
+                return function(*args, **kwargs)
+            # Afterwards the states of now go on.
+            with random._fork_rng():
+                random._set_all_rng_states(*states)
                 return function(*args, **kwargs)
 
         return run
-
-    @contextlib.contextmanager
-    def _restored(self, key: object) -> Iterator[None]:
-        """Draw from the states that were kept, if any were, and go on with those of now."""
-        states = self._states.pop(key, None)
-        if states is None:
-            yield
-            return
-        with random._fork_rng():
-            random._set_all_rng_states(*states)
-            yield
-
-
-def _contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _rng_states(get_cuda_rng_tracker().get_states())
 
 
 @contextlib.contextmanager

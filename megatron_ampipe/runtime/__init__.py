@@ -1,4 +1,4 @@
-"""Runs a schedule: executors, the autograd boundary of a block, collectives, attention kernels, recorder.
+"""Runs a schedule: executors, the autograd boundary of a block, collectives, recorder.
 
 Needs torch; does not import Megatron and takes no scheduling decision.
 """

@@ -5,20 +5,10 @@ Called by :mod:`.steps`, and by attention kernels that can accumulate directly i
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 # S keys, B batch, G key/value heads, C head size of keys, V of values.
-
-
-class RowSums(Protocol):
-    """Where an attention kernel adds the gradients of the keys and values that it was given."""
-
-    def add(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Add the gradients of the rows from ``start`` on, each ``[rows, B, G, ...]``."""
-        ...
 
 
 class KeyValueSums:
@@ -88,23 +78,6 @@ class KeyValueSums:
             for total in self._totals:
                 total[: self._lowest].zero_()
             self._lowest = 0
-
-
-class SequenceSums:
-    """The sums of one sequence of a micro-batch from a row on, for a kernel that counts from there.
-
-    Args:
-        sums: Of the micro-batch.
-        sequence: Index of the sequence.
-        first: The row that the kernel calls 0.
-    """
-
-    def __init__(self, sums: KeyValueSums, *, sequence: int, first: int) -> None:
-        self._sums, self._sequence, self._first = sums, sequence, first
-
-    def add(self, start: int, key: Tensor, value: Tensor) -> None:
-        """See :meth:`KeyValueSums.add`."""
-        self._sums.add_to_sequence(self._sequence, self._first + start, key, value)
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
@@ -28,7 +29,6 @@ from megatron_ampipe.layers.gates import load_gate
 from megatron_ampipe.layers.gates.id_router import give_token_ids
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
-from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions

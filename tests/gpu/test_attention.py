@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers.kernel_choice import KERNELS_BY_SPEED, choose_kernel
-from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
+from megatron_ampipe.attention.kernels import KERNELS, choose_kernel
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
+from tests.reference_pieces import settings_of_plain_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -68,9 +68,9 @@ SIZES = [
 
 def usable(kernel: str, *, head_size: int) -> None:
     """Skip the test, with the reason, if a kernel cannot be used."""
-    objection = None
-    if kernel in KERNELS_BY_SPEED:
-        objection = KERNELS_BY_SPEED[kernel](compat.current_gpu(), head_size)
+    objection, why_not = None, KERNELS[kernel].why_not
+    if why_not is not None:
+        objection = why_not(compat.current_gpu(), head_size)
     elif kernel == "flash-attn" and not compat.has_flash_attn():
         objection = "not installed"
     if objection is not None:
@@ -95,7 +95,7 @@ def test_attention_kernel_in_bf16(kernel: str, sizes: Sizes) -> None:
     precise = [x.detach().double().requires_grad_() for x in tensors]
     scale = sizes.head_size**-0.5
     # exact computes its softmax in fp32, which is precise enough to compare bf16 with.
-    expected = exact(*precise, spans=sizes.spans, scale=scale)
+    expected = KERNELS["exact"](*precise, spans=sizes.spans, scale=scale)
     gradient = torch.randn_like(expected).bfloat16()
     wanted = [expected, *torch.autograd.grad(expected, precise, gradient.double())]
     found = KERNELS[kernel](*tensors, spans=sizes.spans, scale=scale)
@@ -134,6 +134,6 @@ def test_all_chunks_use_the_same_backend(kernel: str) -> None:
 
 
 def test_the_chosen_kernel_runs() -> None:
-    choice = choose_kernel(local=True, on_gpu=True, dtype=torch.bfloat16, head_size=128)
+    choice = choose_kernel(settings_of_plain_attention(), local=True, on_gpu=True)
     print(f"chosen: {choice.name} ({choice.reason})")
     test_attention_kernel_in_bf16(choice.name, SIZES[1])

@@ -7,34 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
-from megatron_ampipe.runtime.cpu_flash import CpuFlash
+from megatron_ampipe.attention.kernels import KERNELS, Kernel
+from megatron_ampipe.attention.pieces import AttentionPiece, PieceKernel, PieceOutput, merge_pieces
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import (
-    AttentionPiece,
-    MergedAttention,
-    PieceKernel,
-    PieceOutput,
-    merge_pieces,
-)
-from megatron_ampipe.runtime.torch_flash import Cudnn, TorchFlash2
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from tests.reference_pieces import REFERENCE_KERNELS, ReferencePieces
+from tests.reference_pieces import REFERENCE_KERNELS
 
+exact = KERNELS["exact"]
 MERGED = {"cpu-flash": KERNELS["cpu-flash"], **REFERENCE_KERNELS}
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(
-    "kernel", [CpuFlash(), Cudnn(), TorchFlash2()], ids=lambda kernel: type(kernel).__name__
-)
+@pytest.mark.parametrize("kernel", ["cpu-flash", "cudnn", "torch-flash-2"])
 @pytest.mark.parametrize(("length", "start"), [(1, 0), (128, 0), (129, 7), (300, 0), (512, 512), (700, 1)])
 def test_pieces_cover_what_a_query_sees_exactly_once(
-    length: int, start: int, kernel: PieceKernel, backward: bool
+    length: int, start: int, kernel: str, backward: bool
 ) -> None:
     seen = torch.zeros(length, start + length, dtype=torch.int)
     begun = torch.zeros(length, dtype=torch.bool)
-    for piece in kernel.pieces(Span(0, length, start), backward=backward):
+    for piece in KERNELS[kernel].pieces.cut(Span(0, length, start), backward=backward):
         rows = slice(piece.first_row, piece.last_row)
         part = seen[rows, piece.first_key : piece.last_key]
         offset = part.shape[1] - part.shape[0]
@@ -140,24 +131,27 @@ def test_attention_of_16_bit_tensors_is_within_their_precision(kernel: str) -> N
         assert bool((a.double() - b).abs().max() <= 2**-6 * b.abs().max())
 
 
-class ManyPieces(ReferencePieces):
+def many_pieces() -> Kernel:
     """A piece for every key before the span; each gives the query a gradient of one."""
+    reference = REFERENCE_KERNELS["reference-pieces"].pieces
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+    def cut(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
         own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
         return own, *(
             AttentionPiece(0, span.length, key, key + 1, causal=False) for key in range(span.global_start)
         )
 
-    def backward(self, gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        _, dk, dv = super().backward(gradient, query, *rest, **more)
+    def backward(gradient: Tensor, query: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, ...]:
+        _, dk, dv = reference.backward(gradient, query, *rest, **more)
         return torch.ones_like(query), dk, dv
+
+    return Kernel(pieces=PieceKernel(cut, reference.forward, backward))
 
 
 def test_gradients_of_16_bit_queries_are_summed_in_fp32() -> None:
     spans = (Span(0, 2, 299),)
     tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(spans, groups=2)]
-    found = MergedAttention(ManyPieces(bottom_right=False))(*tensors, spans=spans, scale=0.3)
+    found = many_pieces()(*tensors, spans=spans, scale=0.3)
     (dq, *_) = torch.autograd.grad(found, tensors, torch.ones_like(found))
     # In bf16 the sum would stop at 256.
     assert bool((dq == 300).all())

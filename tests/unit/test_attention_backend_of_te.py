@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("megatron.core")
 from megatron_ampipe import compat
+from megatron_ampipe.attention.kernels import Kernel
 from megatron_ampipe.layers.chunk_attention import ChunkAttention
 from megatron_ampipe.schedule import Span
 
@@ -77,8 +78,8 @@ def attend(*cores: Attention, degree: int = 4) -> None:
         layer = ChunkAttention.__new__(ChunkAttention)
         layer._core = core
         for start in range(0, 8 * degree, 8):
-            spans = [Span(local_start=start, global_start=start, length=8)]
-            layer._transformer_engine(spans, rows[start : start + 8], rows, rows)
+            spans = (Span(local_start=start, global_start=start, length=8),)
+            Kernel(layer._transformer_engine)(rows[start : start + 8], rows, rows, spans=spans, scale=1.0)
 
 
 def test_it_chooses_once_per_shape_and_layer(latest: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ampipe import compat
+from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.runtime.attention_kernels import KERNELS, exact
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import Span
 from tests import reference_pieces
@@ -284,7 +284,7 @@ def test_merged_attention_with_each_kernel_equals_the_reference(
     """Tests layouts, arguments and merging; the kernels themselves are fakes of the reference."""
     torch.manual_seed(3)
     inputs = tensors(spans)
-    expected = exact(*inputs, spans=spans, scale=0.3)
+    expected = KERNELS["exact"](*inputs, spans=spans, scale=0.3)
     gradient = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, inputs, gradient)
     with Computing(lse_dimensions):

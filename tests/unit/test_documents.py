@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.layers import kernel_choice
-from megatron_ampipe.runtime.attention_kernels import KERNELS
-from megatron_ampipe.runtime.document_attention import attend_to_documents
+from megatron_ampipe.attention.backends import Bounds
+from megatron_ampipe.attention.kernels import KERNELS, choose_kernel
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.varlen_kernels import Bounds
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
 from megatron_ampipe.schedule.documents import DocumentRows, Documents
+from tests.reference_pieces import settings_of_plain_attention
 
 LENGTH = 40
 DOCUMENTS = Documents(((0, 1, 2, 17, 39), (0,), (0, 20)), LENGTH, own_positions=True)
@@ -118,9 +117,7 @@ def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
             x.detach().requires_grad_()
             for x in (query[rows], key[: span.global_end], value[: span.global_end])
         ]
-        output = attend_to_documents(
-            name, *inputs, rows=DOCUMENTS.rows_of(chunk.queries), scale=0.3, sums=sums
-        )
+        output = KERNELS[name](*inputs, spans=chunk.queries, documents=DOCUMENTS, scale=0.3, sums=sums)
         torch.testing.assert_close(output, masked(*inputs, chunk.queries))
         found = torch.autograd.grad(output, inputs, gradient[rows], allow_unused=True)
         of_query[rows] = found[0]
@@ -137,10 +134,9 @@ def test_kernels_equal_a_mask(name: str, with_sums: bool) -> None:
 
 def test_torch_accepts_the_call_of_its_kernel() -> None:
     """On the meta device, where torch's operator checks its arguments; it gives a gradient."""
-    rows = DOCUMENTS.rows_of((Span(0, 24, 10),))
     shapes = ((24, 3, 4, 16), (34, 3, 2, 16), (34, 3, 2, 16))
     inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    output = attend_to_documents("torch-flash-2", *inputs, rows=rows, scale=0.3)
+    output = KERNELS["torch-flash-2"](*inputs, spans=(Span(0, 24, 10),), documents=DOCUMENTS, scale=0.3)
     assert output.shape == (24, 3, 64)
     found = torch.autograd.grad(output, inputs, torch.empty_like(output))
     assert [one.shape for one in found] == [one.shape for one in inputs]
@@ -148,17 +144,17 @@ def test_torch_accepts_the_call_of_its_kernel() -> None:
 
 def test_bounds_are_those_of_the_documents() -> None:
     bounds = Bounds.of(DOCUMENTS.rows_of((Span(0, 24, 16),)), device=torch.device("cpu"))
-    assert bounds.queries.tolist() == [0, 1, 23, 24, 48, 52, 72]
-    assert bounds.keys.tolist() == [0, 15, 37, 38, 78, 98, 118]
-    assert (bounds.longest_queries, bounds.longest_keys) == (24, 40)
+    assert bounds.cu_seqlens_q.tolist() == [0, 1, 23, 24, 48, 52, 72]
+    assert bounds.cu_seqlens_k.tolist() == [0, 15, 37, 38, 78, 98, 118]
+    assert (bounds.max_seqlen_q, bounds.max_seqlen_k) == (24, 40)
 
 
 def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = compat.Gpu(capability=(10, 0), cudnn=92000, deterministic=False, torch_flash=True)
     monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
-    settings: Any = {"local": False, "on_gpu": True, "dtype": torch.bfloat16, "head_size": 128}
-    assert kernel_choice.choose_kernel(**settings).name == "te"
-    assert kernel_choice.choose_kernel(**settings | {"local": True}).name == "cudnn"
-    chosen = kernel_choice.choose_kernel(**settings, documents=True)
+    settings = settings_of_plain_attention()
+    assert choose_kernel(settings, local=False, on_gpu=True).name == "te"
+    assert choose_kernel(settings, local=True, on_gpu=True).name == "cudnn"
+    chosen = choose_kernel(settings, local=False, on_gpu=True, documents=True)
     assert chosen.name == "torch-flash-2"
     assert "cudnn: one call for each document" in chosen.reason

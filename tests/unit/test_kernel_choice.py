@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ampipe import compat
+from megatron_ampipe.attention.kernels import (
+    KERNELS,
+    KernelChoice,
+    choose_kernel,
+    describe_kernel,
+    pinned_kernel,
+)
 from megatron_ampipe.compat import Gpu
-from megatron_ampipe.layers.kernel_choice import KernelChoice, choose_kernel, describe_kernel, pinned_kernel
-from megatron_ampipe.runtime.attention_kernels import KERNELS
+from tests.reference_pieces import settings_of_plain_attention
 
 HOPPER = Gpu(capability=(9, 0), cudnn=91501, torch_flash=True, deterministic=False)
 BLACKWELL = dataclasses.replace(HOPPER, capability=(10, 0))
@@ -28,7 +35,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, head_size: int = 128) -> KernelChoice:
     monkeypatch.setattr(compat, "current_gpu", lambda: gpu)
-    return choose_kernel(local=True, on_gpu=True, dtype=torch.bfloat16, head_size=head_size)
+    return choose_kernel(settings_of_plain_attention(kv_channels=head_size), local=True, on_gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +127,28 @@ def test_head_sizes(gpu: Gpu, head_size: int, name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("has_flash_attn", [False, True])
-@pytest.mark.parametrize("asked", ["latent", "dropout", "window"])
+@pytest.mark.parametrize(
+    ("feature", "setting"),
+    [
+        ("latent attention", {"multi_latent_attention": True}),
+        ("attention dropout", {"attention_dropout": 0.1}),
+        ("sliding window", {"window_size": (5, 0)}),
+        ("attention sinks", {"softmax_type": "learnable"}),
+    ],
+)
 def test_features_that_merged_kernels_do_not_support_are_named(
-    asked: str, has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
+    feature: str, setting: dict[str, Any], has_flash_attn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "has_flash_attn", lambda: has_flash_attn)
-    names = {"latent": "latent attention", "dropout": "attention dropout", "window": "sliding window"}
     for on_gpu, reason in ((True, "merged flash kernels"), (False, "cpu-flash")):
-        choice = choose_kernel(
-            local=True, on_gpu=on_gpu, dtype=torch.bfloat16, head_size=128, **{asked: True}
-        )
-        fast = on_gpu and has_flash_attn and asked != "latent"
-        assert choice == KernelChoice(
-            "flash-attn" if fast else "sdpa", f"{reason}: no support for {names[asked]}"
-        )
+        choice = choose_kernel(settings_of_plain_attention(**setting), local=True, on_gpu=on_gpu)
+        fast = on_gpu and has_flash_attn and feature in ("attention dropout", "sliding window")
+        assert choice == KernelChoice("flash-attn" if fast else "sdpa", f"{reason}: no support for {feature}")
 
 
 def test_fp32_on_a_gpu_uses_sdpa() -> None:
-    choice = choose_kernel(local=True, on_gpu=True, dtype=torch.float32, head_size=128)
+    settings = settings_of_plain_attention(params_dtype=torch.float32)
+    choice = choose_kernel(settings, local=True, on_gpu=True)
     assert choice == KernelChoice("sdpa", "flash kernels: do not support float32")
 
 
@@ -146,12 +157,18 @@ def test_transformer_engine_layers_keep_its_kernel_except_with_context_paralleli
 ) -> None:
     monkeypatch.setattr(compat, "current_gpu", lambda: HOPPER)
     found = [
-        choose_kernel(
-            local=False, on_gpu=True, dtype=torch.bfloat16, head_size=128, context_parallel=spread
-        ).name
-        for spread in (False, True)
+        choose_kernel(settings_of_plain_attention(context_parallel_size=ranks), local=False, on_gpu=True).name
+        for ranks in (1, 2)
     ]
     assert found == ["te", "cudnn"]
+
+
+def test_a_ring_takes_a_kernel_of_pieces() -> None:
+    in_ring = {"params_dtype": torch.float32, "context_parallel_size": 2}
+    choice = choose_kernel(settings_of_plain_attention(**in_ring), local=True, on_gpu=True)
+    assert choice == KernelChoice("exact-pieces", "flash kernels: do not support float32")
+    gathered = settings_of_plain_attention(**in_ring, cp_comm_type="all_gather")
+    assert choose_kernel(gathered, local=True, on_gpu=True).name == "sdpa"
 
 
 def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +182,7 @@ def test_the_pinned_kernel_never_lets_torch_choose(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_uses_cpu_flash() -> None:
-    assert choose_kernel(local=True, on_gpu=False, dtype=torch.float32) == KernelChoice("cpu-flash")
+    assert choose_kernel(settings_of_plain_attention(), local=True, on_gpu=False) == KernelChoice("cpu-flash")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron_ampipe.attention import kernels
+from megatron_ampipe.attention.kernels import largest_scores
 from megatron_ampipe.layers.chunk_attention import ChunkAttention
-from megatron_ampipe.runtime import largest_scores as module
-from megatron_ampipe.runtime.largest_scores import largest_scores
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.schedule.documents import Documents
 
@@ -48,7 +48,7 @@ def plain(query: Any, key: Any, *, window: int | None, starts: Any) -> Any:
 def test_chunks_have_the_scores_of_the_sequence(
     most: int, window: int | None, starts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_SCORES", most)
+    monkeypatch.setattr(kernels, "MOST_SCORES", most)
     query, key = tensors()
     documents = None if len(starts[0]) == 1 else Documents(starts, ROWS, own_positions=True)
     parts = [
@@ -58,7 +58,7 @@ def test_chunks_have_the_scores_of_the_sequence(
             spans=spans,
             scale=0.3,
             window=window,
-            documents=None if documents is None else documents.rows_of(spans),
+            documents=documents,
         )
         for spans in SPANS
     ]

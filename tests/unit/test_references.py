@@ -63,8 +63,8 @@ def known_names() -> set[str]:
 KNOWN = known_names()
 FILES = [str(path) for top in (PACKAGE, "docs", "scripts", "tests") for path in (ROOT / top).rglob("*.*")]
 ENDINGS = {name.split(".", at)[-1] for name in KNOWN for at in range(1, name.count(".") + 1)}
-# Cluster files have a section of the same name.
-PACKAGES = {path.parent.name for path in SOURCES} - {"host"}
+# Cluster files have a section of the same name; a stage has the name of the other.
+PACKAGES = {path.parent.name for path in SOURCES} - {"host", "attention"}
 _OF_MEGATRON = ("megatron/", "pretrain_")
 
 

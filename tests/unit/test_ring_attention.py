@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.attention.kernels import KERNELS
+from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
-from megatron_ampipe.runtime.merged import MergedAttention
-from megatron_ampipe.runtime.ring_attention import RingAttention
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -68,8 +67,6 @@ def test_steps_equal_attention_of_the_whole_sequence(
     expected = attended.permute(2, 0, 1, 3).reshape(gradient.shape)
     expected.backward(gradient.double())
 
-    merged = KERNELS[kernel]
-    assert isinstance(merged, MergedAttention)
     parts = [[rows_of_rank(tensor, rank, num_ranks) for tensor in whole] for rank in range(num_ranks)]
     sums = [KeyValueSums(key, value) for _, key, value in parts]
     worst = 0.0
@@ -80,7 +77,7 @@ def test_steps_equal_attention_of_the_whole_sequence(
         worst = max(worst, float((found.double() - right).norm() / right.norm()))
 
     for rank, (query, key, value) in enumerate(parts):
-        ring = RingAttention(merged.pieces, scale=0.3, rank=rank, num_ranks=num_ranks)
+        ring = RingAttention(KERNELS[kernel].pieces, scale=0.3, rank=rank, num_ranks=num_ranks)
         layout = SequenceLayout(context_ranks=num_ranks, context_rank=rank)
         chunks = chunk_sequence(ROWS, degree=degree, layout=layout)
         context: dict[int, Tensor] = {}

@@ -16,8 +16,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.layers.chunk_attention import gather_sequence
-from megatron_ampipe.runtime.attention_kernels import exact
 from megatron_ampipe.schedule import SequenceLayout
 
 
@@ -79,7 +79,7 @@ class HostDotProductAttention(DotProductAttention):
         group = self.pg_collection.cp
         layout = SequenceLayout(context_ranks=group.size(), context_rank=group.rank())
         key, value = gather_sequence(key, group), gather_sequence(value, group)
-        return exact(
+        return KERNELS["exact"](
             query,
             key,
             value,

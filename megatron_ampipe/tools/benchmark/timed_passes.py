@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ampipe.attention.kernels import describe_kernel
 from megatron_ampipe.errors import DifferenceFound
 from megatron_ampipe.launch.host.all_to_all import gloo_all_to_all
-from megatron_ampipe.layers.kernel_choice import describe_kernel
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.tools.benchmark.bench_job import PEAK_PASSES, BenchJob
 from megatron_ampipe.tools.benchmark.wire_bytes import Routings, sent_bytes

@@ -70,7 +70,7 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_ampipe.layers.kernel_choice import choose_kernel
+    from megatron_ampipe.attention.kernels import pinned_kernel
     from megatron_ampipe.runtime.executors import demote_gloo_threads
     from megatron_ampipe.tools.measuring.blocks import DTYPES, KernelAttention
 
@@ -85,7 +85,7 @@ def _use_kernel_of_ampipe(dtype: str) -> None:
                 StockAttention.demoted = True
             return super().forward(*inputs, **more)
 
-    kernel = choose_kernel(local=True, on_gpu=False, dtype=DTYPES[dtype]).name
+    kernel = pinned_kernel(on_gpu=False, dtype=DTYPES[dtype])
     spec = ModuleSpec(module=StockAttention, params={"kernel": kernel})
     LocalSpecProvider.core_attention = lambda self: spec
 

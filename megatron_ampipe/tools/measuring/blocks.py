@@ -1,7 +1,7 @@
 """Builds the layers that are compared: Megatron's own, and AMPipe's from the same specification and weights.
 
-All of them use one kernel of :mod:`megatron_ampipe.runtime.attention_kernels`, one that runs the same backend
-for every shape (``layers.kernel_choice.pinned_kernel``): Megatron's layer gets a core attention module that
+All of them use one kernel of :mod:`megatron_ampipe.attention.kernels`, one that runs the same backend
+for every shape (``pinned_kernel``): Megatron's layer gets a core attention module that
 calls it on the whole sequence, so that no variant gains by a better kernel. All hold the same ``Parameter``
 objects. Called in the ranks of ``ampipe bench`` and ``ampipe profile``.
 """
@@ -20,12 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_ampipe import compat
+from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
 from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.kernel_choice import pinned_kernel
 from megatron_ampipe.layers.layer import pipelined
-from megatron_ampipe.runtime.attention_kernels import KERNELS
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.attention_kernels import KERNELS
+from megatron_ampipe.attention.kernels import KERNELS
 from megatron_ampipe.runtime.saved_tensors import HostCopies
 from megatron_ampipe.schedule import Span
 from megatron_ampipe.tools.measuring.blocks import DTYPES

@@ -2,11 +2,10 @@
 
 A kernel that supports causal attention only with as many keys as queries could run the first chunk only.
 Here it runs every chunk in two calls: causal over the chunk's own keys, and without a mask over all earlier
-keys. A kernel that aligns its causal mask to the bottom right takes both as one piece. This module does not
-depend on the device; the kernels are in :mod:`.cpu_flash`, :mod:`.torch_flash` and
-:mod:`.flash_attn_packages`.
+keys. A kernel that aligns its causal mask to the bottom right takes both as one piece.
 
-Shapes as in :mod:`.attention_kernels`, whose list of kernels includes those that are built here.
+Shapes: ``R`` query rows of the chunk, ``S`` keys, ``B`` batch, ``H`` query heads, ``G`` key/value heads,
+``C`` head size of queries and keys, ``V`` head size of values.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums, RowSums, sum_dtype
-from megatron_ampipe.runtime.rows import split_spans
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
+
+AddKeys = Callable[[int, Tensor, Tensor], None]
+"""Adds the gradients of the keys and values from a row on (:meth:`KeyValueSums.add`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class AttentionPiece:
 
 @dataclass(frozen=True, slots=True)
 class PieceOutput:
-    """What a kernel returns for one piece.
+    """What a kernel returns for one piece, or several merged.
 
     Attributes:
         output: ``[R, B, H, V]``.
@@ -60,45 +61,66 @@ class PieceOutput:
     state: tuple[Any, ...] = ()
 
 
-class PieceKernel(Protocol):
-    """A flash kernel: attention of one piece, and its gradients."""
+@dataclass(frozen=True, slots=True)
+class PieceKernel:
+    """A flash kernel: attention of one piece, and its gradients.
 
-    def pieces(self, span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
-        """The pieces of a span, in the order in which they are computed.
+    Attributes:
+        cut: ``(span, backward=)`` to the pieces of a span, in the order in which they are computed. Every row
+            has exactly one causal piece, which comes before the other pieces of that row. In forward, pieces
+            that have a row in common have all rows in common and are adjacent.
+        forward: ``(query, key, value, causal=, scale=)`` to ``(output, lse, *state)``.
+        backward: ``(gradient, query, key, value, output, lse, *state, causal=, scale=)`` to the gradients of
+            query, key and value, in the shapes of these.
+        layout: The order of the dimensions of ``[R, B, H, C]`` in which both take and give tensors.
+    """
 
-        Every row has exactly one causal piece, which comes before the other pieces of that row. In forward,
-        pieces that have a row in common have all rows in common and are adjacent in the list.
-        """
-        ...
+    cut: Callable[..., tuple[AttentionPiece, ...]]
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., Sequence[Tensor]]
+    layout: tuple[int, int, int, int] = (0, 1, 2, 3)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> PieceOutput:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> PieceOutput:
         """Attention of ``[R, B, H, C]`` over ``[S, B, G, C]`` and ``[S, B, G, V]``."""
-        ...
+        given = self._arranged(query, key, value)
+        output, lse, *state = self.forward(*given, causal=causal, scale=scale)
+        return PieceOutput(self._rows_first(output)[0], lse, tuple(state))
 
-    def backward(
+    def differentiate(
         self,
         gradient: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        state: tuple[Any, ...],
+        attended: PieceOutput,
         *,
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, in the shapes of these.
+        """Gradients of query, key and value.
 
-        ``output`` and ``lse`` are the merged ones, over all pieces of the rows: the gradients of the pieces
-        then add up to those of the whole attention.
+        ``attended`` is merged over all pieces of the rows: the gradients of the pieces then add up to those
+        of the whole attention.
         """
-        ...
+        given = self._arranged(gradient, query, key, value, attended.output)
+        gradients = self.backward(*given, attended.lse, *attended.state, causal=causal, scale=scale)
+        dq, dk, dv = self._rows_first(*gradients)
+        return dq, dk, dv
+
+    def _arranged(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self.layout == (0, 1, 2, 3):
+            return tensors
+        return tuple(tensor.permute(self.layout) for tensor in tensors)
+
+    def _rows_first(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of :meth:`_arranged`."""
+        if self.layout == (0, 1, 2, 3):
+            return tensors
+        order = [self.layout.index(dimension) for dimension in range(4)]
+        return tuple(tensor.permute(order) for tensor in tensors)
 
 
-def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
+def causal_then_earlier(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
     """The keys of the span itself, causal, as many as queries; then all earlier keys, without a mask."""
     own = AttentionPiece(0, span.length, span.global_start, span.global_end, causal=True)
     if not span.global_start:
@@ -106,55 +128,17 @@ def causal_then_earlier(span: Span) -> tuple[AttentionPiece, ...]:
     return own, AttentionPiece(0, span.length, 0, span.global_start, causal=False)
 
 
-def all_visible_keys(span: Span) -> tuple[AttentionPiece, ...]:
+def all_visible_keys(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
     """All keys that the span sees, for a kernel whose causal mask is aligned to the bottom right."""
     return (AttentionPiece(0, span.length, 0, span.global_end, causal=True),)
 
 
-class MergedAttention:
-    """A kernel of :mod:`.attention_kernels`, built from a :class:`PieceKernel`.
-
-    Args:
-        kernel: Computes every piece.
-    """
-
-    def __init__(self, kernel: PieceKernel) -> None:
-        self._kernel = kernel
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        spans: Sequence[Span],
-        scale: float,
-        dropout: float = 0.0,
-        window: int | None = None,
-        sums: RowSums | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See :class:`.attention_kernels.AttentionKernel`; supports no dropout, no window and no sinks."""
-        assert dropout == 0.0 and window is None and sinks is None, "pieces are of plain attention"
-        output: Tensor = _Merged.apply(query, key, value, self._kernel, tuple(spans), scale, sums)
-        return output
-
-    @property
-    def pieces(self) -> PieceKernel:
-        """What computes every piece."""
-        return self._kernel
-
-    @property
-    def num_calls(self) -> int:
-        """Kernel calls for a short chunk that is not the first one."""
-        return len(self._kernel.pieces(Span(0, 1, 1), backward=False))
-
-
-class _Merged(torch.autograd.Function):
-    """All spans of a chunk; the gradients of keys and values are accumulated in place.
+class AttentionInPieces(torch.autograd.Function):
+    """All spans of a chunk: ``(query, key, value, kernel, spans, scale, add)`` to ``[R, B, H * V]``.
 
     Backward differentiates every piece with the merged output and log-sum-exp, which makes the sum exact. It
-    has nothing to merge, so it may use different pieces than forward.
+    has nothing to merge, so it may use different pieces than forward. With ``add``, the gradients of keys and
+    values go there, and autograd gets none.
     """
 
     @staticmethod
@@ -164,25 +148,23 @@ class _Merged(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         kernel: PieceKernel,
-        spans: tuple[Span, ...],
+        spans: Sequence[Span],
         scale: float,
-        sums: RowSums | None,
+        add: AddKeys | None,
     ) -> Tensor:
-        found = attend_in_pieces(kernel, query, key, value, spans=spans, scale=scale)
-        joined = found.output.reshape(*query.shape[:2], -1)
-        ctx.save_for_backward(query, key, value, joined, found.lse)
-        ctx.state = found.state
-        ctx.kernel, ctx.spans, ctx.scale, ctx.sums = kernel, spans, scale, sums
+        attended = attend_in_pieces(kernel, query, key, value, spans=spans, scale=scale)
+        joined = attended.output.reshape(*query.shape[:2], -1)
+        ctx.save_for_backward(query, key, value, joined, attended.lse)
+        ctx.state, ctx.kernel, ctx.spans, ctx.scale, ctx.add = attended.state, kernel, spans, scale, add
         return joined
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         gradient, output = (x.reshape(*query.shape[:3], -1) for x in (gradient, output))
-
-        found = PieceOutput(output, lse, ctx.state)
+        attended = PieceOutput(output, lse, ctx.state)
         gradients = differentiate_in_pieces(
-            ctx.kernel, gradient, query, key, value, found, spans=ctx.spans, scale=ctx.scale, sums=ctx.sums
+            ctx.kernel, gradient, query, key, value, attended, spans=ctx.spans, scale=ctx.scale, add=ctx.add
         )
         return gradients[0].to(query.dtype), *gradients[1:], None, None, None, None
 
@@ -193,10 +175,11 @@ def attend_in_pieces(
     """Attention of the rows of some spans ``[R, B, H, C]``, merged over the pieces of each row."""
     outputs, exponents, state = [], [], ()
     for rows, span in split_spans(query, spans):
-        for same_rows in _group_by_rows(kernel, span):
+        pieces = kernel.cut(span, backward=False)
+        for (first, last), same_rows in itertools.groupby(pieces, key=lambda x: (x.first_row, x.last_row)):
             parts = [
-                kernel.forward(
-                    rows[piece.first_row : piece.last_row],
+                kernel.attend(
+                    rows[first:last],
                     key[piece.first_key : piece.last_key],
                     value[piece.first_key : piece.last_key],
                     causal=piece.causal,
@@ -219,13 +202,13 @@ def differentiate_in_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    found: PieceOutput,
+    attended: PieceOutput,
     *,
     spans: Sequence[Span],
     scale: float,
-    sums: RowSums | None,
+    add: AddKeys | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key and value; None for the last two if they were added to ``sums``.
+    """The gradients of query, key and value; None for the last two if they were added.
 
     Args:
         kernel: As in :func:`attend_in_pieces`.
@@ -233,10 +216,10 @@ def differentiate_in_pieces(
         query: ``[R, B, H, C]``.
         key: ``[S, B, G, C]``.
         value: ``[S, B, G, V]``.
-        found: Merged over all keys that the rows see, of which ``key`` may be a part.
+        attended: Merged over all keys that the rows see, of which ``key`` may be a part.
         spans: Positions of the rows in ``key``.
         scale: Factor on the scores.
-        sums: Where the gradients of keys and values are added.
+        add: Where the gradients of keys and values are added.
 
     Returns:
         The gradient of the query may have the dtype of sums.
@@ -244,66 +227,38 @@ def differentiate_in_pieces(
 
     def differentiate(rows: slice, piece: AttentionPiece) -> tuple[Tensor, Tensor, Tensor]:
         keys = slice(piece.first_key, piece.last_key)
-        return kernel.backward(
-            gradient[rows],
-            query[rows],
-            key[keys],
-            value[keys],
-            found.output[rows],
-            found.lse[..., rows],
-            found.state,
-            causal=piece.causal,
-            scale=scale,
+        of_rows = PieceOutput(attended.output[rows], attended.lse[..., rows], attended.state)
+        return kernel.differentiate(
+            gradient[rows], query[rows], key[keys], value[keys], of_rows, causal=piece.causal, scale=scale
         )
 
-    return _sum_gradients(_pieces_with_rows(kernel, spans), differentiate, query, key, value, sums)
-
-
-def _pieces_with_rows(kernel: PieceKernel, spans: Sequence[Span]) -> list[tuple[slice, AttentionPiece]]:
-    """All pieces of a backward pass, each with its rows in the query tensor."""
-    pieces, first_row = [], 0
+    pieces: list[tuple[slice, AttentionPiece]] = []
+    first_row = 0
     for span in spans:
-        for piece in kernel.pieces(span, backward=True):
+        for piece in kernel.cut(span, backward=True):
             pieces.append((slice(first_row + piece.first_row, first_row + piece.last_row), piece))
         first_row += span.length
-    return pieces
-
-
-def _sum_gradients(
-    pieces: Sequence[tuple[slice, AttentionPiece]],
-    differentiate: Callable[[slice, AttentionPiece], tuple[Tensor, Tensor, Tensor]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sums: RowSums | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
     rows, piece = pieces[0]
-    if len(pieces) == 1 and sums is None and piece.last_key - piece.first_key == key.shape[0]:
+    if len(pieces) == 1 and add is None and piece.last_key - piece.first_key == len(key):
         # The whole sequence in one piece, as in a stock layer: there is nothing to sum.
         return differentiate(rows, piece)
-    target = KeyValueSums(key, value) if sums is None else sums
+    sums = KeyValueSums(key, value)
+    target = sums.add if add is None else add
     several = any(not piece.causal for _, piece in pieces)
     dtype = sum_dtype(query) if several else query.dtype
     query_gradient = torch.empty(query.shape, dtype=dtype, device=query.device)
     for rows, piece in pieces:
         dq, dk, dv = differentiate(rows, piece)
-        target.add(piece.first_key, dk, dv)
+        target(piece.first_key, dk, dv)
         if piece.causal:
             # The causal piece is the first one of its rows.
             query_gradient[rows] = dq
         else:
             query_gradient[rows] += dq
-    if sums is not None:
+    if add is not None:
         return query_gradient, None, None
-    of_key, of_value = (total.to(key.dtype) for total in target.totals())
+    of_key, of_value = (total.to(key.dtype) for total in sums.totals())
     return query_gradient, of_key, of_value
-
-
-def _group_by_rows(kernel: PieceKernel, span: Span) -> list[list[AttentionPiece]]:
-    """The pieces of a span, grouped by their rows."""
-    pieces = kernel.pieces(span, backward=False)
-    groups = itertools.groupby(pieces, key=lambda piece: (piece.first_row, piece.last_row))
-    return [list(same_rows) for _, same_rows in groups]
 
 
 def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
@@ -322,3 +277,16 @@ def merge_pieces(parts: Sequence[PieceOutput]) -> tuple[Tensor, Tensor]:
     for part, weight in zip(others, weights[1:], strict=True):
         output.addcmul_(part.output, weight)
     return output.to(first.output.dtype), total
+
+
+def split_spans(tensor: Tensor, spans: Sequence[Span]) -> list[tuple[Tensor, Span]]:
+    """Split the concatenated rows of several spans; returns the rows of each span with the span."""
+    if len(spans) == 1:
+        return [(tensor, spans[0])]
+    return list(zip(tensor.split([span.length for span in spans]), spans, strict=True))
+
+
+def repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """``[S, B, G, C]`` to ``[S, B, heads, C]``; each key/value head serves consecutive query heads."""
+    repeats = heads // tensor.shape[2]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)

@@ -4,8 +4,7 @@ In Megatron's zigzag order, rank ``r`` of ``n`` holds the slices ``r`` and ``2 *
 Its rows attend to its own keys in step 0, and in step ``t`` to those of the rank ``t`` places before it in
 the ring. Of an earlier rank all rows see the first slice; of a later one the rows of the second slice see
 both. So only step 0 needs a causal mask, and every step is the same work on every rank. The stages are
-``schedule.kinds.ring_rows``, the kernels are in :mod:`.merged`. Called by ``layers``; depends on no
-device.
+``schedule.kinds.ring_rows``.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
-from megatron_ampipe.runtime.merged import (
+from megatron_ampipe.attention.pieces import (
     PieceKernel,
     PieceOutput,
     attend_in_pieces,
     differentiate_in_pieces,
     merge_pieces,
 )
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums, sum_dtype
 from megatron_ampipe.schedule.chunks import Span
 
 # R rows of a chunk, S rows of a rank, B batch, H heads, G key/value heads, C head size of keys, V of values.
@@ -32,7 +31,10 @@ from megatron_ampipe.schedule.chunks import Span
 
 @dataclass(slots=True)
 class _Chunk:
-    """What is kept of a chunk from its first step to the backward of that step."""
+    """What is kept of a chunk from its first step to the backward of that step.
+
+    ``gradient`` is that of the queries so far, in the dtype of sums.
+    """
 
     query: Tensor
     spans: tuple[Span, ...]
@@ -40,14 +42,14 @@ class _Chunk:
     state: tuple[Any, ...]
     output: Tensor | None = None
     gradient: Tensor | None = None
-    """Of the queries so far, in the dtype of sums."""
 
 
 class RingAttention:
     """Attention of the rows of one rank in one pass through a block.
 
     Saves queries, outputs and log-sum-exp for the backward pass, and no keys: :meth:`differentiate` is given
-    the keys of its step again.
+    the keys of its step again. A chunk is an index, or None for all rows of the rank; keys are
+    ``[S, B, G, C]``, values ``[S, B, G, V]``.
 
     Args:
         kernel: Computes every piece.
@@ -63,46 +65,31 @@ class RingAttention:
     def begin(
         self, chunk: int | None, query: Tensor, key: Tensor, value: Tensor, *, spans: Sequence[Span]
     ) -> Tensor:
-        """Step 0: attend to the keys of this rank.
+        """Step 0: queries ``[R, B, H, C]`` attend to the keys of this rank.
 
-        Args:
-            chunk: Index; None for all rows of the rank.
-            query: ``[R, B, H, C]``.
-            key: ``[S, B, G, C]``.
-            value: ``[S, B, G, V]``.
-            spans: Of the rows, in the order of their places on this rank.
-
-        Returns:
-            ``[R, B, H * V]``, at least fp32: attention to these keys alone, for :meth:`go_on`.
+        ``spans`` are those of the rows, in the order of their places on this rank. Returns ``[R, B, H * V]``,
+        at least fp32: attention to these keys alone, for :meth:`go_on`.
         """
         # Rows of the second slice see the whole first slice: in local places, a causal mask.
         local = tuple(Span(span.local_start, span.length, span.local_start) for span in spans)
-        found = attend_in_pieces(self._kernel, query, key, value, spans=local, scale=self._scale)
-        self._chunks[chunk] = _Chunk(query, local, found.lse, found.state)
-        return found.output.to(found.lse.dtype).reshape(*query.shape[:2], -1)
+        attended = attend_in_pieces(self._kernel, query, key, value, spans=local, scale=self._scale)
+        self._chunks[chunk] = _Chunk(query, local, attended.lse, attended.state)
+        return attended.output.to(attended.lse.dtype).reshape(*query.shape[:2], -1)
 
     def go_on(self, step: int, chunk: int | None, key: Tensor, value: Tensor, context: Tensor) -> Tensor:
-        """Attend to the keys that the ring has brought in a step, at least 1.
+        """Attend to the keys of the rank ``step`` places before this one, which the ring has brought.
 
-        Args:
-            step: How many places before this rank they come from.
-            chunk: As in :meth:`begin`.
-            key: ``[S, B, G, C]``.
-            value: ``[S, B, G, V]``.
-            context: What the step before has returned; may be overwritten.
-
-        Returns:
-            As ``context``, after the last step in the dtype of the queries.
+        ``context`` is what the step before returned, and may be overwritten. Returns the same, after the last
+        step in the dtype of the queries.
         """
         of = self._chunks[chunk]
         first, num_keys = self._seen(step, of, key)
         if first < len(of.query):
             known = context.view(*of.query.shape[:3], -1)
-            part = self._kernel.forward(
+            part = self._kernel.attend(
                 of.query[first:], key[:num_keys], value[:num_keys], causal=False, scale=self._scale
             )
-            merged, lse = merge_pieces([PieceOutput(known[first:], of.lse[..., first:]), part])
-            known[first:] = merged
+            known[first:], lse = merge_pieces([PieceOutput(known[first:], of.lse[..., first:]), part])
             of.lse = lse if not first else torch.cat([of.lse[..., :first], lse], dim=-1)
         if step < self._num_ranks - 1:
             return context
@@ -115,45 +102,33 @@ class RingAttention:
     ) -> Tensor | None:
         """The backward of a step; steps go from the last to 0.
 
-        Args:
-            step: Which.
-            chunk: As in :meth:`begin`.
-            gradient: Of the output of the last step, ``[R, B, H * V]``.
-            key: That the step has attended to, ``[S, B, G, C]``.
-            value: ``[S, B, G, V]``.
-            sums: Where their gradients are added.
-
-        Returns:
-            In step 0 the gradient of the queries, ``[R, B, H, C]``.
+        ``gradient`` is of the output of the last step, ``[R, B, H * V]``; keys and values are those that the
+        step has attended to, and ``sums`` gets their gradients. Returns in step 0 the gradient of the
+        queries, ``[R, B, H, C]``.
         """
         of = self._chunks[chunk]
         assert of.output is not None, "the last step has not run"
         gradient = gradient.reshape(of.output.shape)
         if of.gradient is None:
             of.gradient = torch.zeros(of.query.shape, dtype=sum_dtype(of.query), device=of.query.device)
-        if step:
-            first, num_keys = self._seen(step, of, key)
-            if first < len(of.query):
-                dq, dk, dv = self._kernel.backward(
-                    gradient[first:],
-                    of.query[first:],
-                    key[:num_keys],
-                    value[:num_keys],
-                    of.output[first:],
-                    of.lse[..., first:],
-                    of.state,
-                    causal=False,
-                    scale=self._scale,
-                )
-                of.gradient[first:] += dq
-                sums.add(0, dk, dv)
-            return None
-        found = PieceOutput(of.output, of.lse, of.state)
-        dq, _, _ = differentiate_in_pieces(
-            self._kernel, gradient, of.query, key, value, found, spans=of.spans, scale=self._scale, sums=sums
-        )
-        del self._chunks[chunk]
-        return of.gradient.add_(dq).to(of.query.dtype)
+        if not step:
+            attended = PieceOutput(of.output, of.lse, of.state)
+            dq, _, _ = differentiate_in_pieces(
+                self._kernel, gradient, of.query, key, value, attended,
+                spans=of.spans, scale=self._scale, add=sums.add,
+            )  # fmt: skip
+            del self._chunks[chunk]
+            return of.gradient.add_(dq).to(of.query.dtype)
+        first, num_keys = self._seen(step, of, key)
+        if first < len(of.query):
+            attended = PieceOutput(of.output[first:], of.lse[..., first:], of.state)
+            dq, dk, dv = self._kernel.differentiate(
+                gradient[first:], of.query[first:], key[:num_keys], value[:num_keys], attended,
+                causal=False, scale=self._scale,
+            )  # fmt: skip
+            of.gradient[first:] += dq
+            sums.add(0, dk, dv)
+        return None
 
     def _seen(self, step: int, of: _Chunk, key: Tensor) -> tuple[int, int]:
         """The first row of a chunk that sees keys of the rank of a step, and how many of its keys it sees."""

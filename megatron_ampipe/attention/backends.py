@@ -1,0 +1,479 @@
+"""What computes attention: functions of torch, and of the packages flash-attn and flash-attn-3.
+
+Of three forms: attention of one span, differentiable (:data:`SpanFunction`); of one piece with its
+log-sum-exp, and its gradients (:class:`.pieces.PieceKernel`); and of several documents in one call,
+differentiable (:data:`DocumentFunction`). No function stores a mask of the whole sequence. The packages are
+imported at the first call. Flash kernels for GPUs take fp16 and bf16; their operators are called directly,
+because a function that chooses by shape could choose another one for the first chunk than for the others.
+
+Shapes as in :mod:`.pieces`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_ampipe.attention.pieces import (
+    AttentionPiece,
+    PieceKernel,
+    all_visible_keys,
+    causal_then_earlier,
+    repeat_heads,
+)
+from megatron_ampipe.errors import BadInput
+from megatron_ampipe.runtime.key_value_sums import sum_dtype
+from megatron_ampipe.schedule.chunks import Span
+from megatron_ampipe.schedule.documents import DocumentRows
+
+HEADS_FIRST, BATCH_FIRST = (1, 2, 0, 3), (1, 0, 2, 3)
+"""Layouts: torch's operators take ``[B, H, R, C]``, the packages ``[B, R, H, C]``."""
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores become attention weights.
+
+    Attributes:
+        scale: Factor on the scores.
+        dropout: Probability of dropping an attention weight.
+        window: How many keys before its own position a query sees; None for all.
+        sinks: ``[H]``, the score of one more key that every query sees, whose value is zero
+            (``--softmax-type``).
+    """
+
+    scale: float
+    dropout: float = 0.0
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but the scale."""
+        return self.dropout == 0.0 and self.window is None and self.sinks is None
+
+    @property
+    def window_of_flash_attn(self) -> tuple[int, int]:
+        """How many keys before and after its own position a query sees; -1 for all."""
+        return (-1, -1) if self.window is None else (self.window, 0)
+
+
+SpanFunction = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]
+"""``[R, B, H, C]``, ``[S, B, G, C]``, ``[S, B, G, V]`` to ``[R, B, H, V]``; the last row sees the last."""
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """The reference implementation, which the others are compared with.
+
+    Materializes the scores. Softmax in fp32.
+    """
+    visible = visible_keys(query, key, scoring.window)
+    keys, values = (repeat_heads(x, query.shape[2]) for x in (key, value))
+    scores = torch.einsum("rbhc,sbhc->bhrs", query, keys).float() * scoring.scale
+    scores = scores.masked_fill(~visible, -math.inf)
+    if scoring.sinks is not None:
+        of_rows = scoring.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_rows], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
+    weights = F.dropout(weights.to(values.dtype), p=scoring.dropout)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, values)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention``; without a window, with its bottom-right bias."""
+    bias: Any
+    if scoring.sinks is not None:
+        bias = _bias_with_sink(visible_keys(query, key, scoring.window), scoring.sinks)
+        key, value = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, 1)) for x in (key, value))
+    elif scoring.window is None:
+        bias = causal_lower_right(query.shape[0], key.shape[0])
+    else:
+        bias = visible_keys(query, key, scoring.window)
+    queries, keys, values = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=bias,
+        dropout_p=scoring.dropout,
+        scale=scoring.scale,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return output.permute(2, 0, 1, 3)
+
+
+def sdpa_efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """:func:`sdpa` on a GPU, restricted to torch's memory-efficient kernel for all shapes and dtypes.
+
+    For comparisons: otherwise torch may choose a different kernel for a chunk than for the whole sequence.
+    Key/value heads are repeated, because this kernel does not support GQA in older versions of torch.
+    """
+    key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return sdpa(query, key, value, scoring)
+
+
+def flash_attn(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """The public function of flash-attn 2.1 or later: for dropout, windows and older versions."""
+    assert scoring.sinks is None, "another kernel is chosen for sinks"
+    from flash_attn import flash_attn_func
+
+    output: Tensor = flash_attn_func(
+        *(x.transpose(0, 1) for x in (query, key, value)),
+        dropout_p=scoring.dropout,
+        softmax_scale=scoring.scale,
+        causal=True,
+        window_size=scoring.window_of_flash_attn,
+    )
+    return output.transpose(0, 1)
+
+
+def visible_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """``[R, S]`` bool: which row sees which key; the last row is at the position of the last key."""
+    offset = len(keys) - len(rows)
+    visible = torch.ones(len(rows), len(keys), dtype=torch.bool, device=rows.device).tril(offset)
+    return visible if window is None else visible.triu(offset - window)
+
+
+def _bias_with_sink(visible: Tensor, sinks: Tensor) -> Tensor:
+    """``[1, H, R, S + 1]``: what is added to the scores; one more key, of a score of zero, is at the end."""
+    bias = torch.zeros_like(visible, dtype=sinks.dtype).masked_fill_(~visible, -math.inf)
+    of_rows = sinks.view(1, -1, 1, 1).expand(1, -1, len(visible), 1)
+    return torch.cat([bias.expand(1, len(sinks), -1, -1), of_rows], dim=-1)
+
+
+# Pieces: plain torch operations, for what no flash kernel supports. Every dtype and device, and values with
+# another head size than keys; materializes the scores of a piece, in fp32 or wider.
+
+
+def _exact_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, causal=causal, scale=scale)
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(value.dtype)
+    return torch.einsum("bhrs,sbhv->rbhv", weights, repeat_heads(value, query.shape[2])), lse
+
+
+def _exact_backward(*given: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, key, value, output, lse = given
+    heads, groups, dtype = query.shape[2], key.shape[2], query.dtype
+    weights = _scores(query, key, causal=causal, scale=scale).sub_(lse.unsqueeze(-1)).exp_()
+    mean = (gradient.to(weights.dtype) * output).sum(-1).permute(1, 2, 0).unsqueeze(-1)
+    of_scores = torch.einsum("rbhv,sbhv->bhrs", gradient, repeat_heads(value, heads)).to(weights.dtype)
+    of_scores = of_scores.sub_(mean).mul_(weights).mul_(scale).to(dtype)
+    dq = torch.einsum("bhrs,sbhc->rbhc", of_scores, repeat_heads(key, heads))
+    dk = torch.einsum("bhrs,rbhc->sbhc", of_scores, query)
+    dv = torch.einsum("bhrs,rbhv->sbhv", weights.to(dtype), gradient)
+    if groups != heads:
+        dk, dv = (x.unflatten(2, (groups, -1)).sum(3) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _scores(query: Tensor, key: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """``[B, H, R, S]`` in the dtype of sums."""
+    scores = torch.einsum("rbhc,sbhc->bhrs", query, repeat_heads(key, query.shape[2]))
+    scores = scores.to(sum_dtype(query)) * scale
+    return scores.masked_fill_(~visible_keys(query, key, None), -math.inf) if causal else scores
+
+
+EXACT_PIECES = PieceKernel(all_visible_keys, _exact_forward, _exact_backward)
+
+# torch's flash attention for CPU: causal only with as many queries as keys. It also computes masked scores,
+# up to 512 keys to the right of the diagonal.
+
+_TRIANGLE_ROWS = 128
+"""Queries of the largest causal piece: with fewer, the extra calls cost more than the masked scores saved."""
+
+
+@functools.cache
+def cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+    """A span in rectangles without a mask and small causal triangles.
+
+    Forward: for every block of rows a triangle, and a rectangle of all keys before it. Backward merges
+    nothing, so its rectangles are as large as possible.
+    """
+    start, pieces = span.global_start, []
+    if not backward:
+        for first in range(0, span.length, _TRIANGLE_ROWS):
+            last = min(span.length, first + _TRIANGLE_ROWS)
+            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
+            if start + first:
+                pieces.append(AttentionPiece(first, last, 0, start + first, causal=False))
+        return tuple(pieces)
+    if start:
+        pieces.append(AttentionPiece(0, span.length, 0, start, causal=False))
+
+    def cut(first: int, last: int) -> None:
+        if last - first <= _TRIANGLE_ROWS:
+            pieces.append(AttentionPiece(first, last, start + first, start + last, causal=True))
+            return
+        # Half the rows, rounded up to a multiple of the triangle's.
+        half = first + -(-(last - first) // (2 * _TRIANGLE_ROWS)) * _TRIANGLE_ROWS
+        pieces.append(AttentionPiece(half, last, start + first, start + half, causal=False))
+        cut(first, half)
+        cut(half, last)
+
+    cut(0, span.length)
+    return tuple(reversed(pieces))
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    heads = query.shape[2]
+    query, key, value = _of_equal_heads(query, key, value, causal=causal)
+    output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, scale=scale
+    )
+    if query.shape[1] != heads:
+        output = output.reshape(output.shape[0], heads, -1, output.shape[-1])
+        lse = lse.reshape(lse.shape[0], heads, -1)
+    return output.permute(2, 0, 1, 3), lse
+
+
+def _cpu_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    gradient, query, key, value, output, lse = given
+    heads, groups = query.shape[2], key.shape[2]
+    gradient, output = (x.permute(HEADS_FIRST) for x in (gradient, output))
+    query, key, value = _of_equal_heads(query, key, value, causal=causal)
+    if query.shape[1] != heads:
+        gradient, output, lse = (
+            x.reshape(x.shape[0], groups, -1, *x.shape[3:]) for x in (gradient, output, lse)
+        )
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, lse, 0.0, causal, scale=scale
+    )
+    if query.shape[1] != heads:
+        dq = dq.reshape(dq.shape[0], heads, -1, dq.shape[-1])
+    if dk.shape[1] != groups:
+        dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+    return [x.permute(2, 0, 1, 3) for x in (dq, dk, dv)]
+
+
+def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
+    """``[B, heads, rows, C]``, with as many key heads as query heads.
+
+    In a rectangle, query heads that share a key head become additional query rows, so no keys are copied. In
+    a triangle the keys are repeated.
+    """
+    groups = key.shape[2]
+    if causal:
+        key, value = (repeat_heads(x, query.shape[2]) for x in (key, value))
+    query, key, value = (x.permute(HEADS_FIRST) for x in (query, key, value))
+    if not causal and query.shape[1] != groups:
+        query = query.reshape(query.shape[0], groups, -1, query.shape[-1])
+    return query, key, value
+
+
+CPU_FLASH = PieceKernel(cut_for_cpu, _cpu_forward, _cpu_backward)
+
+# torch's FlashAttention 2, and cuDNN, whose causal mask is aligned to the top left through torch: its causal
+# pieces need as many keys as queries. The states are random states, unused without dropout.
+
+
+def _torch_2_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Any, ...]:
+    output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
+    return output, lse, seed, offset
+
+
+def _torch_2_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    gradient, query, key, value, output, lse, seed, offset = given
+    tensors, most = (gradient, query, key, value, output, lse.contiguous()), (query.shape[2], key.shape[2])
+    found: tuple[Tensor, ...] = aten._scaled_dot_product_flash_attention_backward(
+        *tensors, None, None, *most, 0.0, causal, seed, offset, scale=scale
+    )
+    return found
+
+
+def _cudnn_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Any, ...]:
+    """Also gives the number of dimensions of its log-sum-exp, which depends on torch's version."""
+    if key.shape[2] == 1:
+        raise BadInput(
+            "rows of a chunk",
+            1,
+            rule="cuDNN attends to two keys or more",
+            remedy="Use a smaller --ampipe-degree, or --ampipe-chunks with two rows or more in each.",
+        )
+    output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, causal, False, scale=scale
+    )
+    return output, lse.reshape(query.shape[:3]), seed, offset, lse.dim()
+
+
+def _cudnn_backward(*given: Any, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    gradient, query, key, value, output, lse, seed, offset, lse_dimensions = given
+    lse = lse.contiguous()
+    lse = lse if lse.dim() == lse_dimensions else lse.unsqueeze(-1)
+    tensors, most = (gradient, query, key, value, output, lse), (query.shape[2], key.shape[2])
+    found: tuple[Tensor, ...] = aten._scaled_dot_product_cudnn_attention_backward(
+        *tensors, seed, offset, None, None, None, *most, 0.0, causal, scale=scale
+    )
+    return found
+
+
+TORCH_FLASH_2 = PieceKernel(all_visible_keys, _torch_2_forward, _torch_2_backward, HEADS_FIRST)
+CUDNN = PieceKernel(causal_then_earlier, _cudnn_forward, _cudnn_backward, HEADS_FIRST)
+
+# flash-attn 2.7 or later, through the two internal functions that its public function calls; flash-attn-3,
+# for Hopper, through its torch operators, whose schemas name all arguments.
+
+_PLAIN_2 = {
+    "dropout_p": 0.0, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
+}  # fmt: skip
+
+
+def _flash_2_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    from flash_attn.flash_attn_interface import _flash_attn_forward
+
+    output, lse, _, random_state = _flash_attn_forward(
+        query, key, value, softmax_scale=scale, causal=causal, return_softmax=False, **_PLAIN_2
+    )
+    return output, lse, random_state
+
+
+def _flash_2_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    *tensors, lse, random_state = given
+    gradients = _empty_gradients(tensors)
+    _flash_attn_backward(
+        *tensors,
+        lse.contiguous(),
+        *gradients,
+        softmax_scale=scale,
+        causal=causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        rng_state=random_state,
+        **_PLAIN_2,
+    )
+    return gradients
+
+
+def _flash_3_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    output, lse, *_ = _flash_attn_3().fwd(
+        query, key, value, softmax_scale=scale, is_causal=causal, num_splits=1
+    )
+    return output, lse
+
+
+def _flash_3_backward(*given: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    *tensors, lse = given
+    gradients = _empty_gradients(tensors)
+    _flash_attn_3().bwd(
+        *tensors,
+        lse.contiguous(),
+        **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
+        softmax_scale=scale,
+        is_causal=causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return gradients
+
+
+def _flash_attn_3() -> Any:
+    """The operators, which the package's extension module registers when it is imported."""
+    importlib.import_module("flash_attn_3._C")
+    return torch.ops.flash_attn_3
+
+
+def _empty_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Contiguous memory for the gradients of query, key and value, which follow the output's gradient."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
+
+
+FLASH_ATTN_2 = PieceKernel(all_visible_keys, _flash_2_forward, _flash_2_backward, BATCH_FIRST)
+FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward, BATCH_FIRST)
+
+
+class Bounds(NamedTuple):
+    """The documents of one call, whose rows are one after another; under the names that all kernels use.
+
+    The first document of a chunk may have begun in an earlier one and then has more keys than queries; the
+    kernels align causal masks to the bottom right of every document.
+
+    Attributes:
+        cu_seqlens_q: ``[documents + 1]`` int32, where the query rows of each document begin and end.
+        cu_seqlens_k: The same of its keys.
+        max_seqlen_q: Most query rows of a document.
+        max_seqlen_k: Most keys of a document.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, documents: Sequence[DocumentRows], *, device: torch.device) -> Bounds:
+        """The bounds of these rows, on the device of the tensors."""
+        lengths = [[rows.num_rows for rows in documents], [rows.num_keys for rows in documents]]
+        ends = torch.tensor(
+            [list(itertools.accumulate(parts, initial=0)) for parts in lengths], dtype=torch.int32
+        )
+        if device.type == "cuda":
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        return cls(ends[0], ends[1], max(lengths[0]), max(lengths[1]))
+
+
+DocumentFunction = Callable[[Tensor, Tensor, Tensor, Bounds, Scoring], Tensor]
+"""``[rows, H, C]``, ``[keys, G, C]`` and ``[keys, G, V]`` of all documents to ``[rows, H, V]``."""
+
+
+def torch_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
+    """torch's built-in FlashAttention 2."""
+    output: Tensor = aten._flash_attention_forward(
+        query, key, value, *bounds, 0.0, True, False, scale=scoring.scale
+    )[0]
+    return output
+
+
+def flash_2_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
+    """The public function of flash-attn 2.1 or later."""
+    return _flash_documents(
+        "flash_attn", query, key, value, bounds, scoring,
+        dropout_p=scoring.dropout, window_size=scoring.window_of_flash_attn,
+    )  # fmt: skip
+
+
+def flash_3_documents(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring) -> Tensor:
+    """The public function of flash-attn-3."""
+    return _flash_documents("flash_attn_interface", query, key, value, bounds, scoring)
+
+
+def _flash_documents(
+    package: str, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scoring: Scoring, **more: Any
+) -> Tensor:
+    output: Tensor = importlib.import_module(package).flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        softmax_scale=scoring.scale,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **bounds._asdict(),
+        **more,
+    )
+    return output

@@ -1,0 +1,395 @@
+"""The kernels of core attention by name, and the choice of one for a layer.
+
+Queries are the rows of a list of spans; those of a span see the keys ``[0, global_start + length)`` under a
+causal mask aligned to the bottom right (AMPipe, figure 5), or of these the keys of the row's document. Each
+name stands for one backend, the same for every chunk; only for ``sdpa`` does torch choose it.
+
+Shapes as in :mod:`.pieces`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe import compat
+from megatron_ampipe.attention import backends
+from megatron_ampipe.attention.backends import Bounds, DocumentFunction, Scoring, SpanFunction, visible_keys
+from megatron_ampipe.attention.pieces import (
+    AddKeys,
+    AttentionInPieces,
+    PieceKernel,
+    repeat_heads,
+    split_spans,
+)
+from megatron_ampipe.runtime.key_value_sums import KeyValueSums
+from megatron_ampipe.schedule.chunks import Span
+from megatron_ampipe.schedule.documents import DocumentRows, Documents
+from megatron_ampipe.schedule.features import uses_ring_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One backend of attention.
+
+    Attributes:
+        span: Attention of one span; None for a kernel that computes spans in pieces.
+        pieces: Computes pieces, of spans or in a ring. Of plain attention only.
+        documents: Attention of several documents in one call; None for one call per document.
+        why_not: ``(gpu, head size)`` to the reason why this GPU cannot run the kernel, or None.
+    """
+
+    span: SpanFunction | None = None
+    pieces: PieceKernel = backends.EXACT_PIECES
+    documents: DocumentFunction | None = None
+    why_not: Callable[[compat.Gpu, int], str | None] | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        spans: tuple[Span, ...],
+        scale: float,
+        dropout: float = 0.0,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        documents: Documents | None = None,
+        sums: KeyValueSums | None = None,
+    ) -> Tensor:
+        """Attention of one chunk; differentiable.
+
+        Args:
+            query: ``[R, B, H, C]``, the rows of the spans one after another.
+            key: ``[S, B, G, C]``, from the start of the sequence.
+            value: ``[S, B, G, V]``.
+            spans: Positions of the query rows in the sequence.
+            scale: See :class:`~.backends.Scoring`, as the next three.
+            dropout: Not in pieces.
+            window: Not in pieces.
+            sinks: For ``exact`` and ``sdpa`` only.
+            documents: Of the micro-batch; None where rows see all earlier ones of their sequence.
+            sums: Where a kernel of pieces adds the gradients of keys and values; it then returns None for
+                both. Other kernels ignore it.
+
+        Returns:
+            ``[R, B, H * V]``.
+        """
+        scoring = Scoring(scale, dropout, window, sinks)
+        if documents is None:
+            return self._attend(query, key, value, spans, scoring, None if sums is None else sums.add)
+        rows = documents.rows_of(spans)
+        if self.documents is not None:
+            assert scoring.sinks is None and (scoring.is_plain or self.span is not None)
+            return _attend_at_once(self.documents, query, key, value, rows, scoring)
+        return self._attend_one_by_one(query, key, value, rows, scoring, sums)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Sequence[Span],
+        scoring: Scoring,
+        add: AddKeys | None,
+    ) -> Tensor:
+        if self.span is None:
+            assert scoring.is_plain, "pieces are of plain attention"
+            output: Tensor = AttentionInPieces.apply(
+                query, key, value, self.pieces, spans, scoring.scale, add
+            )
+            return output
+        outputs = []
+        for rows, span in split_spans(query, spans):
+            first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
+            seen = slice(first, span.global_end)
+            outputs.append(self.span(rows, key[seen], value[seen], scoring))
+        joined = _joined(outputs)
+        return joined.reshape(*joined.shape[:2], -1)
+
+    def _attend_one_by_one(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Sequence[DocumentRows],
+        scoring: Scoring,
+        sums: KeyValueSums | None,
+    ) -> Tensor:
+        outputs: list[list[Tensor]] = [[] for _ in range(query.shape[1])]
+        # Views of one split: its backward joins the gradients of all documents in one copy.
+        by_sequence = [
+            part.split([rows.num_rows for rows in documents if rows.sequence == sequence])
+            for sequence, part in enumerate(query.split(1, dim=1))
+        ]
+        for rows in documents:
+            keys, sequence = slice(rows.first_key, rows.last_key), rows.sequence
+            output = self._attend(
+                by_sequence[sequence][len(outputs[sequence])],
+                key[keys, sequence : sequence + 1],
+                value[keys, sequence : sequence + 1],
+                (rows.span,),
+                scoring,
+                None if sums is None else functools.partial(_add_to_document, sums, rows),
+            )
+            outputs[sequence].append(output)
+        return _joined([_joined(parts) for parts in outputs], dim=1)
+
+
+def _attend_at_once(
+    attend: DocumentFunction,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Sequence[DocumentRows],
+    scoring: Scoring,
+) -> Tensor:
+    num_rows, batch = query.shape[:2]
+    queries = query.transpose(0, 1).flatten(0, 1)
+    keys, values = (_keys_of_documents(x, documents) for x in (key, value))
+    output = attend(queries, keys, values, Bounds.of(documents, device=query.device), scoring)
+    return output.reshape(batch, num_rows, -1).transpose(0, 1)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+
+
+def _add_to_document(sums: KeyValueSums, rows: DocumentRows, start: int, key: Tensor, value: Tensor) -> None:
+    """Add gradients of keys and values from a row on, which is counted in the document."""
+    sums.add_to_sequence(rows.sequence, rows.first_key + start, key, value)
+
+
+def _keys_of_documents(tensor: Tensor, documents: Sequence[DocumentRows]) -> Tensor:
+    """The keys of all documents one after another: a view if they are so in one sequence."""
+    ranges: list[tuple[int, int, int]] = []
+    for rows in documents:
+        if ranges and ranges[-1][0] == rows.sequence and ranges[-1][2] == rows.first_key:
+            ranges[-1] = (rows.sequence, ranges[-1][1], rows.last_key)
+        else:
+            ranges.append((rows.sequence, rows.first_key, rows.last_key))
+    return _joined([tensor[first:last, sequence] for sequence, first, last in ranges])
+
+
+MOST_SCORES = 2**24
+"""Of :func:`largest_scores`, computed at a time: 64 MiB in fp32."""
+
+
+@torch.no_grad()
+def largest_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    spans: tuple[Span, ...],
+    scale: float,
+    window: int | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """The largest score of each head that is not masked, scaled: ``[H]`` in fp32.
+
+    ``--qk-clip`` and ``--log-max-attention-logit`` ask for it. Transformer Engine's kernel returns it; for
+    others it is computed separately, for as many rows at a time as take little memory. Arguments as of a
+    :class:`Kernel`.
+    """
+    if documents is None:
+        parts = [(rows, key, span) for rows, span in split_spans(query, spans)]
+    else:
+        parts = [
+            (
+                query[rows.first_row : rows.last_row, rows.sequence : rows.sequence + 1],
+                key[rows.first_key : rows.last_key, rows.sequence : rows.sequence + 1],
+                rows.span,
+            )
+            for rows in documents.rows_of(spans)
+        ]
+    largest = query.new_full((query.shape[2],), -math.inf, dtype=torch.float32)
+    for of_span, keys_of_span, span in parts:
+        start = span.global_start
+        for some in of_span.split(max(1, MOST_SCORES // (of_span[0, ..., 0].numel() * len(keys_of_span)))):
+            first = 0 if window is None else max(0, start - window)
+            start += len(some)
+            keys = repeat_heads(keys_of_span[first:start], some.shape[2])
+            scores = torch.einsum("rbhc,sbhc->bhrs", some.float(), keys.float())
+            scores = scores.masked_fill_(~visible_keys(some, keys, window), -math.inf) * scale
+            largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)))
+    return largest
+
+
+_HOPPER = (9, 0)
+_MINIMUM_CUDNN = 91501
+"""9.15.1; older versions gave NaN or wrong gradients for lengths that are not multiples of 128."""
+
+
+def _why_not_flash_attn_3(gpu: compat.Gpu, head_size: int) -> str | None:
+    if gpu.capability != _HOPPER:
+        return "needs Hopper"
+    if not compat.has_flash_attn_3():
+        return "not installed"
+    return _why_not_head_size(head_size, largest=192 if gpu.deterministic else 256)
+
+
+def _why_not_cudnn(gpu: compat.Gpu, head_size: int) -> str | None:
+    if gpu.capability != _HOPPER and gpu.capability[0] != 10:
+        return "needs Hopper or Blackwell"
+    if gpu.cudnn < _MINIMUM_CUDNN:
+        return f"cuDNN {_cudnn_version(gpu.cudnn)} is older than {_cudnn_version(_MINIMUM_CUDNN)}"
+    if gpu.deterministic:
+        return "not deterministic"
+    return _why_not_head_size(head_size, largest=128)
+
+
+def _cudnn_version(cudnn: int) -> str:
+    # Before 9.0 the major version was multiplied by 1000.
+    major = 10000 if cudnn >= 90000 else 1000
+    return f"{cudnn // major}.{cudnn % major // 100}.{cudnn % 100}"
+
+
+def _why_not_flash_attn_2(gpu: compat.Gpu, head_size: int) -> str | None:
+    if not compat.has_flash_attn_internals():
+        return f"needs flash-attn {compat.FLASH_ATTN_INTERNALS}"
+    return _why_not_flash_2(gpu, head_size)
+
+
+def _why_not_torch_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
+    if not gpu.torch_flash:
+        return "this torch was built without FlashAttention"
+    return _why_not_flash_2(gpu, head_size)
+
+
+def _why_not_flash_2(gpu: compat.Gpu, head_size: int) -> str | None:
+    if gpu.capability < (8, 0):
+        return "needs Ampere or later"
+    # The backward kernel does not support all larger head sizes on devices with less shared memory.
+    has_memory = gpu.capability == (8, 0) or gpu.capability[0] in (9, 10)
+    return _why_not_head_size(head_size, largest=256 if has_memory else 192)
+
+
+def _why_not_head_size(head_size: int, *, largest: int) -> str | None:
+    if head_size % 8 == 0 and head_size <= largest:
+        return None
+    return f"head size {head_size} is not a multiple of 8 up to {largest}"
+
+
+KERNELS: dict[str, Kernel] = {
+    "flash-attn-3": Kernel(
+        pieces=backends.FLASH_ATTN_3, documents=backends.flash_3_documents, why_not=_why_not_flash_attn_3
+    ),
+    "cudnn": Kernel(pieces=backends.CUDNN, why_not=_why_not_cudnn),
+    "flash-attn-2": Kernel(
+        pieces=backends.FLASH_ATTN_2, documents=backends.flash_2_documents, why_not=_why_not_flash_attn_2
+    ),
+    "torch-flash-2": Kernel(
+        pieces=backends.TORCH_FLASH_2, documents=backends.torch_documents, why_not=_why_not_torch_flash_2
+    ),
+    "flash-attn": Kernel(backends.flash_attn, documents=backends.flash_2_documents),
+    "sdpa": Kernel(backends.sdpa),
+    "sdpa-efficient": Kernel(backends.sdpa_efficient),
+    "cpu-flash": Kernel(pieces=backends.CPU_FLASH),
+    "exact": Kernel(backends.exact),
+    "exact-pieces": Kernel(),
+}
+"""By the name that the start-up table and the benchmarks print; those for GPUs fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The chosen attention kernel.
+
+    Attributes:
+        name: ``te`` or a name in :data:`KERNELS`.
+        reason: Why each faster kernel cannot be used; empty if there is none.
+    """
+
+    name: str
+    reason: str = ""
+
+
+def choose_kernel(settings: Any, *, local: bool, on_gpu: bool, documents: bool = False) -> KernelChoice:
+    """Choose the kernel for all chunks of a layer.
+
+    A layer built with Transformer Engine keeps TE's attention, except under context parallelism, where TE
+    would start its own exchange of keys and values, and where documents share a sequence, whose bounds TE
+    takes for whole sequences. A local layer, whose stock kernel materializes the scores of the sequence, gets
+    the fastest available kernel that computes the same function; in a ring, one of pieces.
+
+    Args:
+        settings: Megatron's arguments or configuration of a layer.
+        local: The layer is built from Megatron's local modules, not Transformer Engine's.
+        on_gpu: The layer runs on a GPU.
+        documents: Rows attend to their own document only.
+    """
+    if not (local or documents or settings.context_parallel_size > 1):
+        return KernelChoice("te")
+    features = {
+        "latent attention": settings.multi_latent_attention,
+        "attention dropout": settings.attention_dropout > 0,
+        "sliding window": settings.window_size is not None,
+        "attention sinks": has_sinks(settings),
+    }
+    used = [name for name, is_used in features.items() if is_used]
+    choice = _fastest_kernel(
+        used, on_gpu=on_gpu, dtype=settings.params_dtype, head_size=settings.kv_channels, documents=documents
+    )
+    in_ring = uses_ring_attention(settings) and not documents
+    return replace(choice, name="exact-pieces") if in_ring and KERNELS[choice.name].span else choice
+
+
+def pinned_kernel(*, on_gpu: bool, dtype: torch.dtype, head_size: int | None = None) -> str:
+    """The kernel for comparing local layers: its backend does not depend on the shape."""
+    name = _fastest_kernel([], on_gpu=on_gpu, dtype=dtype, head_size=head_size).name
+    return "sdpa-efficient" if on_gpu and name == "sdpa" else name
+
+
+def has_sinks(settings: Any) -> bool:
+    """Whether the softmax of the layers has one more score (``--softmax-type``)."""
+    return getattr(settings, "softmax_type", "vanilla") != "vanilla"
+
+
+def _fastest_kernel(
+    used: Sequence[str], *, on_gpu: bool, dtype: torch.dtype, head_size: int | None, documents: bool = False
+) -> KernelChoice:
+    """Of the kernels of AMPipe; ``used`` are the features beyond plain attention."""
+    unsupported = f"no support for {' or '.join(used)}"
+    if not on_gpu:
+        if not used and compat.has_cpu_flash():
+            return KernelChoice("cpu-flash")
+        return KernelChoice("sdpa", f"cpu-flash: {unsupported if used else 'this torch does not have it'}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        return KernelChoice("sdpa", f"flash kernels: do not support {str(dtype).removeprefix('torch.')}")
+    if used:
+        # The public function of flash-attn supports dropout and windows.
+        by_flash_attn = compat.has_flash_attn() and not {"latent attention", "attention sinks"} & {*used}
+        return KernelChoice("flash-attn" if by_flash_attn else "sdpa", f"merged flash kernels: {unsupported}")
+    assert head_size is not None
+    gpu = compat.current_gpu()
+    reasons: list[str] = []
+    for name, kernel in KERNELS.items():
+        if kernel.why_not is None:
+            continue
+        reason = kernel.why_not(gpu, head_size)
+        if reason is None and documents and kernel.documents is None:
+            reason = "one call for each document"
+        if reason is None:
+            return KernelChoice(name, "; ".join(reasons))
+        reasons.append(f"{name}: {reason}")
+    name = "flash-attn" if compat.has_flash_attn() and gpu.capability >= (8, 0) else "sdpa"
+    return KernelChoice(name, "; ".join(reasons))
+
+
+def describe_kernel(name: str) -> str:
+    """Which backend computes which part of a chunk's attention, for the start-up table."""
+    if name == "te":
+        return "te (Transformer Engine chooses)"
+    if name == "sdpa":
+        return "sdpa (torch chooses)"
+    kernel = KERNELS[name]
+    if kernel.span is None and len(kernel.pieces.cut(Span(0, 1, 1), backward=False)) > 1:
+        return f"{name} (own keys causal, earlier keys without a mask, merged)"
+    return f"{name} (own and earlier keys at once)"
