@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ampipe.plan.cost_table import CostFunction
 from megatron_ampipe.plan.operation_times import Pair
+from megatron_ampipe.plan.stage_costs import CostFunction
 from megatron_ampipe.runtime.added_stage import AddedStage
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule import Direction, Lane, Layout, Scope, StageKind, Value, kinds

@@ -17,6 +17,7 @@ from typing import Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.schedule import Direction
 from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -154,6 +155,10 @@ class Overhead(Figure):
     forward_us: float
     backward_us: float
 
+    def of(self, direction: Direction) -> float:
+        """The time in one direction."""
+        return self.forward_us if direction is Direction.FORWARD else self.backward_us
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOverhead(Overhead):
@@ -240,6 +245,11 @@ class Cluster:
     flags: LinedMapping | None = field(default=None, compare=False)
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
+
+    @property
+    def trains_on_host(self) -> bool:
+        """Whether the processor computes, without a device that it issues stages to."""
+        return not self.host.issue.forward_us
 
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective.

@@ -11,9 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ampipe.plan import linear_products
-from megatron_ampipe.plan.linear_products import Product
-from megatron_ampipe.plan.operation_times import OperationTimes
+from megatron_ampipe.plan.operation_times import (
+    OperationTimes,
+    Product,
+    attention_products,
+    expert_products,
+    mlp_products,
+    qkv_products,
+    shared_products,
+)
 from megatron_ampipe.plan.workload import Workload
 
 
@@ -59,13 +65,14 @@ def tensors_of(workload: Workload, *, dense: bool) -> LayerTensors:
         workload: The block.
         dense: Whether it is a layer without experts.
     """
-    products = [*linear_products.qkv(workload, 0), *linear_products.attention(workload, 0)]
-    width = workload.dense_ffn if dense else workload.shared_ffn
-    if width is not None:
-        products += linear_products.gated(workload, 0, width)
+    products = [*qkv_products(workload, 0), *attention_products(workload, 0)]
+    if dense:
+        products += mlp_products(workload, 0)
+    elif workload.shared_ffn is not None:
+        products += shared_products(workload, 0)
     experts: tuple[float, ...] = ()
     if not dense and workload.expert_replicas > 1:
-        experts = _weights(linear_products.expert(workload, 0.0)) * workload.local_experts
+        experts = _weights(expert_products(workload, 0)) * workload.local_experts
     return LayerTensors(experts, _weights(products) if workload.replicas > 1 else ())
 
 

@@ -53,7 +53,7 @@ def select(model: CostModel, *, degree: int) -> Selection:
     transfer = stages[Stage(kinds.DISPATCH, 0)].forward * model.cluster.overlap.communication_slowdown
     product = model.product_us(rows)
     copy_of = model.cluster.compute.copy
-    local, copy = not model.cluster.host.issue.forward_us, 0.0
+    local, copy = model.cluster.trains_on_host, 0.0
     if copy_of is not None:
         copy = copy_of.time_us(expert_bytes(work, rows, local=local, inner=False))
     costs = {

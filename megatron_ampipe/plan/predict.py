@@ -13,11 +13,10 @@ from dataclasses import replace
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.plan.cost_table import CostFunction
-from megatron_ampipe.plan.host_time import issue_us
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, Pair
 from megatron_ampipe.plan.simulate import Compiled, compile_named, run
+from megatron_ampipe.plan.stage_costs import CostFunction, issue_us
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
@@ -43,7 +42,7 @@ class Predictor:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`.cost_table.COSTS`.
+        added: Cost functions of kinds of stages that are not in :data:`.stage_costs.COSTS`.
         num_layers: How many such blocks share a schedule.
         dense: Which of them have no experts, counted from 0.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
@@ -170,7 +169,7 @@ class Predictor:
             backward_degree=schedule.backward_degree if schedule else 1,
             memory=self.memory if memory is None else memory,
             # Without a GPU there is no Transformer Engine.
-            local=not self.cluster.host.issue.forward_us,
+            local=self.cluster.trains_on_host,
             whole_attention=schedule is not None and schedule.whole_attention,
             splits_weights=schedule is not None and bool(schedule.backward.weights),
             joins_weights=schedule is not None and schedule.joins_weights,
@@ -239,9 +238,7 @@ class Predictor:
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
     ) -> tuple[Compiled, list[float], list[float] | None]:
         """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
-        compiled = compile_named(
-            schedule, self.layers, direction, on_host=not self.cluster.host.issue.forward_us
-        )
+        compiled = compile_named(schedule, self.layers, direction, on_host=self.cluster.trains_on_host)
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
@@ -261,8 +258,7 @@ class Predictor:
 
     def issue(self, compiled: Compiled, direction: Direction, parts: int) -> list[float] | None:
         """The host's time to issue each stage; None for training on the CPU."""
-        figure = self.cluster.host.issue
-        if not (figure.forward_us if direction is Direction.FORWARD else figure.backward_us):
+        if not self.cluster.host.issue.of(direction):
             return None
         times = self._issue_us[direction]
         # A compute stage of several chunks is issued chunk by chunk, a collective once.
@@ -277,7 +273,7 @@ class Predictor:
         On the CPU, a collective starts before the previous one has ended
         (``runtime.executors.ThreadExecutor``); on a stream of a GPU they run one after another.
         """
-        if self.cluster.host.issue.forward_us:
+        if not self.cluster.trains_on_host:
             return None
         in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
         return [
@@ -326,9 +322,7 @@ class Predictor:
 
     def _block(self, direction: Direction) -> float:
         # Every layer of a stack makes its own call, and its parameters their own gradients.
-        figure = self.cluster.host.block
-        one = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
-        return one * len(self.layers) + self._model.edges()
+        return self.cluster.host.block.of(direction) * len(self.layers) + self._model.edges()
 
     def _with_recompute(self, pair: Pair) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""

@@ -128,7 +128,7 @@ class ReducedPass:
 
     @property
     def _on_host(self) -> bool:
-        return not self._predictor.cluster.host.issue.forward_us
+        return self._predictor.cluster.trains_on_host
 
     @property
     def _shares_links(self) -> bool:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.plan.cluster import Cluster, Overhead, TransferCost
 from megatron_ampipe.plan.exact import best_order
-from megatron_ampipe.plan.host_time import calls
 from megatron_ampipe.plan.order import search
 from megatron_ampipe.plan.planner import make_plan, plan_of
 from megatron_ampipe.plan.predict import Predictor
@@ -28,6 +27,7 @@ from megatron_ampipe.plan.search import (
     improve_chunks,
 )
 from megatron_ampipe.plan.stacks import choose_stack
+from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -277,15 +277,15 @@ def test_the_measured_time_to_issue_a_kind_replaces_its_share_of_the_mean(expert
     assert found["attention.0"] == 90.0
     # Several local experts need more calls than the one that the figure is for.
     one = dataclasses.replace(block, experts=block.experts // block.local_experts)
-    more = calls(kinds.EXPERT, Direction.BACKWARD, block) / calls(kinds.EXPERT, Direction.BACKWARD, one)
-    assert found["expert.0"] == pytest.approx(90.0 * more)
+    calls, alone = (host_calls(kinds.EXPERT, Direction.BACKWARD, work) for work in (block, one))
+    assert found["expert.0"] == pytest.approx(90.0 * calls / alone)
 
 
 def test_experts_without_grouped_gemm_need_more_calls() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:
-        assert calls(kinds.EXPERT, direction, single) > 3 * calls(kinds.EXPERT, direction, grouped)
-        assert calls(kinds.ROUTE, direction, single) == calls(kinds.ROUTE, direction, grouped)
+        assert host_calls(kinds.EXPERT, direction, single) > 3 * host_calls(kinds.EXPERT, direction, grouped)
+        assert host_calls(kinds.ROUTE, direction, single) == host_calls(kinds.ROUTE, direction, grouped)
 
 
 def test_both_named_schedules_are_tried() -> None:
