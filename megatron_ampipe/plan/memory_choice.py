@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.plan.period import SHORT
+from megatron_ampipe.plan.order import SHORT
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import COPYING, KEEP, STRATEGIES, Pipeline, memory_to_text
 

@@ -1,6 +1,6 @@
 """Makes the plan of a model's blocks on a cluster: block by block, or several layers as one schedule.
 
-Chooses between what :mod:`.search` finds for one block and :mod:`.stacks` for several layers, and says why.
+Chooses between what :mod:`.search` finds for one block and for several layers, and says why.
 The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
 """
 
@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 from megatron_ampipe.block_features import BALANCED, boundary
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan import fsmoe
 from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.operation_times import Pair
 from megatron_ampipe.plan.plan_file import Plan
@@ -25,11 +24,9 @@ from megatron_ampipe.plan.search import (
     choose_degree,
     full_plan,
     in_one_chunk,
+    named,
 )
-from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build, data_flow
-from megatron_ampipe.schedule.kinds import GATHER
-from megatron_ampipe.schedule.stage_kind import INTRA_LANE
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, build
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -110,38 +107,16 @@ def make_plans(
         return best
     compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
     reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
-    chosen = predictor.with_exchange(best.chosen.exchange)
     if best.chosen.exchange.has_two_hops:
-        reason += f" {_two_hops(chosen, best.chosen)}"
-    elif any(kind == GATHER and kind.lane is INTRA_LANE for kind in data_flow(chosen.features).kinds):
-        reason += f" By FSMoE's inequalities: {_fsmoe(chosen, best.chosen)}."
+        work, near = predictor.workload, predictor.cluster.ranks_per_node
+        layout = NodeLayout.of(expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=near)
+        assert layout is not None
+        fewer = layout.num_nodes - 1
+        reason += (
+            f" In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages "
+            "to other nodes."
+        )
     return replace(best, chosen=replace(best.chosen, reason=reason))
-
-
-def _two_hops(predictor: Predictor, plan: Plan) -> str:
-    """How many messages two hops save, and which of FSMoE's cases they are, as sentences."""
-    work, ranks_per_node = predictor.workload, predictor.cluster.ranks_per_node
-    layout = NodeLayout.of(
-        expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
-    )
-    assert layout is not None
-    fewer = layout.num_nodes - 1
-    return (
-        f"In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages to "
-        f"other nodes. By FSMoE's inequalities: {_fsmoe(predictor, plan)}."
-    )
-
-
-def _fsmoe(predictor: Predictor, plan: Plan) -> str:
-    """The cases of both directions, with one layer's stages."""
-    one = predictor.of_layers(1)
-    lengths = tuple(round(share * one.workload.rows) for share in plan.shares)
-    found = []
-    for direction in Direction:
-        degree = plan.schedule.degree_of(direction)
-        costs = one.costs(lengths, len(lengths) // degree, False)
-        found.append(fsmoe.described(costs, direction=direction, degree=degree))
-    return "; ".join(found)
 
 
 def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
@@ -176,7 +151,8 @@ def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: b
         because = replace(alone, reason=f"{alone.reason} {why}")
         return Plans(alone, None, _blocks_ms(predictor, alone), because)
     sharing = sharing_layers(predictor, stack)
-    found = (full_stack if full else choose_stack)(sharing, degrees)
+    found = _best(sharing, degrees, full=full)
+    assert found is not None
     blocks_ms = _blocks_ms(sharing, alone)
     shared = replace(_plan_without_reason(sharing, found), stack=stack)
     blocks = _ms(sharing.stock()) / blocks_ms
@@ -239,15 +215,7 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
 def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
     stock = predictor.stock()
     workload = predictor.workload
-    best: Candidate | None = None
-    if workload.rows > 1 and workload.expert > 1:
-        best = (full_plan if full else choose_degree)(predictor, degrees)
-        if workload.exchange is not Exchange.ROWS:
-            best = min(_uncut(predictor), best, key=lambda one: one.total_us)
-    whole = in_one_chunk(predictor)
-    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
-        # The simpler one, and the one that costs nothing where its prediction is wrong.
-        best = whole
+    best = _best(predictor, degrees, full=full)
     if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
         schedule = build("sequential", degree=1, features=predictor.features)
         megatron = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
@@ -257,11 +225,19 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     return plan_of(predictor, best, degrees=degrees)
 
 
-def _uncut(predictor: Predictor) -> Candidate:
-    """AMPipe's layer without chunks, which hides nothing; of use where its exchange is the faster one."""
-    schedule = build("ampipe", degree=1, features=predictor.features)
-    lengths = (predictor.workload.rows,)
-    return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
+def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
+    """The best way to run the layers in AMPipe's; None if nothing can overlap."""
+    best: Candidate | None = None
+    if predictor.workload.rows > 1 and predictor.workload.expert > 1:
+        best = (full_plan if full else choose_degree)(predictor, degrees)
+        if predictor.workload.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+            # Without chunks nothing is hidden, but its exchange may be the faster one.
+            best = min(named(predictor, "ampipe", 1, 1), best, key=lambda one: one.total_us)
+    whole = in_one_chunk(predictor)
+    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
+        # The simpler one, and the one that costs nothing where its prediction is wrong.
+        best = whole
+    return best
 
 
 def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
@@ -284,7 +260,7 @@ def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
         memory=predictor.memory,
         exchange=predictor.workload.exchange,
-        num_layers=found.stack,
+        num_layers=len(predictor.layers),
         stock_ms=_ms(predictor.stock()),
         predicted_ms=_ms(found.time),
         stages_forward_ms=timeline.length_us("forward") / 1e3,

@@ -57,11 +57,6 @@ class LayerRouting:
         """Rows for the experts at each of so many places, between which they are divided in order."""
         return _divided(self.per_expert(chunk), places)
 
-    def part_per_place(self, part: int, places: int) -> list[int]:
-        """The same of the tokens of one part."""
-        counts = [sum(column) for column in zip(*self.counts[part], strict=True)]
-        return _divided(counts, places)
-
     @property
     def rows(self) -> int:
         """Pairs of a token and an expert."""

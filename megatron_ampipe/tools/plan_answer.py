@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -176,8 +175,7 @@ def show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     for sentence in answer["assumed"]:
         console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if answer["gradients"] is not None:
-        for table in _tables_of_gradients(answer["gradients"]):
-            console.print(table)
+        console.print(_table_of_gradients(answer["gradients"]))
         console.print(_advice_on_gradients(answer["gradients"]), soft_wrap=True)
     if answer["memory_strategies"] is not None:
         console.print(_sentence_of(answer["memory_strategies"]), soft_wrap=True)
@@ -232,19 +230,9 @@ def _table_of_memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _tables_of_gradients(found: Mapping[str, Any]) -> Iterator[Table]:
-    """The layers, equal neighbors in one row, and the ways to reduce the gradients of all of them."""
-    layers = Table(title="gradients of the last micro-batch: ms to reduce them, ms that each layer hides")
-    for name in ("layers", "reduction", "gap", "FSMoE's first step", "second step adds"):
-        layers.add_column(name, justify="right", no_wrap=True)
-    keys = ("reduction_ms", "gap_ms", "first_step_ms", "second_step_ms")
-    # Solutions of a linear program have rounding errors, which are no figures.
-    rows = [(row["layer"], [f"{round(row[key], 6):.3g}" for key in keys]) for row in found["layers"]]
-    for figures, equal in itertools.groupby(rows, key=lambda row: row[1]):
-        numbers = [layer for layer, _ in equal]
-        layers.add_row(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", *figures)
-    yield layers
-    ways = Table(title=f"backward pass of {len(rows)} layers and their reductions, ms, predicted")
+def _table_of_gradients(found: Mapping[str, Any]) -> Table:
+    """The ways to reduce the gradients of all layers."""
+    ways = Table(title="backward pass of all layers and its reductions in the last micro-batch, ms")
     for name in ("gradients reduced", "bucket size", "pass", "left after it", "both", "saves"):
         ways.add_column(name, justify="left" if name == "gradients reduced" else "right", no_wrap=True)
     for way in found["ways"]:
@@ -257,7 +245,7 @@ def _tables_of_gradients(found: Mapping[str, Any]) -> Iterator[Table]:
             f"{way['saves']:.1%}",
             style="bold" if way["name"] == found["chosen"] else None,
         )
-    yield ways
+    return ways
 
 
 def _advice_on_gradients(found: Mapping[str, Any]) -> str:

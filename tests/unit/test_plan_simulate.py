@@ -178,7 +178,7 @@ def test_a_deadlock_gives_an_infinite_time() -> None:
     compiled = compile_program(good, needs)
     number = {stage: index for index, stage in enumerate(compiled.stages)}
     lanes = tuple(tuple(number[stage] for stage in order) for order in (compute.stages, swapped))
-    broken = dataclasses.replace(compiled, reversed_lanes=tuple(order[::-1] for order in lanes))
+    broken = dataclasses.replace(compiled, queues=tuple(order[::-1] for order in lanes))
     _, end = run(broken, [1.0] * len(compiled.stages))
     assert max(end) == math.inf
 
