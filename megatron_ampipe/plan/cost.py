@@ -25,6 +25,7 @@ from megatron_ampipe.plan.stage_costs import COSTS, CostFunction, Work, exchange
 from megatron_ampipe.plan.workload import Rows, Workload, chunk_rows
 from megatron_ampipe.schedule import (
     KEEP,
+    WEIGHTS,
     BlockFeatures,
     Direction,
     Stage,
@@ -76,7 +77,7 @@ class CostModel:
         self._chunk_rows = functools.lru_cache(maxsize=4096)(
             functools.partial(chunk_rows, workload, shares_schedule=shares_schedule)
         )
-        self._known: defaultdict[tuple[StageKind, bool], dict[object, Pair]] = defaultdict(dict)
+        self._known: defaultdict[tuple[StageKind, bool, bool], dict[object, Pair]] = defaultdict(dict)
 
     def stages(
         self,
@@ -101,61 +102,37 @@ class CostModel:
         """
         features = self.features if features is None else features
         chunks = self._chunk_rows(tuple(lengths))
+        starts = range(0, len(chunks), parts)
+        groups = {index: chunks[start : start + parts] for index, start in enumerate(starts)}
         found: dict[Stage, Pair] = {}
         for kind in data_flow(features).kinds:
-            if kind.of_parameters or is_whole(kind, whole_attention=whole_attention):
-                work = Work(self._sequence, chunked=False)
-                found[Stage(kind)] = self._stage(kind, work, dense=features.dense)
-            else:
-                self._set_chunks(found, kind, chunks, parts=parts)
-        for kind in weights:
-            assert kind.weights_of is not None
-            self._set_weights_apart(found, kind.weights_of, kind, chunks, parts=parts, joined=kind in joined)
+            whole = kind.of_parameters or is_whole(kind, whole_attention=whole_attention)
+            chunked = not whole and len(chunks) > 1
+            apart = WEIGHTS[kind] if WEIGHTS.get(kind) in weights else None
+            for place, rows in ({None: (self._sequence,)} if whole else groups).items():
+                found[Stage(kind, place)] = self._time(kind, rows, chunked=chunked, dense=features.dense)
+                if apart is not None:
+                    alone = sum(self._weights(kind, Work(one, chunked=chunked)) for one in rows)
+                    found[Stage(kind, place)] += Pair(0.0, -alone)
+                    if whole or apart not in joined:
+                        found[Stage(apart, place)] = Pair(0.0, alone)
+            if apart is not None and not whole and apart in joined:
+                found[Stage(apart)] = Pair(0.0, self._joined_weights(kind, chunks))
         return found
 
-    def _set_chunks(
-        self, found: dict[Stage, Pair], kind: StageKind, chunks: Sequence[Rows], *, parts: int
-    ) -> None:
-        """Set the times of the stages of a kind that are of a chunk."""
-        chunked = len(chunks) > 1
-        known, by_position = self._known[kind, chunked], facts_of(kind).by_position
-        for index in range(len(chunks) // parts):
-            group = chunks[index * parts : (index + 1) * parts]
-            # Chunks are computed one by one; a single collective sends the rows of all of them.
-            works = group if kind.lane.computes and parts > 1 else (_joined(group),)
-            total: Pair | None = None
-            for rows in works:
-                key = rows if by_position else rows.hidden
-                if key not in known:
-                    known[key] = self._stage(kind, Work(rows, chunked=chunked))
-                total = known[key] if total is None else total + known[key]
-            assert total is not None
-            found[Stage(kind, index)] = total
-
-    def _set_weights_apart(
-        self,
-        found: dict[Stage, Pair],
-        kind: StageKind,
-        weights: StageKind,
-        chunks: Sequence[Rows],
-        *,
-        parts: int,
-        joined: bool,
-    ) -> None:
-        """Give the weight gradients of a kind separate stages in the times that were found."""
-        stages = [stage for stage in found if stage.kind == kind]
-        for stage in stages:
-            alone = 0.0
-            if stage.chunk is None:
-                alone = self._weights(kind, Work(self._sequence, chunked=False))
-            else:
-                for rows in chunks[stage.chunk * parts : (stage.chunk + 1) * parts]:
-                    alone += self._weights(kind, Work(rows, chunked=len(chunks) > 1))
-            found[stage] += Pair(0.0, -alone)
-            if not joined or stage.chunk is None:
-                found[Stage(weights, stage.chunk)] = Pair(0.0, alone)
-        if stages and Stage(weights) not in found and joined:
-            found[Stage(weights)] = Pair(0.0, self._joined_weights(kind, chunks))
+    def _time(self, kind: StageKind, rows: Sequence[Rows], *, chunked: bool, dense: bool) -> Pair:
+        """The time of one stage of some chunks."""
+        known, by_position = self._known[kind, chunked, dense], facts_of(kind).by_position
+        # Chunks are computed one by one; a single collective sends the rows of all of them.
+        parts = rows if kind.lane.computes and len(rows) > 1 else (_joined(rows),)
+        total: Pair | None = None
+        for part in parts:
+            key = part if by_position else part.hidden
+            if key not in known:
+                known[key] = self._stage(kind, Work(part, chunked=chunked), dense=dense)
+            total = known[key] if total is None else total + known[key]
+        assert total is not None
+        return total
 
     def product_us(self, rows: int) -> float:
         """The mean time of the two products of the experts, forward, for so many rows of a rank."""
@@ -190,7 +167,7 @@ class CostModel:
                 total += factor * sum(self._times.weight_product(*part, chunked=chunked) for part in parts)
         return total
 
-    def _stage(self, kind: StageKind, work: Work, *, dense: bool = False) -> Pair:
+    def _stage(self, kind: StageKind, work: Work, *, dense: bool) -> Pair:
         """The time of one stage of one chunk, including its overhead."""
         pair = self._costs[kind.row](self._dense_times if dense else self._times, work)
         if not kind.is_differentiated:
@@ -235,7 +212,7 @@ class CostModel:
         if not self._shares_schedule or work.tensor == 1:
             return 0.0
         moved = work.rows * work.batch * work.hidden * work.element_bytes * (work.tensor - 1) / work.tensor
-        figure = self.cluster.collective("all_to_all", across_nodes=self._times.crosses(work.tensor))
+        figure = self._times.figure("all_to_all", work.tensor)
         return 2 * (figure.time_us(moved) + self._times.move(work.rows * work.batch).forward)
 
     def latency(self, kind: StageKind) -> float:

@@ -2,8 +2,7 @@
 
 Megatron has one buffer for the parameters of experts and one for all others, because different ranks reduce
 them. Both are cut by the same rule (``--ddp-bucket-size``). Counted are the weights of matrix products:
-norms, the router, and tables of words and positions are left out. Pure. Used by :mod:`.cost` and
-:mod:`.gradient_plan`.
+norms, the router, and tables of words and positions are left out.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ from megatron_ampipe.plan.workload import Workload
 
 
 class LayerTensors(NamedTuple):
-    """Parameters of each tensor of a layer on one rank, whose gradients are reduced.
-
-    Attributes:
-        experts: Those of experts.
-        others: All others.
-    """
+    """Parameters of each tensor of a layer on one rank, whose gradients are reduced."""
 
     experts: tuple[float, ...]
     others: tuple[float, ...]
@@ -59,12 +53,7 @@ class LayerReductions(NamedTuple):
 
 
 def tensors_of(workload: Workload, *, dense: bool) -> LayerTensors:
-    """The tensors of a layer, without those that no other rank has.
-
-    Args:
-        workload: The block.
-        dense: Whether it is a layer without experts.
-    """
+    """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
     products = [*qkv_products(workload, 0), *attention_products(workload, 0)]
     if dense:
         products += mlp_products(workload, 0)
@@ -81,14 +70,10 @@ def _weights(products: Sequence[Product]) -> tuple[float, ...]:
 
 
 def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
-    """Parameters of the buckets that are complete with each layer.
+    """Parameters of the buckets that are complete with each layer, in the order of the backward pass.
 
     A bucket ends with the tensor with which it has ``bucket_size`` parameters; the last one ends with the
     last layer.
-
-    Args:
-        layers: The tensors of one buffer in each layer, in the order of the backward pass.
-        bucket_size: ``--ddp-bucket-size``.
     """
     found: list[list[float]] = []
     filled = 0.0

@@ -34,7 +34,6 @@ class Reducing:
     """One way to reduce the gradients of all layers.
 
     Attributes:
-        name: Of the way.
         bucket_size: ``--ddp-bucket-size``; None if there are no buckets, or they have Megatron's default.
         pass_ms: The backward pass of all layers, with what reductions delay.
         left_ms: What is reduced when the pass has ended.
@@ -171,14 +170,7 @@ class ReducedPass:
     (Megatron's overlap). Lists have one item for each layer in the order of the pass, from the last layer to
     the first.
 
-    Args:
-        predictor: Of the layers that share the schedule, or of one.
-        schedule: What they run.
-        lengths: Rows of one rank in each chunk.
-        num_layers: Of the pipeline stage, all with experts if they do not all share the schedule.
-
-    Raises:
-        BadInput: the cluster has no figure for a reduction.
+    The arguments are those of :func:`plan_gradients`.
     """
 
     def __init__(
@@ -217,7 +209,7 @@ class ReducedPass:
     ) -> None:
         """Add layers that share a schedule, from the layer ``first`` on, after those that the pass has."""
         whole = placed(predictor.whole(schedule), predictor.layers)
-        compiled, durations, issue = predictor.inputs(whole, lengths, Direction.BACKWARD)
+        compiled, durations, pace = predictor.inputs(whole, lengths, Direction.BACKWARD)
         moved = {
             stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in whole.backward.stages
         }
@@ -227,8 +219,8 @@ class ReducedPass:
             self._needs[moved[stage]] = tuple(moved[one] for one in stages) or before
         for number, stage in enumerate(compiled.stages):
             self._times[moved[stage]] = durations[number]
-            if issue is not None:
-                self._issue[moved[stage]] = issue[number]
+            if pace.issue_us is not None:
+                self._issue[moved[stage]] = pace.issue_us[number]
         for lane in whole.backward.lanes:
             self._lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
 
@@ -273,13 +265,9 @@ class ReducedPass:
             times[stage] += layer.experts
         for stage, layer in zip(self._above[1:], gradients, strict=False):
             times[stage] += layer.others
-        _, end = run(
-            compiled,
-            [times[stage] for stage in compiled.stages],
-            issue_us=[self._issue[stage] for stage in compiled.stages] if self._issue else None,
-            latency_us=self._predictor.latency(compiled),
-            **self._predictor.slowdowns,
-        )
+        issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
+        durations = [times[stage] for stage in compiled.stages]
+        _, end = run(compiled, durations, self._predictor.pace(compiled, issue))
         computed = max(
             one for stage, one in zip(compiled.stages, end, strict=True) if not stage.kind.of_parameters
         )

@@ -195,14 +195,7 @@ def _loaded(restored: Collection[str], arrived: float, inner: float) -> float:
 
 
 def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> float:
-    """What the experts keep of a chunk: what arrived, and the inner tensors.
-
-    Args:
-        workload: The block.
-        rows: Of the chunk, on one rank.
-        local: As in :func:`peak_bytes`.
-        inner: With the inner tensors.
-    """
+    """What the experts keep of a chunk with these rows of a rank: what arrived, and the ``inner`` tensors."""
     modules = _LOCAL[workload.element_bytes] if local else _FUSED
     _, arrived, of_experts = _kept(workload, modules)
     return (arrived + of_experts * inner) * rows / workload.rows

@@ -7,12 +7,11 @@ that of the weight, which can be a separate stage.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
+from megatron_ampipe.plan.cluster import Cluster, Operation, TransferCost
 from megatron_ampipe.plan.workload import Rows, Workload
 from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
@@ -30,6 +29,11 @@ class Pair(NamedTuple):
 
     def __add__(self, other: Pair) -> Pair:  # type: ignore[override]
         return Pair(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def total(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
 
     def of(self, direction: Direction) -> float:
         """The time in one direction."""
@@ -130,10 +134,10 @@ class OperationTimes:
 
     def _nodes(self) -> NodeLayout:
         work, ranks_per_node = self.workload, self.cluster.ranks_per_node
-        found = NodeLayout.of(
+        nodes = NodeLayout.of(
             expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
         )
-        if found is None:
+        if nodes is None:
             raise BadInput(
                 "ranks_per_node",
                 ranks_per_node,
@@ -141,7 +145,7 @@ class OperationTimes:
                 f"over several nodes, as the exchange {work.exchange} needs it",
                 remedy="Use the cluster file of that machine.",
             )
-        return found
+        return nodes
 
     def tokens(self, rows: Rows) -> int:
         """Tokens of one rank in a chunk."""
@@ -166,8 +170,7 @@ class OperationTimes:
 
     def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
         """Several products one after the other."""
-        found = [self.products(*product, chunked=chunked) for product in products]
-        return functools.reduce(Pair.__add__, found, ZERO)
+        return sum((self.products(*product, chunked=chunked) for product in products), ZERO)
 
     def weight_product(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> float:
         """The part of :meth:`products` that is of the gradient of the weights."""
@@ -188,8 +191,8 @@ class OperationTimes:
         merge_mb = 1e-6 * merged * self.workload.element_bytes
         # Five matrix products backward, two forward.
         return Pair(
-            _attention_us(self._attention.forward, gflops, merge_mb),
-            _attention_us(self._attention.backward, 2.5 * gflops, merge_mb),
+            self._attention.forward.time_us(gflops, merge_mb),
+            self._attention.backward.time_us(2.5 * gflops, merge_mb),
         )
 
     def pass_over(self, elements: float) -> Pair:
@@ -207,10 +210,11 @@ class OperationTimes:
         if ranks == 1:
             return ZERO
         size = elements * self.workload.element_bytes * (ranks - 1)
-        across = self.crosses(ranks * (self.workload.tensor if wide else 1))
-        gather_us = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
-        scatter_us = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
-        return Pair(gather_us, scatter_us)
+        spread = ranks * (self.workload.tensor if wide else 1)
+        return Pair(
+            self.figure("all_gather", spread).time_us(size),
+            self.figure("reduce_scatter", spread).time_us(size),
+        )
 
     def reduction_us(self, parameters: float, *, experts: bool) -> float:
         """Gradients of so many parameters of one bucket are reduced; 0 where no other rank has them.
@@ -224,15 +228,13 @@ class OperationTimes:
         if ranks == 1 or not parameters:
             return 0.0
         size = parameters * GRADIENT_BYTES * (ranks - 1) / ranks
-        across = self.crosses(ranks * apart)
         if work.shards_optimizer:
-            return self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
-        return 2 * self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+            return self.figure("reduce_scatter", ranks * apart).time_us(size)
+        return 2 * self.figure("all_gather", ranks * apart).time_us(size)
 
-    def counts_figure(self) -> TransferCost:
-        """The all-gather of the numbers of rows."""
-        ranks = self.workload.expert * self.workload.expert_tensor
-        return self.cluster.collective("all_gather", across_nodes=self.crosses(ranks))
+    def figure(self, operation: Operation, ranks: int) -> TransferCost:
+        """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
+        return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
 
     def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
@@ -252,28 +254,6 @@ class OperationTimes:
             if peers
         ]
 
-    def node_figure(self) -> TransferCost:
-        """An all-to-all within a node."""
-        return self.cluster.collective("all_to_all", across_nodes=False)
-
-    def share_figure(self, operation: Operation) -> TransferCost:
-        """An all-gather or a reduce-scatter of the ranks that share an expert."""
-        across = self.crosses(self.workload.expert_tensor)
-        return self.cluster.collective(operation, across_nodes=across)
-
-    def rows_figure(self, operation: Operation) -> TransferCost:
-        """An all-gather or a reduce-scatter of the tensor-parallel ranks."""
-        return self.cluster.collective(operation, across_nodes=self.crosses(self.workload.tensor))
-
-    def ring_figure(self) -> TransferCost:
-        """What a context-parallel rank sends to the next one, of which the slowest is between nodes."""
-        across = self.crosses(self.workload.context * self.workload.tensor)
-        return self.cluster.collective("all_to_all", across_nodes=across)
-
-    def crosses(self, ranks: int) -> bool:
-        """Whether a group of so many ranks is on several nodes."""
-        return ranks > self.cluster.ranks_per_node
-
     def _exchange_figure(self, across: bool) -> TransferCost:
         figures = (self.cluster.inter if across else self.cluster.intra) or {}
         own = self._stock and "stock_all_to_all" in figures
@@ -292,7 +272,3 @@ class OperationTimes:
     def memory_us(self, size_bytes: float) -> float:
         """So many bytes are read or written."""
         return self._memory.time_us(size_bytes)
-
-
-def _attention_us(line: AttentionLine, gflops: float, merge_mb: float) -> float:
-    return line.alpha_us + gflops * line.beta_us_per_gflop + merge_mb * line.merge_us_per_mb

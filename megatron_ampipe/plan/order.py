@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Lanes, run
+from megatron_ampipe.plan.simulate import NOT_YET, Compiled, Lanes, Pace, run
 from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule
 
 SHORT = 4
@@ -47,24 +47,14 @@ class OrderProblem:
     Args:
         compiled: All layers in some order; those of a pass are numbered from 0.
         durations: How long each stage takes alone.
+        pace: What the times of stages depend on besides.
         direction: Of the pass; backward, it begins with the last layer.
-        issue_us: See :func:`~.simulate.run`, as the two that follow.
-        latency_us: The latency of each transfer.
-        slowdowns: The other keyword arguments.
     """
 
     def __init__(
-        self,
-        compiled: Compiled,
-        durations: Sequence[float],
-        *,
-        direction: Direction,
-        issue_us: Sequence[float] | None = None,
-        latency_us: Sequence[float] | None = None,
-        slowdowns: Mapping[str, float] | None = None,
+        self, compiled: Compiled, durations: Sequence[float], pace: Pace, *, direction: Direction
     ) -> None:
-        self.compiled, self.durations = compiled, durations
-        self._issue_us, self._latency_us, self._slowdowns = issue_us, latency_us, slowdowns or {}
+        self.compiled, self.durations, self._pace = compiled, durations, pace
         number = {stage: index for index, stage in enumerate(compiled.stages)}
         self.num_layers = 1 + max(stage.layer for stage in compiled.stages)
         passed = range(self.num_layers)[:: 1 if direction is Direction.FORWARD else -1]
@@ -78,15 +68,8 @@ class OrderProblem:
         cls, predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...], direction: Direction
     ) -> OrderProblem:
         """The problem of one direction of a schedule, for the layers of a predictor."""
-        compiled, durations, issue = predictor.inputs(predictor.whole(schedule), lengths, direction)
-        return cls(
-            compiled,
-            durations,
-            direction=direction,
-            issue_us=issue,
-            latency_us=predictor.latency(compiled),
-            slowdowns=predictor.slowdowns,
-        )
+        inputs = predictor.inputs(predictor.whole(schedule), lengths, direction)
+        return cls(*inputs, direction=direction)
 
     def repeated(self, period: Period) -> Lanes:
         """The order of all stages of the short stack."""
@@ -105,16 +88,8 @@ class OrderProblem:
 
     def _spans(self, lanes: Lanes) -> tuple[list[float], list[float]]:
         """Start and end of every stage in an order; infinite if its lanes deadlock."""
-        compiled = self.compiled.in_order(lanes, issued=self._issue_us is not None)
-        if compiled is None:
-            return [NOT_YET], [NOT_YET]
-        return run(
-            compiled,
-            self.durations,
-            issue_us=self._issue_us,
-            latency_us=self._latency_us,
-            **self._slowdowns,
-        )
+        compiled = self.compiled.in_order(lanes, issued=self._pace.issue_us is not None)
+        return ([NOT_YET], [NOT_YET]) if compiled is None else run(compiled, self.durations, self._pace)
 
     def period_of(self, program: Program) -> Period:
         """The period of a program of one block, or of a schedule that repeats."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 from megatron_ampipe.block_features import BALANCED, boundary
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.plan_file import MadeFor, Plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
@@ -57,16 +57,9 @@ class Plans:
         return self.shared.predicted_ms
 
 
-def make_plan(
-    predictor: Predictor,
-    *,
-    degrees: tuple[int, ...] = DEGREES,
-    full: bool = True,
-    stack: int = ALL_LAYERS,
-    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
-) -> Plan:
-    """The chosen one of :func:`make_plans`."""
-    return make_plans(predictor, degrees=degrees, full=full, stack=stack, exchanges=exchanges).chosen
+def make_plan(predictor: Predictor, **options: Any) -> Plan:
+    """The chosen one of :func:`make_plans`, with the same options."""
+    return make_plans(predictor, **options).chosen
 
 
 def make_plans(
@@ -77,12 +70,13 @@ def make_plans(
     stack: int = ALL_LAYERS,
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
 ) -> Plans:
-    """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
+    """Make a plan for the layers of a pipeline stage, block by block and together, and choose.
 
     Args:
-        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
+        predictor: Of all of these layers.
         degrees: The degrees that are tried.
-        full: As in :func:`plans_of_exchange`.
+        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
+            milliseconds.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
             predictions are exact. One that does not apply is left out if others are left.
@@ -96,7 +90,7 @@ def make_plans(
     possible = predictor.workload.exchanges(predictor.cluster.ranks_per_node)
     useful = [one for one in exchanges if one in possible]
     found = [
-        plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
+        _plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
         for one in useful or [Exchange.ROWS]
     ]
     best = found[0]
@@ -119,25 +113,13 @@ def make_plans(
     return replace(best, chosen=replace(best.chosen, reason=reason))
 
 
-def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
+def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
     """:func:`make_plans` with the exchange of the workload.
 
-    Args:
-        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
-        degrees: The degrees that are tried.
-        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
-            milliseconds.
-        stack: How many layers may share a schedule: 1 is block by block, 0 all.
-
-    Returns:
-        The plans. Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup
-        is predicted.
-
-    Raises:
-        BadInput: the predicted time of a block is 0.
+    Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup is predicted.
     """
     stock = predictor.stock()
-    if not stock.forward + stock.backward > 0:
+    if not stock.total > 0:
         raise BadInput(
             "cluster",
             predictor.cluster.path,
@@ -155,7 +137,7 @@ def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: b
     assert found is not None
     blocks_ms = _blocks_ms(sharing, alone)
     shared = replace(_plan_without_reason(sharing, found), stack=stack)
-    blocks = _ms(sharing.stock()) / blocks_ms
+    blocks = sharing.stock().total / 1e3 / blocks_ms
     if shared.predicted_speedup < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
         why = (
             f"Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share one are "
@@ -208,7 +190,7 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
     """The time of all layers of a predictor block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
     with_experts = sum(features.experts for features in predictor.layers)
-    others_ms = _ms(predictor.stock()) - with_experts * alone.stock_ms
+    others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
     return with_experts * alone.predicted_ms + others_ms
 
 
@@ -241,34 +223,30 @@ def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Cand
 
 
 def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
-    """The plan of a candidate, with its predictions and the reason for the choice.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        found: The chosen candidate.
-        degrees: Degrees that were tried; the reason compares the next smaller and the next larger one.
-    """
+    """The plan of a chosen candidate; its reason compares the next smaller and the next larger degree."""
     plan = _plan_without_reason(predictor, found)
     communication_ms = predictor.timeline(found.schedule, found.lengths).communication_us / 1e3
     return replace(plan, reason=_reason(predictor, plan, communication_ms, degrees))
 
 
 def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
-    timeline = predictor.timeline(found.schedule, found.lengths)
+    timeline, cluster = predictor.timeline(found.schedule, found.lengths), predictor.cluster
     return Plan(
         schedule=found.schedule,
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
         memory=predictor.memory,
         exchange=predictor.workload.exchange,
         num_layers=len(predictor.layers),
-        stock_ms=_ms(predictor.stock()),
-        predicted_ms=_ms(found.time),
+        stock_ms=predictor.stock().total / 1e3,
+        predicted_ms=found.total_us / 1e3,
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
         memory_gib=predictor.peak_bytes(found.schedule) / 2**30,
         reason="",
-        made_for=MadeFor.on(predictor.workload, predictor.cluster),
+        made_for=MadeFor.of(
+            predictor.workload, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node
+        ),
     )
 
 
@@ -307,7 +285,7 @@ def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
     if best.schedule.num_chunks == 1:
         found = "schedule that was found, which overlaps gradients of weights alone"
     stock = predictor.stock()
-    share = predictor.communication_us() / (stock.forward + stock.backward)
+    share = predictor.communication_us() / stock.total
     return (
         f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
         f"about as large as the time that they hide, or larger (the best {found}, "
@@ -316,8 +294,4 @@ def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
 
 
 def _speedup(stock: Pair, found: Candidate) -> float:
-    return (stock.forward + stock.backward) / found.total_us
-
-
-def _ms(time: Pair) -> float:
-    return (time.forward + time.backward) / 1e3
+    return stock.total / found.total_us

@@ -58,7 +58,7 @@ class Candidate:
     @property
     def total_us(self) -> float:
         """Time of forward and backward pass."""
-        return self.time.forward + self.time.backward
+        return self.time.total
 
     @property
     def cost(self) -> float:
@@ -96,14 +96,10 @@ def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candi
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best named schedule with equal chunks and a degree for each direction.
+    """The best named schedule with equal chunks and a degree for each direction, of ascending degrees.
 
     One of the two degrees divides the other, because the runtime groups adjacent chunks in the direction with
     the smaller degree.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        degrees: The degrees that are tried, ascending.
     """
     best = _best_named(_short(predictor), degrees)
     return _timed(predictor, best.schedule, best.lengths)
@@ -130,12 +126,7 @@ def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
 
 
 def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
-    """Move rows between adjacent chunks while that saves time. The order of the stages is kept.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        start: The candidate to start from; returned if none is faster.
-    """
+    """Move rows between adjacent chunks while that saves time. The order of the stages is kept."""
     rows, count = predictor.workload.rows, len(start.lengths)
     # A run must use the lengths that are found here, and it rounds them to this number of rows.
     unit = row_unit(rows, count)
@@ -163,14 +154,9 @@ def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
 
 
 def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best candidate over degrees, lengths of chunks and order of the stages.
+    """The best candidate over ascending degrees, lengths of chunks and order of the stages.
 
-    Args:
-        predictor: Of the workload on the cluster.
-        degrees: The degrees that are tried, ascending.
-
-    Returns:
-        A checked candidate, not slower than :func:`choose_degree`.
+    It is checked, and not slower than that of :func:`choose_degree`.
     """
     short = _short(predictor)
     plain = _best_named(short, degrees)
@@ -198,11 +184,7 @@ def _reordered(predictor: Predictor, start: Candidate) -> Candidate:
 
 
 def reorder(predictor: Predictor, start: Candidate) -> Candidate:
-    """Search another order of the stages in each direction; chunks and degrees are kept.
-
-    Returns:
-        The candidate; ``start`` if no order is faster.
-    """
+    """Search a faster order of the stages in each direction; chunks and degrees are kept."""
     schedule, whole = start.schedule, predictor.whole(start.schedule)
     programs = []
     for direction in Direction:

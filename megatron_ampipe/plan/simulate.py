@@ -4,8 +4,7 @@ The input is the schedule that an executor runs, and the result corresponds to t
 records. A lane runs its stages in order, and a stage begins when its dependencies have ended. Concurrent
 computation and communication slow each other down, and lanes with the same resource share it, so speeds
 change when a stage begins or ends. Where a host issues stages to a device (``host.issue`` above zero), a
-stage cannot begin before it was issued, in the order of ``schedule.issue_order``. Called by :mod:`.search`
-several hundred times per plan.
+stage cannot begin before it was issued, in the order of ``schedule.issue_order``.
 """
 
 from __future__ import annotations
@@ -67,12 +66,7 @@ class Compiled:
     positions: tuple[int, ...] = ()
 
     def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
-        """The same stages in another order of each lane; None if the host cannot issue it.
-
-        Args:
-            lanes: The stages of each lane.
-            issued: Whether a host issues them to a device.
-        """
+        """The same stages in another order of each lane; None if a host cannot issue them to a device."""
         named = tuple((name, order) for (name, _), order in zip(self.lanes, lanes, strict=True))
         queues = tuple(order[::-1] for order in lanes)
         if not issued:
@@ -107,7 +101,7 @@ class Compiled:
 def compile_named(
     schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction, *, on_host: bool = False
 ) -> Compiled:
-    """Compile one direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
+    """One direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
     needs = needs_of(schedule, layers, direction)
     return compile_program(schedule.program(direction), needs, on_host=on_host)
 
@@ -143,12 +137,8 @@ def contention(
 ) -> tuple[int, ...]:
     """For each stage the number of its resource if several lanes use that, else -1.
 
-    The compute lane does not count: a transfer in it does not run concurrently with a computation.
-
-    Args:
-        lanes: For each lane its name and the numbers of its stages.
-        stages: All stages.
-        on_host: Copies to host memory are computed by the processor that runs the compute lane.
+    The compute lane does not count: a transfer in it does not run concurrently with a computation. With
+    ``on_host``, copies to host memory are computed by the processor that runs the compute lane.
     """
     resources = [stage.kind.lane.resource for stage in stages]
     if on_host and COPY_LANE.resource in resources:
@@ -163,23 +153,11 @@ def contention(
     return tuple(shared.index(resource) if resource in shared else -1 for resource in resources)
 
 
-def run(
-    compiled: Compiled,
-    durations: Sequence[float],
-    *,
-    issue_us: Sequence[float] | None = None,
-    latency_us: Sequence[float] | None = None,
-    compute_slowdown: float = 1.0,
-    communication_slowdown: float = 1.0,
-    busy_latency_us: float = 0.0,
-) -> tuple[list[float], list[float]]:
-    """Compute the start and end of each stage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What the times of stages depend on, besides how long each takes alone.
 
-    One loop with few calls: it runs several hundred times in every search.
-
-    Args:
-        compiled: The program.
-        durations: The time of each stage alone.
+    Attributes:
         issue_us: The host's time to issue each stage; None for training on the CPU.
         latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
             is ready by then. It does not slow computation down. None if a collective begins only after the
@@ -188,11 +166,25 @@ def run(
         communication_slowdown: Factor on the time of a transfer during a computation.
         busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
             computation.
-
-    Returns:
-        Start and end of every stage, in the unit of the durations; infinite for stages that never run
-        because lanes deadlock.
     """
+
+    issue_us: Sequence[float] | None = None
+    latency_us: Sequence[float] | None = None
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+    busy_latency_us: float = 0.0
+
+
+def run(
+    compiled: Compiled, durations: Sequence[float], pace: Pace = Pace()
+) -> tuple[list[float], list[float]]:
+    """Compute the start and end of each stage, in the unit of the durations.
+
+    They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
+    several hundred times in every search.
+    """
+    issue_us, latency_us, busy_latency_us = pace.issue_us, pace.latency_us, pace.busy_latency_us
+    compute_slowdown, communication_slowdown = pace.compute_slowdown, pace.communication_slowdown
     waiting = list(map(len, compiled.needs))
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)

@@ -96,9 +96,13 @@ def facts_of(kind: StageKind) -> CostOf:
     return FACTS.get(kind.row) or CostOf(kind)
 
 
-def _latency(operation: Operation) -> Callable[[OperationTimes], float]:
-    """Of a collective of the tensor-parallel ranks."""
-    return lambda times: times.rows_figure(operation).alpha_us
+def _latency(operation: Operation, *groups: str) -> Callable[[OperationTimes], float]:
+    """Of a collective of ranks that are spread over the product of these sizes of a workload."""
+
+    def latency(times: OperationTimes) -> float:
+        return times.figure(operation, times.workload.ranks(*groups)).alpha_us
+
+    return latency
 
 
 # Attention.
@@ -109,8 +113,8 @@ def input_norm(times: OperationTimes, work: Work) -> Pair:
     return times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
 
 
-@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather"))
-@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather"))
+@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", "tensor"))
+@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", "tensor"))
 def gather_rows(times: OperationTimes, work: Work) -> Pair:
     """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
     return times.gather(times.tokens(work.rows) * times.workload.hidden, times.workload.tensor)
@@ -143,14 +147,14 @@ def attend(times: OperationTimes, work: Work) -> Pair:
     return times.attend(gflops, queries * sizes.value_size) + times.key_sums(keys)
 
 
-@CostOf(kinds.RING, latency=lambda times: times.ring_figure().alpha_us)
-@CostOf(kinds.RERING, latency=lambda times: times.ring_figure().alpha_us)
+@CostOf(kinds.RING, latency=_latency("all_to_all", "context", "tensor"))
+@CostOf(kinds.RERING, latency=_latency("all_to_all", "context", "tensor"))
 def ring(times: OperationTimes, work: Work) -> Pair:
     """Keys and values of one rank to the next; backward, their gradients."""
     sizes = times.workload
     rows = sizes.sequence_length / sizes.context * sizes.batch
     size = rows * sizes.key_value_width / sizes.tensor * sizes.element_bytes
-    time = times.ring_figure().time_us(size)
+    time = times.figure("all_to_all", sizes.context * sizes.tensor).time_us(size)
     return Pair(time, time)
 
 
@@ -170,7 +174,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
     return total + scatter_rows(times, work) + add_norm(times, work)
 
 
-@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter"))
+@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter", "tensor"))
 def scatter_rows(times: OperationTimes, work: Work) -> Pair:
     """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
     gathered = gather_rows(times, work)
@@ -237,7 +241,7 @@ def merge(times: OperationTimes, work: Work) -> Pair:
 
 def _counts_latency(times: OperationTimes) -> float:
     ranks = times.workload.expert * times.workload.expert_tensor
-    return times.counts_figure().alpha_us if ranks > 1 else 0.0
+    return times.figure("all_gather", ranks).alpha_us if ranks > 1 else 0.0
 
 
 @CostOf(kinds.COUNTS, calls=(5, 0), latency=_counts_latency)
@@ -246,14 +250,14 @@ def counts(times: OperationTimes, work: Work) -> Pair:
     ranks = sizes.expert * sizes.expert_tensor
     if ranks == 1:
         return ZERO
-    return Pair(times.counts_figure().time_us(COUNT_BYTES * sizes.experts * (ranks - 1)), 0.0)
+    return Pair(times.figure("all_gather", ranks).time_us(COUNT_BYTES * sizes.experts * (ranks - 1)), 0.0)
 
 
 def _exchange_latency(times: OperationTimes) -> float:
     if times.workload.expert == 1:
         return 0.0
     if times.workload.dispatcher == "allgather":
-        return times.counts_figure().alpha_us
+        return _counts_latency(times)
     return max(figure.alpha_us for figure, _ in times.links())
 
 
@@ -278,15 +282,15 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     return Pair(time, time)
 
 
-@CostOf(kinds.SPREAD, latency=lambda times: times.node_figure().alpha_us)
-@CostOf(kinds.COLLECT, latency=lambda times: times.node_figure().alpha_us)
-@CostOf(kinds.RESPREAD, latency=lambda times: times.node_figure().alpha_us)
+@CostOf(kinds.SPREAD, latency=_latency("all_to_all"))
+@CostOf(kinds.COLLECT, latency=_latency("all_to_all"))
+@CostOf(kinds.RESPREAD, latency=_latency("all_to_all"))
 def hop(times: OperationTimes, work: Work) -> Pair:
     """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
     assert times.nodes is not None
     near, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
     size = copies * (near - 1) / near * times.workload.row_bytes(times.workload.arriving_probabilities)
-    time = times.node_figure().time_us(size) + times.move(copies).forward
+    time = times.figure("all_to_all", 1).time_us(size) + times.move(copies).forward
     return Pair(time, time)
 
 
@@ -296,14 +300,14 @@ def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
     return times.gather(elements, sizes.expert_tensor)
 
 
-@CostOf(kinds.GATHER, calls=(6, 10), latency=lambda times: times.share_figure("all_gather").alpha_us)
-@CostOf(kinds.REGATHER, latency=lambda times: times.share_figure("all_gather").alpha_us)
+@CostOf(kinds.GATHER, calls=(6, 10), latency=_latency("all_gather", "expert_tensor"))
+@CostOf(kinds.REGATHER, latency=_latency("all_gather", "expert_tensor"))
 def gather(times: OperationTimes, work: Work) -> Pair:
     """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
     return _over_shares(times, work, times.workload.arriving_probabilities)
 
 
-@CostOf(kinds.SCATTER, calls=(5, 3), latency=lambda times: times.share_figure("reduce_scatter").alpha_us)
+@CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", "expert_tensor"))
 def scatter(times: OperationTimes, work: Work) -> Pair:
     """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
     gathered = _over_shares(times, work, 0)

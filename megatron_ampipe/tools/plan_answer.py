@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.gradient_plan import PLACED, STOCK, plan_gradients
-from megatron_ampipe.plan.mpipemoe import select
+from megatron_ampipe.plan.memory_choice import equation_10_us
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
@@ -92,18 +92,18 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
     degree = plan.backward_degree
-    chosen = select(CostModel(predictor.workload, predictor.cluster), degree=degree)
+    costs_us = equation_10_us(CostModel(predictor.workload, predictor.cluster), degree=degree)
     times = {}
-    for name in (KEEP, *chosen.costs_us):
+    for name in (KEEP, *costs_us):
         of_memory = predictor.of_layers(1, memory=name)
         schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
         pair = of_memory.pass_us(schedule, even_chunks(predictor.workload.rows, degree))
         times[name] = (pair.forward + pair.backward) / 1e3
     return {
         "degree": degree,
-        "equation_10": chosen.strategy,
-        "equation_10_ms": {name: cost / 1e3 for name, cost in chosen.costs_us.items()},
-        "simulated": min(chosen.costs_us, key=lambda name: times[name]),
+        "equation_10": min(costs_us, key=lambda name: costs_us[name]),
+        "equation_10_ms": {name: cost / 1e3 for name, cost in costs_us.items()},
+        "simulated": min(costs_us, key=lambda name: times[name]),
         "simulated_ms": times,
     }
 

@@ -24,7 +24,7 @@ from megatron_ampipe.plan.search import (
     full_plan,
     improve_chunks,
 )
-from megatron_ampipe.plan.simulate import compile_program
+from megatron_ampipe.plan.simulate import Pace, compile_program
 from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -64,8 +64,8 @@ def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, Bloc
     problem = OrderProblem(
         compiled,
         [draw(TIMES) for _ in compiled.stages],
+        Pace(compute_slowdown=compute, communication_slowdown=communication),
         direction=direction,
-        slowdowns={"compute_slowdown": compute, "communication_slowdown": communication},
     )
     return problem, schedule, features, direction
 
@@ -226,8 +226,8 @@ def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
         chosen = choose_degree(predictor)
         degrees.append(chosen.schedule.degree)
         # The host is not the bottleneck: issuing the stages takes less time than the pass.
-        _, _, issues = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
-        assert issue_us == 3000 or sum(issues or ()) < chosen.time.forward
+        _, _, pace = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
+        assert issue_us == 3000 or sum(pace.issue_us or ()) < chosen.time.forward
     assert degrees == sorted(degrees, reverse=True)
     assert degrees[0] > degrees[-1]
 
@@ -243,10 +243,10 @@ def test_the_measured_time_to_issue_a_kind_replaces_its_share_of_the_mean(expert
     for of in (None, figures):
         measured = dataclasses.replace(device, host=dataclasses.replace(host, issue_of=of))
         predictor = Predictor(block, measured)
-        compiled, _, issues = predictor.inputs(
+        compiled, _, pace = predictor.inputs(
             build("ampipe", degree=2, features=predictor.features), (16384, 16384), Direction.BACKWARD
         )
-        issued.append(dict(zip(map(str, compiled.stages), issues or (), strict=True)))
+        issued.append(dict(zip(map(str, compiled.stages), pace.issue_us or (), strict=True)))
     by_calls, found = issued
     assert {stage for stage in found if found[stage] != by_calls[stage]} == {
         "attention.0", "attention.1", "expert.0", "expert.1",

@@ -135,7 +135,7 @@ def test_tensor_parallel_layers_that_share_a_schedule_project_by_chunk(local: bo
     stack = alone.of_layers(3)
     assert not alone.features.chunked_qkv and stack.features.chunked_qkv
     first, last = (
-        (costs := one.costs((2048, 2048), 1, False))[Stage(kinds.ATTENTION, 0)].forward
+        (costs := one._costs((2048, 2048)))[Stage(kinds.ATTENTION, 0)].forward
         / costs[Stage(kinds.ATTENTION, 1)].forward
         for one in (alone, stack)
     )
