@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe.layers.stage_functions import MOE, Tensors
-from megatron_ampipe.plan.cost_table import CostFunction
 from megatron_ampipe.plan.operation_times import Pair
+from megatron_ampipe.plan.stage_costs import CostFunction
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.schedule import Direction, Lane, Layout, Scope, StageKind, Value, kinds
 

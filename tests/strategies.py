@@ -3,8 +3,8 @@
 :func:`ampipe_time` is the closed form of AMPipe's appendix C, :class:`FsmoeLayer` the four cases of FSMoE
 section 4.2, :class:`MPipeMoE` the range table of MPipeMoE's algorithm 1, :func:`mpipemoe_cost` its
 equation 10. Each takes times or sizes as its
-paper does. ``docs/planner.md`` says where they differ from the simulator. Plans of two hops name FSMoE's
-case (``plan/fsmoe.py``); the planner uses none of this to choose.
+paper does. ``docs/planner.md`` says where they differ from the simulator. The planner uses none of
+this to choose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.plan.fsmoe import fsmoe_case
 from megatron_ampipe.plan.workload import Workload
 
 
@@ -46,6 +45,31 @@ def ampipe_degree(attention: float, communication: float, experts: float, *, deg
         sorted(degrees),
         key=lambda degree: ampipe_time(attention, communication, experts, degree=degree),
     )
+
+
+def fsmoe_case(
+    exchange: float, gather: float, scatter: float, experts: float, *, degree: int, reduction: float = 0.0
+) -> int:
+    """The case, 1 to 4, by the questions Q1 to Q7.
+
+    Args:
+        exchange: An all-to-all of a chunk between nodes; dispatch and combine are equal.
+        gather: What brings a chunk from there to the ranks of its experts.
+        scatter: What brings it back.
+        experts: The experts of a chunk.
+        degree: Number of chunks.
+        reduction: ``t_gar``, the part of the gradient all-reduce that is placed in this layer; 0 forward.
+    """
+    inside = gather + scatter
+    # What the experts have beyond the exchanges that can hide them.
+    beyond = degree * experts - 2 * (degree - 1) * exchange
+    if exchange > gather:
+        if beyond > 0:
+            return 1 if reduction > beyond + inside else 2
+        return 1 if reduction > inside else 3
+    if degree * experts > (degree - 1) * inside:
+        return 1 if reduction > beyond + inside else 2
+    return 1 if reduction > degree * inside - 2 * (degree - 1) * exchange else 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,17 @@
 """Would sequences that move to the rank with most of their tokens save bytes? Luffy's migration, in numbers.
 
 Trains the quick start's model with several numbers of experts and experts per token, records who goes where
-(``--ampipe-routing-dir``), and gives the first and the last quarter of the records to the simulation that
-``ampipe routing`` shows, for two ranks and for four. Nothing moves in the trainings. One bound is added here:
-the fewest rows if every rank has as many sequences as before in every layer, so that attention is equal work.
+(``--ampipe-routing-dir``), and simulates the first and the last quarter of the records, for two ranks and for
+four. Nothing moves in the trainings.
+
+After the experts of a layer, a sequence's rows are combined on some rank, and the sequence lives there from
+then on: the rows of its tokens that are there already need not travel. What else has to follow is counted
+too: its residual rows, to which the experts' outputs are added. Keys and values need not, as the next layer
+computes new ones. Counted in rows of the hidden size; the backward pass sends as many the other way. Also
+counted are the fewest rows if every rank has as many sequences as before in every layer, so that attention is
+equal work.
+
+Source: Chen et al., Luffy, 2024 (arXiv 2411.15419); of the paper, the abstract was at hand.
 
     ampipe data --output runs/stdlib
     python docs/measured/migration.py train runs/stdlib runs/migration
@@ -19,12 +27,19 @@ import itertools
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.plan.migration import Layer, Residual, simulate
-from megatron_ampipe.plan.recorded_routing import RecordedRouting, RoutingRecord, busiest, read_routing
+from megatron_ampipe.plan.recorded_routing import (
+    LayerRouting,
+    RecordedRouting,
+    RoutingRecord,
+    busiest,
+    read_routing,
+)
 from megatron_ampipe.tools.benchmark.training import run
 from megatron_ampipe.tools.benchmark.training_job import TrainingJob
 from megatron_ampipe.tools.measuring import machine, rank_processes
@@ -148,6 +163,150 @@ def figures_of(routing: RecordedRouting, ranks: int) -> dict[str, Any]:
     }
 
 
+class Residual(StrEnum):
+    """Which residual rows follow a sequence that moves."""
+
+    ALL = "all"
+    MISSING = "missing"
+    """Those of tokens that no expert of the new rank had. The others would be computed back from the
+    normalized rows that were sent to the experts there, with rounding."""
+    NONE = "none"
+    """None, which no implementation can do: what the combine alone would save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRows:
+    """One sequence in one layer.
+
+    Attributes:
+        rows: Rows that experts of each rank return, ``[rank]``.
+        present: Tokens that have experts on each rank, ``[rank]``.
+        tokens: Tokens of the sequence.
+    """
+
+    rows: Sequence[int]
+    present: Sequence[int]
+    tokens: int
+
+    def dispatched(self, home: int) -> int:
+        """Rows that leave the rank of the sequence."""
+        return sum(self.rows) - self.rows[home]
+
+    def combined(self, home: int, new: int, residual: Residual) -> int:
+        """Rows that travel so that the sequence lives on a rank afterwards."""
+        moved = sum(self.rows) - self.rows[new]
+        if new == home or residual is Residual.NONE:
+            return moved
+        return moved + self.tokens - (self.present[new] if residual is Residual.MISSING else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """Rows of a forward pass, of all recorded sequences.
+
+    Attributes:
+        dispatch: With every sequence where it is.
+        combine: Likewise.
+        most: Both, if every sequence goes to the rank with most of its rows, in every layer.
+        most_combine: The combine of that alone, with what follows.
+        best: Both, if each sequence takes the way over the ranks with the fewest rows in total. No choice
+            is better; that all might end up on one rank is not excluded.
+    """
+
+    dispatch: float
+    combine: float
+    most: float
+    most_combine: float
+    best: float
+
+    @property
+    def saved_by_most(self) -> float:
+        """Share of dispatch and combine, below 0 where more is sent."""
+        return _saved(self.most, self.dispatch + self.combine)
+
+    @property
+    def saved_of_combine(self) -> float:
+        """Share of the combine alone."""
+        return _saved(self.most_combine, self.combine)
+
+    @property
+    def saved_by_best(self) -> float:
+        """Share of dispatch and combine that no choice of ranks exceeds."""
+        return _saved(self.best, self.dispatch + self.combine)
+
+
+def simulate(routing: RecordedRouting, ranks: int, *, once: bool, residual: Residual) -> Moves:
+    """What sequences send that stay, and that move.
+
+    The mean over all ranks on which a sequence can begin.
+
+    Args:
+        routing: Of sequences that are whole on a rank (``ranks_per_sequence`` 1).
+        ranks: Between which the experts are divided.
+        once: A token is sent to a rank once (``--ampipe-exchange ranks``); otherwise for each of its experts.
+        residual: What follows.
+    """
+    totals = [0.0] * 5
+    for record in routing.records:
+        assert record.ranks_per_sequence == 1
+        tokens = sum(record.tokens)
+        for part in range(record.num_parts):
+            layers = []
+            for one in record.layers:
+                present = one.arriving(part, ranks) if ranks > 1 else (tokens,)
+                rows = present if once else part_per_place(one, part, ranks)
+                layers.append(SequenceRows(rows=rows, present=present, tokens=tokens))
+            for home in range(ranks):
+                for index, value in enumerate(_of_sequence(layers, home, residual)):
+                    totals[index] += value / ranks
+    dispatch, combine, most_dispatch, most_combine, best = totals
+    return Moves(
+        dispatch=dispatch,
+        combine=combine,
+        most=most_dispatch + most_combine,
+        most_combine=most_combine,
+        best=best,
+    )
+
+
+def _of_sequence(
+    layers: Sequence[SequenceRows], home: int, residual: Residual
+) -> tuple[int, int, int, int, int]:
+    stays = sum(layer.dispatched(home) for layer in layers)
+    dispatched = combined = 0
+    at = home
+    for layer in layers:
+        dispatched += layer.dispatched(at)
+        # It stays where it is if no rank has more.
+        new = max(range(len(layer.rows)), key=lambda rank: (layer.rows[rank], rank == at))
+        combined += layer.combined(at, new, residual)
+        at = new
+    return stays, stays, dispatched, combined, fewest(layers, home, residual)
+
+
+def fewest(layers: Sequence[SequenceRows], home: int, residual: Residual) -> int:
+    """Rows of dispatch and combine on the best way of a sequence over the ranks, from a given one."""
+    ranks = range(len(layers[0].rows))
+    left = [0 for _ in ranks]
+    for layer in reversed(layers):
+        left = [
+            layer.dispatched(at) + min(layer.combined(at, new, residual) + left[new] for new in ranks)
+            for at in ranks
+        ]
+    return left[home]
+
+
+def _saved(rows: float, before: float) -> float:
+    return 1 - rows / before if before else 0.0
+
+
+def part_per_place(layer: LayerRouting, part: int, places: int) -> list[int]:
+    """Rows of the tokens of one part for the experts at each of so many places."""
+    counts = [sum(column) for column in zip(*layer.counts[part], strict=True)]
+    size = len(counts) // places
+    return [sum(counts[first : first + size]) for first in range(0, len(counts), size)]
+
+
 def equal_shares(record: RoutingRecord, num_ranks: int, *, once: bool, residual: Residual) -> tuple[int, int]:
     """Rows of a micro-batch if no sequence moves, and the fewest if ranks always have equally many.
 
@@ -160,8 +319,8 @@ def equal_shares(record: RoutingRecord, num_ranks: int, *, once: bool, residual:
         sequences = []
         for part in parts:
             present = one.arriving(part, num_ranks)
-            rows = present if once else one.part_per_place(part, num_ranks)
-            sequences.append(Layer(rows=rows, present=present, tokens=sum(record.tokens)))
+            rows = present if once else part_per_place(one, part, num_ranks)
+            sequences.append(SequenceRows(rows=rows, present=present, tokens=sum(record.tokens)))
         stays += sum(2 * layer.dispatched(home) for layer, home in zip(sequences, begin, strict=True))
         moved = {
             (part, old, new): layer.dispatched(old) + layer.combined(old, new, residual)

@@ -19,7 +19,7 @@ from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.planned import made_for_of_args
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.plan.made_for import MadeFor, differences
+from megatron_ampipe.plan.plan_file import MadeFor, differences
 from megatron_ampipe.records import read_record, write_record
 from megatron_ampipe.schedule import Exchange, Pipeline
 from megatron_ampipe.yaml_lines import load

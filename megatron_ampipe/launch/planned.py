@@ -18,13 +18,11 @@ from megatron_ampipe.launch.auto import Planner
 from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
-from megatron_ampipe.plan.made_for import MadeFor, differences
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile
-from megatron_ampipe.plan.model_workload import layers_of, workload_of
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.model_workload import StageLayers, layers_of, workload_of
+from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.stage_layers import StageLayers
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.refusal_conditions import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout

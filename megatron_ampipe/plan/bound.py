@@ -3,30 +3,22 @@
 Computation has one lane; every other lane occupies a resource (``schedule.Lane``), such as the network.
 Whatever the order,
 
-* the compute lane needs the sum of all compute stages. Those among them that depend on a transfer (the
-  *fed* ones) cannot start before some transfer has arrived, and those that a transfer depends on (the
-  *feeding* ones) have ended before some last transfer travels: while too little else is left to compute,
-  the lane stands still;
-* a resource is not used before some first transfer over it has what it needs: all compute stages that this
-  transfer depends on run before it, one after another, and so does every chain of stages and transfers over
-  other resources that leads to it (the *head*). After some last transfer all that depends on it still has
-  to run (the *tail*). Between the two, the resource needs the sum of its transfers.
+* the compute lane needs the sum of all compute stages. Those that depend on a transfer (*fed*) cannot start
+  before some transfer has arrived, and those that a transfer depends on (*feeding*) have ended before some
+  last transfer travels: while too little else is left to compute, the lane stands still;
+* a resource is not used before all that some first transfer over it depends on has run (the *head*), and
+  after some last one all that depends on it still has to run (the *tail*). Between the two, it needs the sum
+  of its transfers.
 
-So a direction takes at least the maximum of compute with its waits, of head + communication + tail of
-every resource, and of the longest chain of stages that wait for one another; and the blocks take the sum of
-both directions, because the backward pass begins with the gradient of the whole output. Where several blocks
-share a schedule, the sums are over all of them; head, tail and waits count once: they are the edges of a
-pass. They are taken as the smallest possible: the bound holds for every order, not only for the one that was
-run. Used for predictions (:mod:`.predict`) and by ``ampipe bench``.
+A direction takes at least the maximum of compute with its waits, of head + communication + tail of every
+resource, and of the longest chain of stages that wait for one another. The blocks take the sum of both
+directions, because the backward pass begins with the gradient of the whole output. Where several blocks share
+a schedule, the sums are over all of them; head, tail and waits count once, and are the smallest possible: the
+bound holds for every order.
 
-Measured stage times must be those of stages that run alone (``tools.measuring.stage_times``): a collective
-without the wait for a peer that comes later, and no lane slowed by another. Times from an overlapped run
-would count its losses as unavoidable; nor may they include what a GPU waits for its host, which other work
-can cover. A shaped link that idles saves up, and lets that pass at once: collectives are timed without it,
-but for the first of a direction, because an order saves up only while the link idles, which takes as long as
-is saved.
-What runs outside stages (autograd's own work, Python between stages) is in no bound: it is part of what a
-run loses.
+Measured stage times must be those of stages that run alone (``tools.measuring.stage_times``): without the
+wait for a peer, losses of an overlapped run, or what a GPU waits for its host. What runs outside stages is in
+no bound.
 """
 
 from __future__ import annotations
@@ -46,8 +38,7 @@ class DirectionBound:
 
     Attributes:
         compute: Sum of the compute stages.
-        compute_with_waits: What the compute lane needs when it has to wait for a first transfer, and
-            something follows after a last one.
+        compute_with_waits: The same with the waits for a first transfer, and before a last one.
         communication: Sum of the transfers over the resource for which the three together are largest.
         head: The least time before a transfer over it can start.
         tail: The least time after a transfer over it.

@@ -3,7 +3,7 @@
 Each figure is a linear function of the size of one operation (fitted, derived or taken from a data sheet):
 ``alpha_us`` is the fixed time, and a slope is the time per size. All times are in microseconds; MB is 10**6
 bytes, GFLOP is 10**9 operations, where a multiplication and an addition are two. Each figure names its
-source. Written by ``ampipe profile``, read by ``ampipe plan``; :mod:`.cost` computes times of stages from it.
+source.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.schedule import Direction
 from megatron_ampipe.shipped import find_config, shown
 from megatron_ampipe.yaml_lines import LinedMapping, load
 
@@ -35,17 +36,13 @@ OverheadKind = Literal["any", "qkv", "attention", "route", "losses", "shared", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """The fields that every figure has.
-
-    Attributes:
-        basis: How the figure was obtained.
-        source: Where it comes from, as text: a paper's section, a data sheet, or a command and a machine.
-        r_squared: Coefficient of determination of the line; only of fitted figures.
-    """
+    """The fields that every figure has."""
 
     basis: Basis = field(metadata={"last": True})
     source: str = field(metadata={"last": True})
+    """As text: a paper's section, a data sheet, or a command and a machine."""
     r_squared: float | None = field(default=None, metadata={"last": True})
+    """Coefficient of determination of the line; only of fitted figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +115,10 @@ class AttentionLine(Figure):
     beta_us_per_gflop: float
     merge_us_per_mb: float
 
+    def time_us(self, gflops: float, merge_mb: float) -> float:
+        """Time of so many operations, and so much output to merge."""
+        return self.alpha_us + gflops * self.beta_us_per_gflop + merge_mb * self.merge_us_per_mb
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
@@ -153,6 +154,10 @@ class Overhead(Figure):
 
     forward_us: float
     backward_us: float
+
+    def of(self, direction: Direction) -> float:
+        """The time in one direction."""
+        return self.forward_us if direction is Direction.FORWARD else self.backward_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +246,11 @@ class Cluster:
     path: str = field(default="(no file)", compare=False, metadata={"derived": True})
     lines: Mapping[str, int] = field(default_factory=dict, compare=False, metadata={"derived": True})
 
+    @property
+    def trains_on_host(self) -> bool:
+        """Whether the processor computes, without a device that it issues stages to."""
+        return not self.host.issue.forward_us
+
     def collective(self, operation: Operation, *, across_nodes: bool) -> TransferCost:
         """The figure of a collective.
 
@@ -254,42 +264,29 @@ class Cluster:
         return figures[operation]
 
     def gemm(self, dtype: Dtype) -> Gemm:
-        """The figure of matrix products.
-
-        Raises:
-            BadInput: the file has none for this dtype.
-        """
+        """The figure of matrix products; as for :meth:`collective`, BadInput if the file has none."""
         if dtype not in self.compute.gemm:
             raise self.missing("compute.gemm", dtype)
         return self.compute.gemm[dtype]
 
     def attention(self, dtype: Dtype) -> Attention:
-        """The figures of core attention.
-
-        Raises:
-            BadInput: the file has none for this dtype.
-        """
+        """The figures of core attention, likewise."""
         if dtype not in self.compute.attention:
             raise self.missing("compute.attention", dtype)
         return self.compute.attention[dtype]
 
     def stage_overhead(self, kind: str) -> StageOverhead:
-        """The overhead of a compute stage of this kind.
-
-        Raises:
-            BadInput: the file has a figure neither for this kind nor for ``any``.
-        """
+        """The overhead of a compute stage of this kind, or of ``any``; likewise."""
         figures = {str(name): figure for name, figure in self.host.stage.items()}
-        found = figures.get(kind, figures.get("any"))
-        if found is None:
+        overhead = figures.get(kind, figures.get("any"))
+        if overhead is None:
             raise self.missing("host.stage", kind)
-        return found
+        return overhead
 
     def missing(self, section: str, key: str) -> BadInput:
         """The error for a figure that this workload needs and that the file does not contain."""
-        line = self.lines.get(section, 1)
         return BadInput(
-            f"{self.path}:{line}:",
+            f"{self.path}:{self.lines.get(section, 1)}:",
             f"{section}.{key}",
             rule="is missing, and this workload needs it",
             remedy="Add the figure, or measure the cluster with ampipe profile.",
@@ -320,20 +317,14 @@ def _check_table(path: Path, lines: Lines, where: str, figure: TransferCost) -> 
 
 
 def write_cluster(cluster: Cluster, path: Path, *, head: str) -> None:
-    """Write a cluster file atomically: under a temporary name that is then renamed.
+    """Write a file of which :func:`read_cluster` reads an equal cluster.
 
-    Args:
-        cluster: The cluster; :func:`read_cluster` reads an equal one.
-        path: Path of the file.
-        head: A comment for the first line, such as the command that made it.
+    It appears under its name only when it is whole. ``head`` is a comment for the first line, such as the
+    command that made it.
     """
     write_record(path, cluster, head=head)
 
 
 def find_cluster(text: str) -> Path:
-    """The file that ``--cluster`` means: a path, or the name of a file in ``configs/clusters``.
-
-    Raises:
-        BadInput: it is neither.
-    """
+    """The file that ``--cluster`` means: a path, or the name of a file in ``configs/clusters``."""
     return find_config(text, folders=("clusters",), flag="--cluster", what="cluster")

@@ -2,8 +2,7 @@
 
 Megatron has one buffer for the parameters of experts and one for all others, because different ranks reduce
 them. Both are cut by the same rule (``--ddp-bucket-size``). Counted are the weights of matrix products:
-norms, the router, and tables of words and positions are left out. Pure. Used by :mod:`.cost` and
-:mod:`.gradient_plan`.
+norms, the router, and tables of words and positions are left out.
 """
 
 from __future__ import annotations
@@ -11,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ampipe.plan import linear_products
-from megatron_ampipe.plan.linear_products import Product
-from megatron_ampipe.plan.operation_times import OperationTimes
+from megatron_ampipe.plan.operation_times import (
+    OperationTimes,
+    Product,
+    attention_products,
+    expert_products,
+    mlp_products,
+    qkv_products,
+    shared_products,
+)
 from megatron_ampipe.plan.workload import Workload
 
 
 class LayerTensors(NamedTuple):
-    """Parameters of each tensor of a layer on one rank, whose gradients are reduced.
-
-    Attributes:
-        experts: Those of experts.
-        others: All others.
-    """
+    """Parameters of each tensor of a layer on one rank, whose gradients are reduced."""
 
     experts: tuple[float, ...]
     others: tuple[float, ...]
@@ -53,19 +53,15 @@ class LayerReductions(NamedTuple):
 
 
 def tensors_of(workload: Workload, *, dense: bool) -> LayerTensors:
-    """The tensors of a layer, without those that no other rank has.
-
-    Args:
-        workload: The block.
-        dense: Whether it is a layer without experts.
-    """
-    products = [*linear_products.qkv(workload, 0), *linear_products.attention(workload, 0)]
-    width = workload.dense_ffn if dense else workload.shared_ffn
-    if width is not None:
-        products += linear_products.gated(workload, 0, width)
+    """The tensors of a layer, with experts or ``dense``, without those that no other rank has."""
+    products = [*qkv_products(workload, 0), *attention_products(workload, 0)]
+    if dense:
+        products += mlp_products(workload, 0)
+    elif workload.shared_ffn is not None:
+        products += shared_products(workload, 0)
     experts: tuple[float, ...] = ()
     if not dense and workload.expert_replicas > 1:
-        experts = _weights(linear_products.expert(workload, 0.0)) * workload.local_experts
+        experts = _weights(expert_products(workload, 0)) * workload.local_experts
     return LayerTensors(experts, _weights(products) if workload.replicas > 1 else ())
 
 
@@ -74,14 +70,10 @@ def _weights(products: Sequence[Product]) -> tuple[float, ...]:
 
 
 def completed(layers: Sequence[Sequence[float]], bucket_size: float) -> list[list[float]]:
-    """Parameters of the buckets that are complete with each layer.
+    """Parameters of the buckets that are complete with each layer, in the order of the backward pass.
 
     A bucket ends with the tensor with which it has ``bucket_size`` parameters; the last one ends with the
     last layer.
-
-    Args:
-        layers: The tensors of one buffer in each layer, in the order of the backward pass.
-        bucket_size: ``--ddp-bucket-size``.
     """
     found: list[list[float]] = []
     filled = 0.0

@@ -1,29 +1,32 @@
 """How the gradients of a pipeline stage are best reduced: after the backward pass, or where in it.
 
-Compares by simulation (:mod:`.reduced_pass`) what Megatron does, what ``--ampipe-grad-reduce placed`` does,
-each with several sizes of buckets, and FSMoE's partitioning (:mod:`.fsmoe_partition`), which divides
-gradients as it likes and is not built into the runtime. Of the last micro-batch of an iteration. Called by
-``tools.plan_answer``.
+Compares by simulation what Megatron does and what ``--ampipe-grad-reduce placed`` does, each with several
+sizes of buckets, for the last micro-batch of an iteration: in all others nothing is reduced.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_ampipe.plan.fsmoe_partition import first_step, second_step
-from megatron_ampipe.plan.gradient_buckets import LayerTensors, reductions_us, tensors_of
+from megatron_ampipe.plan.gradient_buckets import LayerReductions, LayerTensors, reductions_us, tensors_of
 from megatron_ampipe.plan.operation_times import OperationTimes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.reduced_pass import PassTimes, ReducedPass
 from megatron_ampipe.plan.search import MINIMUM_SAVING
-from megatron_ampipe.schedule import Schedule
+from megatron_ampipe.plan.simulate import Compiled, compile_program, contention, run
+from megatron_ampipe.schedule import Direction, LaneOrder, Program, Schedule, Stage, needs_of
+from megatron_ampipe.schedule.kinds import REDUCE, REDUCE_EXPERTS
+from megatron_ampipe.schedule.passes import placed
 
 AFTER, STOCK, PLACED = "after the pass", "stock", "placed"
-FIRST_STEP, BOTH_STEPS = "FSMoE, first step", "FSMoE, both steps"
 PARTS = (1, 2, 4, 8)
 """Numbers of buckets of a layer that are tried, for each of its two buffers."""
+OVERLAPPED = "gradients"
+"""The lane of reductions that have no place in a schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,6 @@ class Reducing:
     """One way to reduce the gradients of all layers.
 
     Attributes:
-        name: Of the way.
         bucket_size: ``--ddp-bucket-size``; None if there are no buckets, or they have Megatron's default.
         pass_ms: The backward pass of all layers, with what reductions delay.
         left_ms: What is reduced when the pass has ended.
@@ -46,40 +48,21 @@ class Reducing:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGradients:
-    """The gradients of one layer.
-
-    Attributes:
-        layer: From 1, of the layers of the pipeline stage.
-        reduction_ms: What their reduction takes alone.
-        gap_ms: How long the layer can reduce gradients of others after its last transfer, and delay nothing.
-        first_step_ms: What it reduces there by FSMoE's first step.
-        second_step_ms: What the second step adds.
-    """
-
-    layer: int
-    reduction_ms: float
-    gap_ms: float
-    first_step_ms: float
-    second_step_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class GradientPlan:
     """What was compared.
 
     Attributes:
         parameters: Of one layer with experts on one rank, those whose gradients are reduced.
+        reduction_ms: What their reduction takes alone.
         without_ms: The backward pass of all layers without reductions.
-        layers: In the order of the pass, the last layer first.
         ways: All that were compared.
-        chosen: The name of one of the ways that can be run: the simplest unless another saves more than
-            predictions are exact.
+        chosen: The name of one of the ways: the simplest unless another saves more than predictions are
+            exact.
     """
 
     parameters: int
+    reduction_ms: float
     without_ms: float
-    layers: tuple[LayerGradients, ...]
     ways: tuple[Reducing, ...]
     chosen: str
 
@@ -113,14 +96,8 @@ def plan_gradients(
         dense = [features.dense for features in reversed(predictor.layers)]
     tensors = [tensors_of(work, dense=one) for one in dense]
     times = OperationTimes(work, predictor.cluster)
-    run = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
-    without_us, gaps = run.without_us, run.gaps()
-    gradients = [one.total_us for one in reductions_us(times, tensors)]
-    first = first_step(gradients, gaps)
-    both = second_step(run.graph(), gradients, first)
+    backward = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
     all_us = reductions_us(times, [_together(tensors)])[0].total_us
-    # What is left by FSMoE's steps is reduced together; figures of a cluster can be 0.
-    per_gradient = all_us / (sum(gradients) or 1.0)
 
     def way(name: str, found: PassTimes, left_us: float, size: int | None = None) -> Reducing:
         total = found.reduced + left_us
@@ -129,36 +106,24 @@ def plan_gradients(
             bucket_size=size,
             pass_ms=found.computed / 1e3,
             left_ms=(total - found.computed) / 1e3,
-            saves=1 - total / (without_us + all_us),
+            saves=1 - total / (backward.without_us + all_us),
         )
 
     def with_buckets(name: str, size: int | None) -> Reducing:
         of_buckets = reductions_us(times, tensors, size or default_bucket_size(work.replicas))
-        found = (run.overlapped if name == STOCK else run.placed_when_complete)(of_buckets)
+        found = (backward.overlapped if name == STOCK else backward.placed)(of_buckets)
         return way(name, found, of_buckets[-1].others, size)
 
     sizes = [bucket_size] if bucket_size is not None else _bucket_sizes(tensors)
-    after = way(AFTER, PassTimes(without_us, without_us), all_us)
-    stock, placed = (_simplest(with_buckets(name, size) for size in sizes) for name in (STOCK, PLACED))
-    steps = (
-        way(name, run.placed(found), per_gradient * (sum(gradients) - sum(found)))
-        for name, found in ((FIRST_STEP, first), (BOTH_STEPS, both))
-    )
+    after = way(AFTER, PassTimes(backward.without_us, backward.without_us), all_us)
+    stock, in_places = (_simplest(with_buckets(name, size) for size in sizes) for name in (STOCK, PLACED))
+    ways = (after, stock, in_places)
     return GradientPlan(
         parameters=round(with_experts.parameters),
-        without_ms=without_us / 1e3,
-        layers=tuple(
-            LayerGradients(
-                num_layers - place,
-                gradients[place] / 1e3,
-                gaps[place] / 1e3,
-                first[place] / 1e3,
-                (both[place] - first[place]) / 1e3,
-            )
-            for place in range(num_layers)
-        ),
-        ways=(after, stock, *steps, placed),
-        chosen=_simplest((after, stock, placed)).name,
+        reduction_ms=reductions_us(times, [with_experts])[0].total_us / 1e3,
+        without_ms=backward.without_us / 1e3,
+        ways=ways,
+        chosen=_simplest(ways).name,
     )
 
 
@@ -183,3 +148,127 @@ def _simplest(ways: Iterable[Reducing]) -> Reducing:
     """The first one unless another saves more than predictions are exact."""
     total = {one: one.pass_ms + one.left_ms for one in ways}
     return next(one for one in total if total[one] * (1 - MINIMUM_SAVING) <= min(total.values()))
+
+
+class PassTimes(NamedTuple):
+    """Microseconds from the beginning of a backward pass.
+
+    Attributes:
+        computed: Until all stages have ended but reductions, which may have delayed them.
+        reduced: Until what was reduced during the pass has ended too.
+    """
+
+    computed: float
+    reduced: float
+
+
+class ReducedPass:
+    """The backward pass of all layers of a pipeline stage, in which gradients are reduced.
+
+    Layers that share a schedule run as one, blocks one after another. A reduction either has a place in the
+    communication lane, or starts when gradients are complete and shares the network with the transfers
+    (Megatron's overlap). Lists have one item for each layer in the order of the pass, from the last layer to
+    the first.
+
+    The arguments are those of :func:`plan_gradients`.
+    """
+
+    def __init__(
+        self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, num_layers: int
+    ) -> None:
+        self._predictor = predictor.with_reductions()
+        self._times: dict[Stage, float] = {}
+        self._issue: dict[Stage, float] = {}
+        self._lanes: dict[str, list[Stage]] = {}
+        self._needs: dict[Stage, tuple[Stage, ...]] = {}
+        self.without_us, shared = 0.0, min(len(predictor.layers), num_layers)
+        first = num_layers
+        while first:
+            # The last layers may be fewer. A single one has other stages, so it goes with those below it.
+            count = first % shared or shared
+            count += shared if count == 1 < shared else 0
+            first -= count
+            alone = predictor if count == len(predictor.layers) else predictor.of_layers(count)
+            self.without_us += alone.pass_us(schedule, lengths).backward
+            self._append(alone.with_reductions(), schedule, lengths, first=first)
+        layers = range(num_layers)[::-1]
+        self._above = [Stage(REDUCE, None, layer) for layer in layers]
+        of_experts = [Stage(REDUCE_EXPERTS, None, layer) for layer in layers]
+        self._last = [
+            one if one in self._needs else above for one, above in zip(of_experts, self._above, strict=True)
+        ]
+        self._placed = self._compiled(self._lanes, self._needs)
+        self._overlapped = self._with_overlap()
+        # What is no stage: entering a block, what Megatron recomputes around one.
+        self._others_us = 0.0
+        nothing = [LayerReductions(0.0, 0.0)] * num_layers
+        self._others_us = self.without_us - self.placed(nothing).computed
+
+    def _append(
+        self, predictor: Predictor, schedule: Schedule, lengths: Sequence[int], *, first: int
+    ) -> None:
+        """Add layers that share a schedule, from the layer ``first`` on, after those that the pass has."""
+        whole = placed(predictor.whole(schedule), predictor.layers)
+        compiled, durations, pace = predictor.inputs(whole, lengths, Direction.BACKWARD)
+        moved = {
+            stage: dataclasses.replace(stage, layer=stage.layer + first) for stage in whole.backward.stages
+        }
+        needed = {one for stages in self._needs.values() for one in stages}
+        before = tuple(stage for stage in self._needs if stage not in needed)
+        for stage, stages in needs_of(whole, predictor.layers, Direction.BACKWARD).items():
+            self._needs[moved[stage]] = tuple(moved[one] for one in stages) or before
+        for number, stage in enumerate(compiled.stages):
+            self._times[moved[stage]] = durations[number]
+            if pace.issue_us is not None:
+                self._issue[moved[stage]] = pace.issue_us[number]
+        for lane in whole.backward.lanes:
+            self._lanes.setdefault(lane.lane, []).extend(moved[stage] for stage in lane.stages)
+
+    def _compiled(
+        self, lanes: Mapping[str, Sequence[Stage]], needs: Mapping[Stage, tuple[Stage, ...]]
+    ) -> Compiled:
+        program = Program(tuple(LaneOrder(lane, tuple(stages)) for lane, stages in lanes.items() if stages))
+        return compile_program(program, needs, on_host=self._predictor.cluster.trains_on_host)
+
+    def _with_overlap(self) -> Compiled:
+        """The pass with reductions in a separate lane, for which nothing waits."""
+        lanes = {
+            lane: [stage for stage in stages if not stage.kind.of_parameters]
+            for lane, stages in self._lanes.items()
+        }
+        needs = {
+            stage: tuple(one for one in stages if not one.kind.of_parameters)
+            for stage, stages in self._needs.items()
+        }
+        in_turns = dict.fromkeys(itertools.chain(*zip(self._above, self._last, strict=True)))
+        found = self._compiled({**lanes, OVERLAPPED: [*in_turns]}, needs)
+        # Reductions and all-to-alls share links if both leave the node, or both stay in it.
+        work, near = self._predictor.workload, self._predictor.cluster.ranks_per_node
+        if (work.expert * work.expert_tensor > near) != (work.replicas * work.tensor > near):
+            own = [(lane, stages) for lane, stages in found.lanes if lane != OVERLAPPED]
+            on_host = self._predictor.cluster.trains_on_host
+            found = dataclasses.replace(found, contended=contention(own, found.stages, on_host=on_host))
+        return found
+
+    def placed(self, gradients: Sequence[LayerReductions]) -> PassTimes:
+        """With the reductions of each layer in the first stage after its gradients are complete."""
+        return self._simulated(self._placed, gradients)
+
+    def overlapped(self, gradients: Sequence[LayerReductions]) -> PassTimes:
+        """With reductions of each layer's gradients that start as soon as these are complete."""
+        return self._simulated(self._overlapped, gradients)
+
+    def _simulated(self, compiled: Compiled, gradients: Sequence[LayerReductions]) -> PassTimes:
+        times = {**self._times, **dict.fromkeys((*self._above, *self._last), 0.0)}
+        # One stage may do both.
+        for stage, layer in zip(self._last, gradients, strict=True):
+            times[stage] += layer.experts
+        for stage, layer in zip(self._above[1:], gradients, strict=False):
+            times[stage] += layer.others
+        issue = [self._issue[stage] for stage in compiled.stages] if self._issue else None
+        durations = [times[stage] for stage in compiled.stages]
+        _, end = run(compiled, durations, self._predictor.pace(compiled, issue))
+        computed = max(
+            one for stage, one in zip(compiled.stages, end, strict=True) if not stage.kind.of_parameters
+        )
+        return PassTimes(computed + self._others_us, max(end) + self._others_us)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_ampipe.plan.linear_products import SUM_BYTES
+from megatron_ampipe.plan.operation_times import SUM_BYTES
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, of_chunks
 from megatron_ampipe.schedule.dataflow import AHEAD
@@ -112,7 +112,7 @@ def peak_bytes(
     sums = keys * (element if stock else (SUM_BYTES + element) * (2 if workload.ring else 1))
     # Of the chunk whose experts are differentiated: gradients before each product, of one expert at a time,
     # and of the weights of its last product.
-    received = _received(workload)
+    received = workload.received(workload.rows)
     gradient_bytes = modules.gradient_bytes[workload.gated]
     of_width = gradient_bytes * workload.ffn / workload.expert_tensor
     calls = 1 if workload.grouped else workload.local_experts
@@ -195,14 +195,7 @@ def _loaded(restored: Collection[str], arrived: float, inner: float) -> float:
 
 
 def expert_bytes(workload: Workload, rows: int, *, local: bool, inner: bool) -> float:
-    """What the experts keep of a chunk: what arrived, and the inner tensors.
-
-    Args:
-        workload: The block.
-        rows: Of the chunk, on one rank.
-        local: As in :func:`peak_bytes`.
-        inner: With the inner tensors.
-    """
+    """What the experts keep of a chunk with these rows of a rank: what arrived, and the ``inner`` tensors."""
     modules = _LOCAL[workload.element_bytes] if local else _FUSED
     _, arrived, of_experts = _kept(workload, modules)
     return (arrived + of_experts * inner) * rows / workload.rows
@@ -216,7 +209,7 @@ def _kept(workload: Workload, modules: _Modules) -> tuple[float, float, float]:
         per_row += workload.rows_per_token * workload.hidden * element
     dense = workload.rows * workload.batch * per_row
     dense += _kept_by_attention(workload, modules) + _shared(workload, modules)
-    received = _received(workload)
+    received = workload.received(workload.rows)
     inner = (modules.inner_gated if workload.gated else modules.inner) * workload.ffn / workload.expert_tensor
     return dense, received * (workload.hidden * element + 4), received * inner * element
 
@@ -252,11 +245,6 @@ def _keys(workload: Workload) -> float:
     """Numbers in the keys and values that a block keeps."""
     rows = workload.sequence_length / (workload.context if workload.ring else 1)
     return rows * workload.batch * workload.key_value_width / workload.tensor
-
-
-def _received(workload: Workload) -> float:
-    load = workload.imbalance if workload.capacity is None else min(workload.capacity, workload.imbalance)
-    return workload.rows * workload.batch * workload.topk * load * workload.expert_tensor
 
 
 def _attention_widths(workload: Workload) -> float:

@@ -3,18 +3,34 @@
 Fewer chunks that restore cost less time and hold more. Which ones differs too: what is computed while the
 compute lane waits for a combine costs nothing. With the figures of a cluster, combinations are compared by
 simulated time, with copies to host memory if there is a figure for them; else by how much they do again.
-Searches nothing at random, so all ranks choose the same. Called by ``launch.memory_budget``.
+Searches nothing at random, so all ranks choose the same.
+
+To compare with, :func:`equation_10_us` is what MPipeMoE selects by: its table II and equation 10. It knows
+neither attention nor which stage waits for which: in each direction, the time of a chunk is that of the
+stream that takes longest.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.plan.period import SHORT
+from megatron_ampipe.plan.cost import CostModel
+from megatron_ampipe.plan.memory import expert_bytes
+from megatron_ampipe.plan.order import SHORT
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import COPYING, KEEP, STRATEGIES, Pipeline, memory_to_text
+from megatron_ampipe.schedule import (
+    COPYING,
+    KEEP,
+    PAPER_NAMES,
+    STRATEGIES,
+    Pipeline,
+    Stage,
+    even_chunks,
+    kinds,
+    memory_to_text,
+)
 
 _ON_DEVICE = tuple(name for name in STRATEGIES if name not in COPYING)
 """Each keeps less and does more again than the one before."""
@@ -73,8 +89,7 @@ def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], fl
         if memory not in times:
             of_memory = predictor.of_layers(layers, memory=memory)
             schedule = replace(pipeline, memory=memory).schedule_of(of_memory.layers)
-            pair = of_memory.pass_us(schedule, lengths)
-            times[memory] = pair.forward + pair.backward
+            times[memory] = of_memory.pass_us(schedule, lengths).total
         return times[memory]
 
     order = {
@@ -96,3 +111,35 @@ def _mixed(before: str, after: str, order: Sequence[int]) -> list[str]:
 def _with(most: str, other: str, those: Sequence[int], chunks: int) -> str:
     """A strategy in all chunks but those."""
     return memory_to_text([other if chunk in those else most for chunk in range(chunks)])
+
+
+TABLE_II: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
+    "S1": ((2, 2, 5), (4, 2, 5)),
+    "S2": ((2, 2, 4), (4, 3, 4)),
+    "S3": ((2, 2, 1), (5, 2, 1)),
+    "S4": ((2, 2, 0), (5, 3, 0)),
+}
+"""For each strategy, forward and backward: products, transfers, and copies of what arrived (Q_fw, Q_bw)."""
+
+
+def equation_10_us(model: CostModel, *, degree: int) -> Mapping[str, float]:
+    """The cost of each strategy for one of so many chunks, forward and backward together.
+
+    The slowdowns of table II are those of the cluster file: of a transfer next to computation (``mu``),
+    whether or not copies run as well; copies are not slowed (``eta`` is 1). Strategies that copy are left
+    out if the file has no figure for copies.
+    """
+    work = model.workload
+    lengths = even_chunks(work.rows, degree)
+    rows, stages = lengths[0], model.stages(lengths)
+    transfer = stages[Stage(kinds.DISPATCH, 0)].forward * model.cluster.overlap.communication_slowdown
+    product = model.product_us(rows)
+    copy_of = model.cluster.compute.copy
+    local, copy = model.cluster.trains_on_host, 0.0
+    if copy_of is not None:
+        copy = copy_of.time_us(expert_bytes(work, rows, local=local, inner=False))
+    return {
+        name: sum(max(a * product, b * transfer, c * copy) for a, b, c in directions)
+        for name, directions in TABLE_II.items()
+        if copy_of is not None or PAPER_NAMES.get(name, name) not in COPYING
+    }

@@ -1,22 +1,24 @@
 """How long single operations take on one rank of a cluster: products, copies, attention, collectives.
 
-What a stage is made of; :mod:`.stage_costs` adds it up. Times are in microseconds.
+What a stage is made of; :mod:`.stage_costs` adds it up. Times are in microseconds. A matrix product
+with weights is one in the forward pass, and two in the backward pass: for the gradient of the rows, and for
+that of the weight, which can be a separate stage.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.cluster import AttentionLine, Cluster, Operation, TransferCost
-from megatron_ampipe.plan.linear_products import Product
-from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import Direction, NodeLayout
+from megatron_ampipe.plan.cluster import Cluster, Operation, TransferCost
+from megatron_ampipe.plan.workload import Rows, Workload
+from megatron_ampipe.schedule import BlockFeatures, Direction, NodeLayout
 
 GRADIENT_BYTES = 4
 """Of a number of the buffer that is reduced (Megatron's ``grad_reduce_in_fp32``, its default)."""
+SUM_BYTES = 4
+"""Of a number in a sum of gradients."""
 
 
 class Pair(NamedTuple):
@@ -28,6 +30,11 @@ class Pair(NamedTuple):
     def __add__(self, other: Pair) -> Pair:  # type: ignore[override]
         return Pair(self.forward + other.forward, self.backward + other.backward)
 
+    @property
+    def total(self) -> float:
+        """Both directions."""
+        return self.forward + self.backward
+
     def of(self, direction: Direction) -> float:
         """The time in one direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
@@ -36,19 +43,88 @@ class Pair(NamedTuple):
 ZERO = Pair(0.0, 0.0)
 
 
+class Product(NamedTuple):
+    """``rows`` rows in total, spread over ``calls`` equal products with weights ``[n, k]``."""
+
+    rows: float
+    k: float
+    n: float
+    calls: int = 1
+
+
+def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bool:
+    """Whether the weight gradients of all chunks are one product when they are joined.
+
+    The rule of ``runtime.weight_products.is_one_product``.
+    """
+    copied = element_bytes * whole.rows / whole.calls * (whole.k + whole.n)
+    return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n
+
+
+def qkv_products(work: Workload, rows: int) -> list[Product]:
+    """Of the projections to queries, keys and values; ``rows`` of the residual stream of one rank."""
+    gathered = rows * work.batch * work.tensor
+    return [Product(gathered, k, n / work.tensor) for k, n in work.projections]
+
+
+def attention_products(work: Workload, rows: int) -> list[Product]:
+    """Of the output projection."""
+    return [Product(rows * work.batch * work.tensor, work.heads * work.value_size / work.tensor, work.hidden)]
+
+
+def expert_products(work: Workload, rows: int) -> list[Product]:
+    """Of all experts of a rank, with what they receive."""
+    received, inner = work.received(rows), work.ffn / work.expert_tensor
+    calls = 1 if work.grouped else work.local_experts
+    return [
+        Product(received, work.hidden, (2 if work.gated else 1) * inner, calls),
+        Product(received, inner, work.hidden, calls),
+    ]
+
+
+def shared_products(work: Workload, rows: int) -> list[Product]:
+    """Of shared experts."""
+    return _gated_products(work, rows, work.shared_ffn)
+
+
+def mlp_products(work: Workload, rows: int) -> list[Product]:
+    """Of a layer without experts."""
+    return _gated_products(work, rows, work.dense_ffn)
+
+
+def _gated_products(work: Workload, rows: int, ffn: int | None) -> list[Product]:
+    assert ffn is not None
+    gathered = rows * work.batch * work.tensor
+    inner = ffn / work.tensor
+    return [
+        Product(gathered, work.hidden, (2 if work.gated else 1) * inner),
+        Product(gathered, inner, work.hidden),
+    ]
+
+
 class OperationTimes:
     """Times of the operations of one block on one cluster.
 
     Args:
         workload: The block: sizes of its tensors, and its groups of ranks.
         cluster: The figures.
+        features: What is in the block; those of the workload if None.
+        stock: Of Megatron's own layer, whose all-to-alls can be other operations.
 
     Raises:
         BadInput: the cluster has no figure for something that the block does.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self.workload, self.cluster = workload, cluster
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        features: BlockFeatures | None = None,
+        stock: bool = False,
+    ) -> None:
+        self.workload, self.cluster, self._stock = workload, cluster, stock
+        self.features = workload.features if features is None else features
         self._gemm = cluster.gemm(workload.dtype)
         # Models in fp8 compute attention in bf16.
         self._attention = cluster.attention("bf16" if workload.dtype == "fp8" else workload.dtype)
@@ -58,10 +134,10 @@ class OperationTimes:
 
     def _nodes(self) -> NodeLayout:
         work, ranks_per_node = self.workload, self.cluster.ranks_per_node
-        found = NodeLayout.of(
+        nodes = NodeLayout.of(
             expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
         )
-        if found is None:
+        if nodes is None:
             raise BadInput(
                 "ranks_per_node",
                 ranks_per_node,
@@ -69,12 +145,32 @@ class OperationTimes:
                 f"over several nodes, as the exchange {work.exchange} needs it",
                 remedy="Use the cluster file of that machine.",
             )
-        return found
+        return nodes
+
+    def tokens(self, rows: Rows) -> int:
+        """Tokens of one rank in a chunk."""
+        return rows.hidden * self.workload.batch
+
+    def sent(self, rows: Rows) -> float:
+        """Rows that their rank sends for a chunk, if similar tokens are sent too."""
+        places = self.workload.rows_per_token
+        if self.nodes is not None and not self.workload.exchange.sends_every_copy:
+            places = self.workload.rows_to(self.nodes.num_nodes)
+        return self.tokens(rows) * places * self.workload.load
+
+    def arriving(self, rows: Rows) -> float:
+        """Rows of a chunk that arrive at the ranks of the experts."""
+        return self.tokens(rows) * self.workload.rows_per_token * self.workload.load * self.workload.kept
+
+    def key_sums(self, keys: float) -> Pair:
+        """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""
+        work = self.workload
+        seen = keys * work.batch * work.key_value_width / work.tensor
+        return Pair(0.0, self.memory_us(seen * (8 + work.element_bytes)))
 
     def all_products(self, products: Iterable[Product], *, chunked: bool) -> Pair:
         """Several products one after the other."""
-        found = [self.products(*product, chunked=chunked) for product in products]
-        return functools.reduce(Pair.__add__, found, ZERO)
+        return sum((self.products(*product, chunked=chunked) for product in products), ZERO)
 
     def weight_product(self, rows: float, k: float, n: float, calls: int, *, chunked: bool) -> float:
         """The part of :meth:`products` that is of the gradient of the weights."""
@@ -95,8 +191,8 @@ class OperationTimes:
         merge_mb = 1e-6 * merged * self.workload.element_bytes
         # Five matrix products backward, two forward.
         return Pair(
-            _attention_us(self._attention.forward, gflops, merge_mb),
-            _attention_us(self._attention.backward, 2.5 * gflops, merge_mb),
+            self._attention.forward.time_us(gflops, merge_mb),
+            self._attention.backward.time_us(2.5 * gflops, merge_mb),
         )
 
     def pass_over(self, elements: float) -> Pair:
@@ -114,10 +210,11 @@ class OperationTimes:
         if ranks == 1:
             return ZERO
         size = elements * self.workload.element_bytes * (ranks - 1)
-        across = self.crosses(ranks * (self.workload.tensor if wide else 1))
-        gather_us = self.cluster.collective("all_gather", across_nodes=across).time_us(size)
-        scatter_us = self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
-        return Pair(gather_us, scatter_us)
+        spread = ranks * (self.workload.tensor if wide else 1)
+        return Pair(
+            self.figure("all_gather", spread).time_us(size),
+            self.figure("reduce_scatter", spread).time_us(size),
+        )
 
     def reduction_us(self, parameters: float, *, experts: bool) -> float:
         """Gradients of so many parameters of one bucket are reduced; 0 where no other rank has them.
@@ -131,61 +228,36 @@ class OperationTimes:
         if ranks == 1 or not parameters:
             return 0.0
         size = parameters * GRADIENT_BYTES * (ranks - 1) / ranks
-        across = self.crosses(ranks * apart)
         if work.shards_optimizer:
-            return self.cluster.collective("reduce_scatter", across_nodes=across).time_us(size)
-        return 2 * self.cluster.collective("all_gather", across_nodes=across).time_us(size)
+            return self.figure("reduce_scatter", ranks * apart).time_us(size)
+        return 2 * self.figure("all_gather", ranks * apart).time_us(size)
 
-    def counts_figure(self) -> TransferCost:
-        """The all-gather of the numbers of rows."""
-        ranks = self.workload.expert * self.workload.expert_tensor
-        return self.cluster.collective("all_gather", across_nodes=self.crosses(ranks))
+    def figure(self, operation: Operation, ranks: int) -> TransferCost:
+        """A collective of a group that is spread over so many ranks, and so perhaps over several nodes."""
+        return self.cluster.collective(operation, across_nodes=ranks > self.cluster.ranks_per_node)
 
-    def links(self, *, stock: bool) -> list[tuple[TransferCost, float]]:
+    def links(self) -> list[tuple[TransferCost, float]]:
         """The links that an all-to-all uses, each with its share of the rows."""
         work = self.workload
         if self.nodes is not None:
             nodes = self.nodes.num_nodes
             return [(self.cluster.collective("all_to_all", across_nodes=True), (nodes - 1) / nodes)]
         near = min(work.expert, max(1, self.cluster.ranks_per_node // work.expert_tensor))
-        if near < work.expert and self._direct(stock=stock) in (self.cluster.inter or {}):
+        direct: Operation = "stock_all_to_all" if self._stock else "direct_all_to_all"
+        if near < work.expert and direct in (self.cluster.inter or {}):
             # Measured with all ranks of all nodes, the faster links included.
-            figure = self.cluster.collective(self._direct(stock=stock), across_nodes=True)
+            figure = self.cluster.collective(direct, across_nodes=True)
             return [(figure, (work.expert - near) / work.expert)]
         return [
-            (
-                self.cluster.collective(self._exchange(across, stock=stock), across_nodes=across),
-                peers / work.expert,
-            )
+            (self._exchange_figure(across), peers / work.expert)
             for peers, across in ((near - 1, False), (work.expert - near, True))
             if peers
         ]
 
-    def node_figure(self) -> TransferCost:
-        """An all-to-all within a node."""
-        return self.cluster.collective("all_to_all", across_nodes=False)
-
-    def share_figure(self, operation: Operation) -> TransferCost:
-        """An all-gather or a reduce-scatter of the ranks that share an expert."""
-        across = self.crosses(self.workload.expert_tensor)
-        return self.cluster.collective(operation, across_nodes=across)
-
-    def ring_figure(self) -> TransferCost:
-        """What a context-parallel rank sends to the next one, of which the slowest is between nodes."""
-        across = self.crosses(self.workload.context * self.workload.tensor)
-        return self.cluster.collective("all_to_all", across_nodes=across)
-
-    def crosses(self, ranks: int) -> bool:
-        """Whether a group of so many ranks is on several nodes."""
-        return ranks > self.cluster.ranks_per_node
-
-    @staticmethod
-    def _direct(*, stock: bool) -> Operation:
-        return "stock_all_to_all" if stock else "direct_all_to_all"
-
-    def _exchange(self, across: bool, *, stock: bool) -> Operation:
+    def _exchange_figure(self, across: bool) -> TransferCost:
         figures = (self.cluster.inter if across else self.cluster.intra) or {}
-        return "stock_all_to_all" if stock and "stock_all_to_all" in figures else "all_to_all"
+        own = self._stock and "stock_all_to_all" in figures
+        return self.cluster.collective("stock_all_to_all" if own else "all_to_all", across_nodes=across)
 
     def copy_us(self, size_bytes: float) -> float:
         """So many bytes are copied to host memory or back.
@@ -200,7 +272,3 @@ class OperationTimes:
     def memory_us(self, size_bytes: float) -> float:
         """So many bytes are read or written."""
         return self._memory.time_us(size_bytes)
-
-
-def _attention_us(line: AttentionLine, gflops: float, merge_mb: float) -> float:
-    return line.alpha_us + gflops * line.beta_us_per_gflop + merge_mb * line.merge_us_per_mb

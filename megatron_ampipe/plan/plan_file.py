@@ -1,18 +1,19 @@
 """A plan: how to run the blocks of a model, and why; and its file, for ``--ampipe-plan``.
 
-Made by :mod:`.planner` from a workload and a cluster, written and read as YAML. Reading checks the format;
-``schedule.check`` checks whether the plan fits a block.
+The file also says for which block and machines the plan was made: a run makes the same record from its flags
+and compares the two. Reading checks the format; ``schedule.check`` checks whether the plan fits a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.made_for import MadeFor
+from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import (
     KEEP,
@@ -28,6 +29,114 @@ from megatron_ampipe.yaml_lines import load
 
 SHARE_TOLERANCE = 1e-3
 """Allowed deviation of the sum of a file's shares from 1."""
+
+
+def _size(flag: str, of: str | Callable[[Workload], object], **default: Any) -> Any:
+    """A size of the block or of its parallelism: a plan with another value cannot be used.
+
+    Args:
+        flag: Megatron's flag, or a description.
+        of: The attribute of a workload, or a function of it.
+        default: Of the field.
+    """
+    return field(metadata={"flag": flag, "of": of, "essential": True}, **default)
+
+
+def _figure(flag: str, of: str, **default: Any) -> Any:
+    """A setting that changes the time of stages, but not which stages there are or their inputs."""
+    return field(metadata={"flag": flag, "of": of, "essential": False}, **default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFor:
+    """The block and the machines that a plan was made for. Sizes are those of Megatron's flags."""
+
+    seq_length: int = _size("--seq-length", "sequence_length")
+    hidden_size: int = _size("--hidden-size", "hidden")
+    num_attention_heads: int = _size("--num-attention-heads", "heads")
+    query_head_size: int = _size("--kv-channels (or --qk-head-dim + --qk-pos-emb-head-dim)", "head_size")
+    value_head_size: int = _size("--v-head-dim", "value_size")
+    attention_projections: str = _size(
+        "query, key and value projections", lambda work: " ".join(f"{k}x{n}" for k, n in work.projections)
+    )
+    window_size: str | None = _size(
+        "--window-size", lambda work: None if work.window is None else f"{work.window},0", default=None
+    )
+    num_experts: int = _size("--num-experts", "experts")
+    moe_router_topk: int = _size("--moe-router-topk", "topk")
+    moe_ffn_hidden_size: int = _size("--moe-ffn-hidden-size", "ffn")
+    swiglu: bool = _size("--swiglu", "gated")
+    moe_shared_expert_intermediate_size: int | None = _size(
+        "--moe-shared-expert-intermediate-size", "shared_ffn", default=None
+    )
+    tensor_model_parallel_size: int = _size("--tensor-model-parallel-size", "tensor")
+    context_parallel_size: int = _size("--context-parallel-size", "context")
+    cp_comm_type: str | None = _size(
+        "--cp-comm-type", lambda work: "p2p" if work.ring else None, default=None
+    )
+    expert_model_parallel_size: int = _size("--expert-model-parallel-size", "expert")
+    expert_tensor_parallel_size: int = _size("--expert-tensor-parallel-size", "expert_tensor")
+    micro_batch_size: int = _figure("--micro-batch-size", "batch")
+    precision: str = _figure("precision", "dtype")
+    moe_token_dispatcher_type: str = _figure("--moe-token-dispatcher-type", "dispatcher")
+    moe_expert_capacity_factor: float | None = _figure(
+        "--moe-expert-capacity-factor", "capacity", default=None
+    )
+    moe_grouped_gemm: bool = _figure("--moe-grouped-gemm", "grouped")
+    condense: float | None = _size("--ampipe-condense", "condense", default=None)
+    gradient_accumulation_fusion: bool = _figure("gradient accumulation fusion", "fused_gradients")
+    full_recompute: bool = _figure("--recompute-granularity full", "recomputes")
+    ranks_per_node: int = field(metadata={"flag": "ranks of a node", "essential": False})
+    cluster: str = field(metadata={"flag": None})
+    """A description; not compared, because a run has none."""
+
+    @classmethod
+    def of(cls, workload: Workload, *, cluster: str, ranks_per_node: int) -> MadeFor:
+        """The record of a workload on these machines."""
+        values = {
+            one.name: getattr(workload, of) if isinstance(of, str) else of(workload)
+            for one in dataclasses.fields(cls)
+            if (of := one.metadata.get("of")) is not None
+        }
+        return cls(**values, cluster=cluster, ranks_per_node=ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One setting in which a run differs from what a plan was made for.
+
+    Attributes:
+        flag: Megatron's flag, or a description.
+        planned: Its value in the plan.
+        running: Its value in the run.
+        essential: Whether the plan cannot be used because of it.
+    """
+
+    flag: str
+    planned: object
+    running: object
+    essential: bool
+
+    def __str__(self) -> str:
+        return f"{self.flag} {_shown(self.planned)} (this run: {_shown(self.running)})"
+
+
+def differences(planned: MadeFor, running: MadeFor) -> tuple[Difference, ...]:
+    """Every field in which the two records differ, in the order of the file."""
+    return tuple(
+        Difference(one.metadata["flag"], before, now, one.metadata["essential"])
+        for one in dataclasses.fields(MadeFor)
+        if one.metadata["flag"] is not None
+        and (before := getattr(planned, one.name)) != (now := getattr(running, one.name))
+    )
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +162,7 @@ class Plan:
         hidden_share: Share of the communication that is hidden under computation, 0 to 1.
         memory_gib: Estimated peak of one block's activations.
         reason: Why this plan, in one sentence.
-        made_for: The block and the machines; None in a file of an earlier version, or if it was removed in
-            order to run the plan for another block.
+        made_for: The block and the machines; None if it was removed to run the plan for another block.
     """
 
     schedule: Schedule
@@ -127,16 +235,14 @@ class Plan:
         )
 
     def write(self, path: Path, *, head: str) -> None:
-        """Write the file atomically: under a temporary name that is then renamed.
+        """Write the file; it appears under its name only when it is whole.
 
-        Args:
-            path: Path of the file.
-            head: A comment for the first line, such as the command that made it.
+        ``head`` is a comment for the first line, such as the command that made it.
         """
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         record = _PlanFile(
             **values | {"schedule": to_text(self.schedule), "exchange": self.exchange.value},
-            format=FORMAT,
+            format="ampipe-plan-1",
             forward_degree=self.forward_degree,
             backward_degree=self.backward_degree,
         )
@@ -178,9 +284,6 @@ class Plan:
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(cls)}
         values |= {"schedule": schedule, "exchange": Exchange(found.exchange)}
         return cls(**values | {"shares": tuple(share / total for share in found.shares)})
-
-
-FORMAT: Literal["ampipe-plan-1"] = "ampipe-plan-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Makes the plan of a model's blocks on a cluster: block by block, or several layers as one schedule.
 
-Chooses between what :mod:`.search` finds for one block and :mod:`.stacks` for several layers, and says why.
+Chooses between what :mod:`.search` finds for one block and for several layers, and says why.
 The simpler plan is kept unless another is predicted to be faster by more than predictions are exact.
 """
 
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan import fsmoe
-from megatron_ampipe.plan.made_for import MadeFor
 from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.plan_file import MadeFor, Plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import (
     DEGREES,
@@ -23,12 +22,10 @@ from megatron_ampipe.plan.search import (
     choose_degree,
     full_plan,
     in_one_chunk,
+    named,
 )
-from megatron_ampipe.plan.stacks import choose_stack, full_stack
-from megatron_ampipe.schedule import ALL_LAYERS, Direction, Exchange, NodeLayout, build, data_flow
+from megatron_ampipe.schedule import ALL_LAYERS, Exchange, NodeLayout, build
 from megatron_ampipe.schedule.features import boundary
-from megatron_ampipe.schedule.kinds import GATHER
-from megatron_ampipe.schedule.stage_kind import INTRA_LANE
 
 MINIMUM_SPEEDUP = 1.01
 """Blocks are not split into chunks for a smaller predicted speedup: predictions are not that exact."""
@@ -59,16 +56,9 @@ class Plans:
         return self.shared.predicted_ms
 
 
-def make_plan(
-    predictor: Predictor,
-    *,
-    degrees: tuple[int, ...] = DEGREES,
-    full: bool = True,
-    stack: int = ALL_LAYERS,
-    exchanges: Sequence[Exchange] = (Exchange.ROWS,),
-) -> Plan:
-    """The chosen one of :func:`make_plans`."""
-    return make_plans(predictor, degrees=degrees, full=full, stack=stack, exchanges=exchanges).chosen
+def make_plan(predictor: Predictor, **options: Any) -> Plan:
+    """The chosen one of :func:`make_plans`, with the same options."""
+    return make_plans(predictor, **options).chosen
 
 
 def make_plans(
@@ -79,12 +69,13 @@ def make_plans(
     stack: int = ALL_LAYERS,
     exchanges: Sequence[Exchange] = (Exchange.ROWS,),
 ) -> Plans:
-    """Make a plan for the layers of a workload on a cluster, block by block and together, and choose.
+    """Make a plan for the layers of a pipeline stage, block by block and together, and choose.
 
     Args:
-        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
+        predictor: Of all of these layers.
         degrees: The degrees that are tried.
-        full: As in :func:`plans_of_exchange`.
+        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
+            milliseconds.
         stack: How many layers may share a schedule: 1 is block by block, 0 all.
         exchanges: Those that are compared; the first is kept unless another is predicted to save more than
             predictions are exact. One that does not apply is left out if others are left.
@@ -98,7 +89,7 @@ def make_plans(
     possible = predictor.workload.exchanges(predictor.cluster.ranks_per_node)
     useful = [one for one in exchanges if one in possible]
     found = [
-        plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
+        _plans_of_exchange(predictor.with_exchange(one), degrees=degrees, full=full, stack=stack)
         for one in useful or [Exchange.ROWS]
     ]
     best = found[0]
@@ -109,59 +100,25 @@ def make_plans(
         return best
     compared = ", ".join(f"{plans.chosen.exchange} {plans.chosen_ms:.4g} ms" for plans in found)
     reason = f"{best.chosen.reason} Exchange {best.chosen.exchange}: predicted are {compared}."
-    chosen = predictor.with_exchange(best.chosen.exchange)
     if best.chosen.exchange.has_two_hops:
-        reason += f" {_two_hops(chosen, best.chosen)}"
-    elif any(kind == GATHER and kind.lane is INTRA_LANE for kind in data_flow(chosen.features).kinds):
-        reason += f" By FSMoE's inequalities: {_fsmoe(chosen, best.chosen)}."
+        work, near = predictor.workload, predictor.cluster.ranks_per_node
+        layout = NodeLayout.of(expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=near)
+        assert layout is not None
+        fewer = layout.num_nodes - 1
+        reason += (
+            f" In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages "
+            "to other nodes."
+        )
     return replace(best, chosen=replace(best.chosen, reason=reason))
 
 
-def _two_hops(predictor: Predictor, plan: Plan) -> str:
-    """How many messages two hops save, and which of FSMoE's cases they are, as sentences."""
-    work, ranks_per_node = predictor.workload, predictor.cluster.ranks_per_node
-    layout = NodeLayout.of(
-        expert=work.expert, expert_tensor=work.expert_tensor, ranks_per_node=ranks_per_node
-    )
-    assert layout is not None
-    fewer = layout.num_nodes - 1
-    return (
-        f"In each all-to-all, a rank sends {fewer} instead of {fewer * layout.ranks_per_node} messages to "
-        f"other nodes. By FSMoE's inequalities: {_fsmoe(predictor, plan)}."
-    )
-
-
-def _fsmoe(predictor: Predictor, plan: Plan) -> str:
-    """The cases of both directions, with one layer's stages."""
-    one = predictor.of_layers(1)
-    lengths = tuple(round(share * one.workload.rows) for share in plan.shares)
-    found = []
-    for direction in Direction:
-        degree = plan.schedule.degree_of(direction)
-        costs = one.costs(lengths, len(lengths) // degree, False)
-        found.append(fsmoe.described(costs, direction=direction, degree=degree))
-    return "; ".join(found)
-
-
-def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
+def _plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: bool, stack: int) -> Plans:
     """:func:`make_plans` with the exchange of the workload.
 
-    Args:
-        predictor: Of the workload on the cluster, with all layers of a pipeline stage.
-        degrees: The degrees that are tried.
-        full: Whether unequal chunks and other orders are searched too; without them, the search takes a few
-            milliseconds.
-        stack: How many layers may share a schedule: 1 is block by block, 0 all.
-
-    Returns:
-        The plans. Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup
-        is predicted.
-
-    Raises:
-        BadInput: the predicted time of a block is 0.
+    Block by block is chosen if sharing a schedule saves nothing; its degree is 1 if no speedup is predicted.
     """
     stock = predictor.stock()
-    if not stock.forward + stock.backward > 0:
+    if not stock.total > 0:
         raise BadInput(
             "cluster",
             predictor.cluster.path,
@@ -175,10 +132,11 @@ def plans_of_exchange(predictor: Predictor, *, degrees: tuple[int, ...], full: b
         because = replace(alone, reason=f"{alone.reason} {why}")
         return Plans(alone, None, _blocks_ms(predictor, alone), because)
     sharing = sharing_layers(predictor, stack)
-    found = (full_stack if full else choose_stack)(sharing, degrees)
+    found = _best(sharing, degrees, full=full)
+    assert found is not None
     blocks_ms = _blocks_ms(sharing, alone)
     shared = replace(_plan_without_reason(sharing, found), stack=stack)
-    blocks = _ms(sharing.stock()) / blocks_ms
+    blocks = sharing.stock().total / 1e3 / blocks_ms
     if shared.predicted_speedup < max(blocks / (1 - MINIMUM_SAVING), MINIMUM_SPEEDUP):
         why = (
             f"Sharing a schedule saves nothing more: {len(sharing.layers)} layers that share one are "
@@ -221,22 +179,14 @@ def _blocks_ms(predictor: Predictor, alone: Plan) -> float:
     """The time of all layers of a predictor block by block, with the plan of one block."""
     assert alone.predicted_ms is not None and alone.stock_ms is not None
     with_experts = sum(features.experts for features in predictor.layers)
-    others_ms = _ms(predictor.stock()) - with_experts * alone.stock_ms
+    others_ms = predictor.stock().total / 1e3 - with_experts * alone.stock_ms
     return with_experts * alone.predicted_ms + others_ms
 
 
 def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Plan:
     stock = predictor.stock()
     workload = predictor.workload
-    best: Candidate | None = None
-    if workload.rows > 1 and workload.expert > 1:
-        best = (full_plan if full else choose_degree)(predictor, degrees)
-        if workload.exchange is not Exchange.ROWS:
-            best = min(_uncut(predictor), best, key=lambda one: one.total_us)
-    whole = in_one_chunk(predictor)
-    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
-        # The simpler one, and the one that costs nothing where its prediction is wrong.
-        best = whole
+    best = _best(predictor, degrees, full=full)
     if best is None or _speedup(stock, best) < MINIMUM_SPEEDUP:
         schedule = build("sequential", degree=1, features=predictor.features)
         megatron = _plan_without_reason(predictor, Candidate(schedule, (workload.rows,), stock))
@@ -246,42 +196,46 @@ def _block_plan(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -
     return plan_of(predictor, best, degrees=degrees)
 
 
-def _uncut(predictor: Predictor) -> Candidate:
-    """AMPipe's layer without chunks, which hides nothing; of use where its exchange is the faster one."""
-    schedule = build("ampipe", degree=1, features=predictor.features)
-    lengths = (predictor.workload.rows,)
-    return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
+def _best(predictor: Predictor, degrees: tuple[int, ...], *, full: bool) -> Candidate | None:
+    """The best way to run the layers in AMPipe's; None if nothing can overlap."""
+    best: Candidate | None = None
+    if predictor.workload.rows > 1 and predictor.workload.expert > 1:
+        best = (full_plan if full else choose_degree)(predictor, degrees)
+        if predictor.workload.exchange is not Exchange.ROWS and len(predictor.layers) == 1:
+            # Without chunks nothing is hidden, but its exchange may be the faster one.
+            best = min(named(predictor, "ampipe", 1, 1), best, key=lambda one: one.total_us)
+    whole = in_one_chunk(predictor)
+    if whole is not None and (best is None or best.total_us > whole.total_us * (1 - MINIMUM_SAVING)):
+        # The simpler one, and the one that costs nothing where its prediction is wrong.
+        best = whole
+    return best
 
 
 def plan_of(predictor: Predictor, found: Candidate, *, degrees: tuple[int, ...] = DEGREES) -> Plan:
-    """The plan of a candidate, with its predictions and the reason for the choice.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        found: The chosen candidate.
-        degrees: Degrees that were tried; the reason compares the next smaller and the next larger one.
-    """
+    """The plan of a chosen candidate; its reason compares the next smaller and the next larger degree."""
     plan = _plan_without_reason(predictor, found)
     communication_ms = predictor.timeline(found.schedule, found.lengths).communication_us / 1e3
     return replace(plan, reason=_reason(predictor, plan, communication_ms, degrees))
 
 
 def _plan_without_reason(predictor: Predictor, found: Candidate) -> Plan:
-    timeline = predictor.timeline(found.schedule, found.lengths)
+    timeline, cluster = predictor.timeline(found.schedule, found.lengths), predictor.cluster
     return Plan(
         schedule=found.schedule,
         shares=tuple(length / predictor.workload.rows for length in found.lengths),
         memory=predictor.memory,
         exchange=predictor.workload.exchange,
-        num_layers=found.stack,
-        stock_ms=_ms(predictor.stock()),
-        predicted_ms=_ms(found.time),
+        num_layers=len(predictor.layers),
+        stock_ms=predictor.stock().total / 1e3,
+        predicted_ms=found.total_us / 1e3,
         stages_forward_ms=timeline.length_us("forward") / 1e3,
         stages_backward_ms=timeline.length_us("backward") / 1e3,
         hidden_share=timeline.hidden_share,
         memory_gib=predictor.peak_bytes(found.schedule) / 2**30,
         reason="",
-        made_for=MadeFor.on(predictor.workload, predictor.cluster),
+        made_for=MadeFor.of(
+            predictor.workload, cluster=cluster.description, ranks_per_node=cluster.ranks_per_node
+        ),
     )
 
 
@@ -320,7 +274,7 @@ def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
     if best.schedule.num_chunks == 1:
         found = "schedule that was found, which overlaps gradients of weights alone"
     stock = predictor.stock()
-    share = predictor.communication_us() / (stock.forward + stock.backward)
+    share = predictor.communication_us() / stock.total
     return (
         f"AMPipe will not help: communication is {share:.0%} of the block, and the overhead of chunks is "
         f"about as large as the time that they hide, or larger (the best {found}, "
@@ -329,8 +283,4 @@ def _reason_against(predictor: Predictor, best: Candidate | None) -> str:
 
 
 def _speedup(stock: Pair, found: Candidate) -> float:
-    return (stock.forward + stock.backward) / found.total_us
-
-
-def _ms(time: Pair) -> float:
-    return (time.forward + time.backward) / 1e3
+    return stock.total / found.total_us

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel
-from megatron_ampipe.plan.cost_table import CostFunction
-from megatron_ampipe.plan.host_time import issue_us
 from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.operation_times import ZERO, Pair
-from megatron_ampipe.plan.simulate import Compiled, compile_named, run
+from megatron_ampipe.plan.simulate import Compiled, Pace, compile_named, run
+from megatron_ampipe.plan.stage_costs import CostFunction, issue_us
 from megatron_ampipe.plan.workload import Workload
 from megatron_ampipe.schedule import (
     KEEP,
@@ -43,7 +43,7 @@ class Predictor:
     Args:
         workload: The block.
         cluster: The times of its operations.
-        added: Cost functions of kinds of stages that are not in :data:`.cost_table.COSTS`.
+        added: Cost functions of kinds of stages that are not in :data:`.stage_costs.COSTS`.
         num_layers: How many such blocks share a schedule.
         dense: Which of them have no experts, counted from 0.
         memory: What the experts keep for their backward, see ``Pipeline.memory``.
@@ -74,7 +74,7 @@ class Predictor:
         self._times: dict[object, float] = {}
         kinds_of_block = {kind for features in {*self.layers} for kind in data_flow(features).kinds}
         kinds_of_block |= {kind for kind in WEIGHTS.values() if kind.weights_of in kinds_of_block}
-        self.costs = functools.lru_cache(maxsize=4096)(self._costs)
+        self._costs = functools.lru_cache(maxsize=4096)(self._model.stages)
         self._issue_us = {
             direction: {
                 kind: issue_us(kind, direction, workload, cluster.host, block=kinds_of_block)
@@ -83,66 +83,32 @@ class Predictor:
             for direction in Direction
         }
         self._latency = {kind: self._model.latency(kind) for kind in kinds_of_block}
-        self._slowdowns = {
-            "compute_slowdown": cluster.overlap.compute_slowdown,
-            "communication_slowdown": cluster.overlap.communication_slowdown,
-            "busy_latency_us": cluster.overlap.latency_us,
-        }
-
-    def _costs(
-        self,
-        lengths: tuple[int, ...],
-        parts: int,
-        whole_attention: bool,
-        dense: bool = False,
-        weights: frozenset[StageKind] = frozenset(),
-        joined: frozenset[StageKind] = frozenset(),
-    ) -> dict[Stage, Pair]:
-        features = self._model.dense_features if dense else self.features
-        return self._model.stages(
-            lengths,
-            parts=parts,
-            whole_attention=whole_attention,
-            features=features,
-            weights=weights,
-            joined=joined,
-        )
 
     def with_exchange(self, exchange: Exchange) -> Predictor:
         """A predictor of the same layers with another exchange."""
-        if exchange is self.workload.exchange:
-            return self
-        return self._of_workload(replace(self.workload, exchange=exchange))
+        return self._with(exchange=exchange)
 
     def with_reductions(self) -> Predictor:
         """A predictor of the same layers that reduce gradients in stages of their schedule."""
-        return self._of_workload(replace(self.workload, places_reductions=True))
+        return self._with(places_reductions=True)
 
-    def _of_workload(self, workload: Workload) -> Predictor:
+    def _with(self, **changes: Any) -> Predictor:
         dense = [layer for layer, features in enumerate(self.layers) if features.dense]
-        return Predictor(
-            workload,
-            self.cluster,
-            added=self._added,
-            num_layers=len(self.layers),
-            dense=dense,
-            memory=self.memory,
-        )
+        return self.of_layers(len(self.layers), dense=dense, **changes)
 
     def of_layers(
-        self,
-        num_layers: int,
-        *,
-        dense: Collection[int] = (),
-        recomputes: bool | None = None,
-        memory: str | None = None,
+        self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any
     ) -> Predictor:
-        """A predictor of another number of the same blocks; the rest as in this one where it is None."""
-        workload = self.workload
-        if recomputes is not None:
-            workload = replace(workload, recomputes=recomputes)
+        """A predictor of another number of the same blocks.
+
+        Args:
+            num_layers: How many.
+            dense: Which of them have no experts.
+            memory: What the experts keep; as in this predictor if None.
+            changes: Fields of the workload that differ.
+        """
         return Predictor(
-            workload,
+            replace(self.workload, **changes),
             self.cluster,
             added=self._added,
             num_layers=num_layers,
@@ -152,9 +118,7 @@ class Predictor:
 
     def stock(self) -> Pair:
         """Time of Megatron's own layers."""
-        total = ZERO
-        for features in self.layers:
-            total += self._model.stock(dense=features.dense)
+        total = sum((self._model.stock(dense=features.dense) for features in self.layers), ZERO)
         return self._recomputed(total)
 
     def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
@@ -170,7 +134,7 @@ class Predictor:
             backward_degree=schedule.backward_degree if schedule else 1,
             memory=self.memory if memory is None else memory,
             # Without a GPU there is no Transformer Engine.
-            local=not self.cluster.host.issue.forward_us,
+            local=self.cluster.trains_on_host,
             whole_attention=schedule is not None and schedule.whole_attention,
             splits_weights=schedule is not None and bool(schedule.backward.weights),
             joins_weights=schedule is not None and schedule.joins_weights,
@@ -178,11 +142,10 @@ class Predictor:
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
-        whole = self.costs((self.workload.rows,), 1, False)
         with_experts = sum(features.experts for features in self.layers)
         return with_experts * sum(
-            cost.forward + cost.backward
-            for stage, cost in whole.items()
+            cost.total
+            for stage, cost in self._model.stages((self.workload.rows,)).items()
             if stage.is_communication and not stage.kind.copies
         )
 
@@ -202,19 +165,16 @@ class Predictor:
             lengths: Rows of one rank in each of the schedule's chunks.
         """
         schedule = self.whole(schedule)
-        forward, backward = (self.direction_us(schedule, lengths, direction) for direction in Direction)
-        return self._with_recompute(Pair(forward, backward))
+        return self._in_pass(*(self.direction_us(schedule, lengths, direction) for direction in Direction))
 
     def bound_us(self, schedule: Schedule, lengths: Sequence[int]) -> Pair:
         """What no order of the stages of a schedule can beat; lanes do not slow each other in it.
 
-        Args:
-            schedule: As for :meth:`pass_us`.
-            lengths: Rows of one rank in each of the schedule's chunks.
+        The arguments are those of :meth:`pass_us`.
         """
         schedule = self.whole(schedule)
-        forward, backward = (self.direction_bound_us(schedule, lengths, direction) for direction in Direction)
-        return self._with_recompute(Pair(forward, backward))
+        bounds = (self.direction_bound_us(schedule, lengths, direction) for direction in Direction)
+        return self._in_pass(*bounds)
 
     def direction_bound_us(self, schedule: Schedule, lengths: Sequence[int], direction: Direction) -> float:
         """The bound of one direction of a schedule of all of the layers, without a recompute."""
@@ -229,66 +189,63 @@ class Predictor:
         program, degree = schedule.program(direction), schedule.degree_of(direction)
         key = (program, degree, schedule.whole_attention, tuple(lengths))
         if key not in self._times:
-            compiled, durations, issue = self.inputs(schedule, lengths, direction)
-            latency = self.latency(compiled)
-            _, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
-            self._times[key] = max(end) + self._block(direction)
+            compiled, durations, pace = self.inputs(schedule, lengths, direction)
+            self._times[key] = max(run(compiled, durations, pace)[1]) + self._block(direction)
         return self._times[key]
 
     def inputs(
         self, schedule: Schedule, lengths: Sequence[int], direction: Direction
-    ) -> tuple[Compiled, list[float], list[float] | None]:
-        """Inputs of :func:`~.simulate.run`: the program, its durations, and the times to issue stages."""
-        compiled = compile_named(
-            schedule, self.layers, direction, on_host=not self.cluster.host.issue.forward_us
-        )
+    ) -> tuple[Compiled, list[float], Pace]:
+        """Inputs of :func:`~.simulate.run`: the program, the time of each stage alone, and its pace."""
+        compiled = compile_named(schedule, self.layers, direction, on_host=self.cluster.trains_on_host)
         parts = len(lengths) // schedule.degree_of(direction)
         weights, whole = schedule.backward.weights, schedule.backward.whole
         if direction is Direction.FORWARD:
             # A forward stage takes the same time; a search then knows it already.
             weights = frozenset()
         costs = {
-            features: self.costs(
-                tuple(lengths), parts, schedule.whole_attention, features.dense, weights, weights & whole
+            features: self._costs(
+                tuple(lengths),
+                parts=parts,
+                whole_attention=schedule.whole_attention,
+                features=features,
+                weights=weights,
+                joined=weights & whole,
             )
             for features in {*self.layers}
         }
-        return (
-            compiled,
-            durations_of(compiled.stages, [costs[features] for features in self.layers], direction),
-            self.issue(compiled, direction, parts),
-        )
+        durations = durations_of(compiled.stages, [costs[features] for features in self.layers], direction)
+        issue = None
+        if self.cluster.host.issue.of(direction):
+            times = self._issue_us[direction]
+            # A compute stage of several chunks is issued chunk by chunk, a collective once.
+            issue = [
+                times[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
+                for stage in compiled.stages
+            ]
+        return compiled, durations, self.pace(compiled, issue)
 
-    def issue(self, compiled: Compiled, direction: Direction, parts: int) -> list[float] | None:
-        """The host's time to issue each stage; None for training on the CPU."""
-        figure = self.cluster.host.issue
-        if not (figure.forward_us if direction is Direction.FORWARD else figure.backward_us):
-            return None
-        times = self._issue_us[direction]
-        # A compute stage of several chunks is issued chunk by chunk, a collective once.
-        return [
-            times[stage.kind] * (1 if stage.is_communication or stage.chunk is None else parts)
-            for stage in compiled.stages
-        ]
-
-    def latency(self, compiled: Compiled) -> list[float] | None:
-        """The part of each collective that can overlap with the previous one; None for GPUs.
+    def pace(self, compiled: Compiled, issue_us: Sequence[float] | None) -> Pace:
+        """What the simulation of a program depends on, with the host's times to issue its stages.
 
         On the CPU, a collective starts before the previous one has ended
         (``runtime.executors.ThreadExecutor``); on a stream of a GPU they run one after another.
         """
-        if self.cluster.host.issue.forward_us:
-            return None
-        in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
-        return [
-            self._latency[stage.kind] if index in in_comm else 0.0
-            for index, stage in enumerate(compiled.stages)
-        ]
-
-    @property
-    def slowdowns(self) -> Mapping[str, float]:
-        """How much lanes slow each other down, as keyword arguments of :func:`~.simulate.run`."""
-        return self._slowdowns
+        latency = None
+        if self.cluster.trains_on_host:
+            in_comm = {stage for lane, stages in compiled.lanes if lane != COMPUTE for stage in stages}
+            latency = [
+                self._latency[stage.kind] if index in in_comm else 0.0
+                for index, stage in enumerate(compiled.stages)
+            ]
+        overlap = self.cluster.overlap
+        return Pace(
+            issue_us=issue_us,
+            latency_us=latency,
+            compute_slowdown=overlap.compute_slowdown,
+            communication_slowdown=overlap.communication_slowdown,
+            busy_latency_us=overlap.latency_us,
+        )
 
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
@@ -304,34 +261,32 @@ class Predictor:
         spans: list[StageSpan] = []
         offset = 0.0
         for direction in Direction:
-            compiled, durations, issue = self.inputs(schedule, lengths, direction)
-            latency = self.latency(compiled)
-            begin, end = run(compiled, durations, issue_us=issue, latency_us=latency, **self._slowdowns)
-            for lane, stages in compiled.lanes:
-                spans += [
-                    StageSpan(
-                        lane=lane,
-                        stage=compiled.stages[stage].name,
-                        direction=direction.value,
-                        layer=1 + compiled.stages[stage].layer,
-                        iteration=0,
-                        begin_us=offset + begin[stage],
-                        end_us=offset + end[stage],
-                    )
-                    for stage in stages
-                ]
+            compiled, durations, pace = self.inputs(schedule, lengths, direction)
+            begin, end = run(compiled, durations, pace)
+            spans += [
+                StageSpan(
+                    lane=lane,
+                    stage=compiled.stages[stage].name,
+                    direction=direction.value,
+                    layer=1 + compiled.stages[stage].layer,
+                    iteration=0,
+                    begin_us=offset + begin[stage],
+                    end_us=offset + end[stage],
+                )
+                for lane, stages in compiled.lanes
+                for stage in stages
+            ]
             offset += max(end)
         ordered = tuple(sorted(spans, key=lambda span: span.begin_us))
         return Timeline(rank=0, spans=ordered, labels=dict(labels or {}))
 
     def _block(self, direction: Direction) -> float:
         # Every layer of a stack makes its own call, and its parameters their own gradients.
-        figure = self.cluster.host.block
-        one = figure.forward_us if direction is Direction.FORWARD else figure.backward_us
-        return one * len(self.layers) + self._model.edges()
+        return self.cluster.host.block.of(direction) * len(self.layers) + self._model.edges()
 
-    def _with_recompute(self, pair: Pair) -> Pair:
+    def _in_pass(self, forward: float, backward: float) -> Pair:
         """With what Megatron recomputes around a layer; layers that share a schedule recompute in it."""
+        pair = Pair(forward, backward)
         return pair if self.features.recomputed else self._recomputed(pair)
 
     def _recomputed(self, pair: Pair) -> Pair:
@@ -354,13 +309,13 @@ def durations_of(
     layer alone stands for any of those that run one after another.
     """
     forward = direction is Direction.FORWARD
-    found = []
+    durations = []
     for stage in stages:
         if stage.kind == REDUCE and len(costs) > 1:
             above = costs[stage.layer + 1 :][:1]
-            found += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
+            durations += [costs_of[Stage(stage.kind)].backward for costs_of in above] or [0.0]
             continue
         alone = Stage(stage.kind, stage.chunk) if stage.layer or stage.again else stage
         pair = costs[stage.layer][alone]
-        found.append(pair.forward if forward or stage.again else pair.backward)
-    return found
+        durations.append(pair.forward if forward or stage.again else pair.backward)
+    return durations

@@ -1,11 +1,11 @@
 """Who went where in a training: the files of ``--ampipe-routing-dir``, and what plans take from them.
 
-A file is one micro-batch of one expert-parallel group in one iteration. Pure: needs neither torch nor
-Megatron. Written by ``launch.record_routing``; read by ``ampipe routing`` and ``ampipe plan --routing``.
+A file is one micro-batch of one expert-parallel group in one iteration.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +19,7 @@ from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
 
 FORMAT = "ampipe-routing-2"
+_NUMBERS = ("iteration", "num_experts", "ranks", "batch", "ranks_per_sequence", "hidden_size")
 THRESHOLDS = (0.9, 0.95, 0.97, 0.99, 0.999)
 """Cosines for which every file says how many rows would be left (``--ampipe-condense``)."""
 _NAME = re.compile(r"iteration-(\d{8})\.json")
@@ -56,11 +57,6 @@ class LayerRouting:
     def per_place(self, places: int, chunk: int | None = None) -> list[int]:
         """Rows for the experts at each of so many places, between which they are divided in order."""
         return _divided(self.per_expert(chunk), places)
-
-    def part_per_place(self, part: int, places: int) -> list[int]:
-        """The same of the tokens of one part."""
-        counts = [sum(column) for column in zip(*self.counts[part], strict=True)]
-        return _divided(counts, places)
 
     @property
     def rows(self) -> int:
@@ -104,30 +100,9 @@ class RoutingRecord:
         return len(self.layers[0].counts)
 
     def write(self, folder: Path) -> None:
-        """Write the file of this iteration; it appears under its name only when it is whole.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
-        content = {
-            "format": FORMAT,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "tokens": self.tokens,
-            "layers": [
-                {
-                    "layer": one.layer,
-                    "counts": one.counts,
-                    "arrivals": {str(places): of_places for places, of_places in one.arrivals.items()},
-                    "rows_compared": one.rows_compared,
-                    "rows_left": {f"{threshold:g}": rows for threshold, rows in one.rows_left.items()},
-                }
-                for one in self.layers
-            ],
-        }
+        """Write the file of this iteration; it appears under its name only when it is whole."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
         outputs.write_text(folder / f"iteration-{self.iteration:08}.json", json.dumps(content) + "\n")
-
-
-_NUMBERS = ("iteration", "num_experts", "ranks", "batch", "ranks_per_sequence", "hidden_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,33 +195,20 @@ def busiest(rows: Sequence[int]) -> float:
 
 
 def share_condensed(layers: Iterable[LayerRouting], threshold: float) -> float | None:
-    """Share of the compared rows that would not be sent, 0 to 1; None if there are none.
-
-    Args:
-        layers: Of any files; rows count equally.
-        threshold: One that all of them have.
-    """
+    """Share of the compared rows that would not be sent, 0 to 1; None if there are none."""
     found = [(one.rows_left[threshold], one.rows_compared) for one in layers]
     left, compared = (sum(column) for column in zip(*found, strict=True))
     return 1 - left / compared if compared else None
 
 
 def files_of(folder: Path) -> dict[int, Path]:
-    """The files of a folder by iteration, in order.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The files of a folder by iteration, in order."""
     found = {int(match[1]): folder / name for name in os.listdir(folder) if (match := _NAME.fullmatch(name))}
     return dict(sorted(found.items()))
 
 
 def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
-    """All files of a folder.
-
-    Args:
-        folder: Of ``--ampipe-routing-dir``.
-        flag: How the user named it, for errors.
+    """All files of a folder of ``--ampipe-routing-dir``, which the user named by a flag.
 
     Raises:
         BadInput: there are none, or one is not such a file, or they are of different models.
@@ -271,11 +233,7 @@ def read_routing(folder: Path, *, flag: str) -> RecordedRouting:
 
 
 def read_record(path: Path, *, flag: str) -> RoutingRecord:
-    """One file that :meth:`RoutingRecord.write` wrote.
-
-    Raises:
-        BadInput: it cannot be read, or is not such a file.
-    """
+    """One file that :meth:`RoutingRecord.write` wrote; BadInput if it is not."""
     try:
         return _record(json.loads(inputs.read_text(path)))
     except OSError as error:

@@ -1,9 +1,10 @@
-"""Chooses how to run a block: degrees, lengths of the chunks, and the order of the stages.
+"""Chooses how to run a block, or several layers that share a schedule: degrees, lengths of chunks, order.
 
 Three steps, none of which makes the result slower: the best named schedule over all degrees
 (:func:`choose_degree`, a few milliseconds), lengths of chunks (:func:`improve_chunks`), order of stages
 (:mod:`.order`). They are limited by a number of evaluations, not by time, and use fixed random seeds, so that
-ranks with the same figures find the same plan.
+ranks with the same figures find the same plan. Layers that share a schedule are searched on a short stack of
+layers with experts, and the result is predicted for all of them.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_ampipe.plan.operation_times import Pair
-from megatron_ampipe.plan.order import improve_order
+from megatron_ampipe.plan.order import SHORT, OrderProblem, improve_order
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.schedule import IN_ONE_CHUNK, Direction, Schedule, build, check, even_chunks, row_unit
+from megatron_ampipe.schedule import (
+    IN_ONE_CHUNK,
+    Direction,
+    Schedule,
+    build,
+    check,
+    even_chunks,
+    period,
+    row_unit,
+)
 
 DEGREES = (2, 3, 4, 6, 8, 12, 16)
 """Degrees that are tried: numbers with many divisors, as one degree has to divide the other."""
 NAMED = ("ampipe", "moe-only")
-"""Named schedules that overlap communication; the first one is chosen if both take the same time."""
+"""Named schedules that overlap communication; the first one is chosen if both take the same time, and is the
+only one that layers can share."""
 MAX_SLOWER_DEGREES = 2
 """The search for a degree ends after this number of slower degrees in a row."""
 CHUNK_EVALUATIONS = 1200
-"""Number of other lengths that are tried, times the number of chunks: a bound on the time of a search."""
+"""Number of other lengths that are tried, times the number of chunks and layers: a bound on the time."""
 MAX_SHORTENING = 4
 """A chunk is at least as long as an equal chunk divided by this."""
 MINIMUM_SAVING = 0.01
@@ -32,71 +43,73 @@ MINIMUM_SAVING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to run a block, or several that share a schedule, with its predicted time.
+    """One way to run the layers of a predictor, with its predicted time.
 
     Attributes:
         schedule: Degrees and order of the stages; it repeats if several layers share it.
         lengths: Rows of one rank in each chunk.
         time: Time of a pass of all of the layers in each direction, in microseconds.
-        stack: How many layers share the schedule.
     """
 
     schedule: Schedule
     lengths: tuple[int, ...]
     time: Pair
-    stack: int = 1
 
     @property
     def total_us(self) -> float:
         """Time of forward and backward pass."""
-        return self.time.forward + self.time.backward
+        return self.time.total
 
+    @property
+    def cost(self) -> float:
+        """The predicted time by which named candidates are compared.
 
-def cost_of(candidate: Candidate) -> float:
-    """The predicted time by which named candidates are compared.
-
-    Joined gradients of weights have to save more than predictions are exact: what they take waits for them.
-    """
-    total_us = candidate.total_us
-    return total_us / (1 - MINIMUM_SAVING) if candidate.schedule.joins_weights else total_us
-
-
-def with_joined(names: tuple[str, ...], predictor: Predictor) -> tuple[str, ...]:
-    """These schedules, and ``joined`` where layers can compute gradients of weights apart."""
-    return (*names, "joined") if predictor.workload.splits_weights else names
+        Joined gradients of weights have to save more than predictions are exact: what they take waits for
+        them.
+        """
+        return self.total_us / (1 - MINIMUM_SAVING) if self.schedule.joins_weights else self.total_us
 
 
 def candidates(predictor: Predictor, degrees: Iterable[int] = DEGREES) -> Iterator[Candidate]:
     """The named schedules at each degree, the same in both directions, with equal chunks."""
-    rows = predictor.workload.rows
+    names = NAMED if len(predictor.layers) == 1 else NAMED[:1]
+    if predictor.workload.splits_weights:
+        names = (*names, "joined")
     for degree in degrees:
-        if degree <= rows:
-            for name in with_joined(NAMED, predictor):
-                yield _named(predictor, name, degree, degree)
+        if degree <= predictor.workload.rows:
+            for name in names:
+                yield named(predictor, name, degree, degree)
 
 
 def in_one_chunk(predictor: Predictor) -> Candidate | None:
     """The schedule that overlaps without cutting the sequence; None where the layers cannot run it."""
-    workload = predictor.workload
-    if not workload.splits_weights or workload.expert == 1:
+    if not predictor.workload.splits_weights or predictor.workload.expert == 1:
         return None
-    return _named(predictor, IN_ONE_CHUNK, 1, 1)
+    return named(predictor, IN_ONE_CHUNK, 1, 1)
+
+
+def named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
+    """A named schedule with these degrees and equal chunks."""
+    schedule = build(name, degree=forward, backward_degree=backward, features=predictor.features)
+    lengths = even_chunks(predictor.workload.rows, schedule.num_chunks)
+    return _timed(predictor, schedule if len(predictor.layers) == 1 else period(schedule), lengths)
 
 
 def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best named schedule with equal chunks and a degree for each direction.
+    """The best named schedule with equal chunks and a degree for each direction, of ascending degrees.
 
     One of the two degrees divides the other, because the runtime groups adjacent chunks in the direction with
     the smaller degree.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        degrees: The degrees that are tried, ascending.
     """
+    best = _best_named(_short(predictor), degrees)
+    return _timed(predictor, best.schedule, best.lengths)
+
+
+def _best_named(predictor: Predictor, degrees: Sequence[int]) -> Candidate:
     best: Candidate | None = None
     slower = 0
     for degree in degrees:
-        found = min(candidates(predictor, [degree]), key=cost_of, default=None)
+        found = min(candidates(predictor, [degree]), key=lambda one: one.cost, default=None)
         if found is None:
             break
         slower = 0 if best is None or found.total_us < best.total_us else slower + 1
@@ -104,28 +117,25 @@ def choose_degree(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Can
         if slower == MAX_SLOWER_DEGREES:
             break
     assert best is not None, "a sequence of one row cannot be split"
-    return _with_two_degrees(predictor, best)
+    # Smaller degrees, divisors of the degree, in one of the two directions.
+    count = len(best.lengths)
+    for degree in (degree for degree in range(1, count) if count % degree == 0):
+        for pair in ((degree, count), (count, degree)):
+            best = min(best, named(predictor, best.schedule.name, *pair), key=lambda one: one.total_us)
+    return best
 
 
-def improve_chunks(
-    predictor: Predictor, start: Candidate, *, evaluations: int = CHUNK_EVALUATIONS
-) -> Candidate:
-    """Move rows between adjacent chunks while that saves time. The order of the stages is kept.
-
-    Args:
-        predictor: Of the workload on the cluster.
-        start: The candidate to start from; returned if none is faster.
-        evaluations: How many other lengths are tried, times the number of chunks.
-    """
+def improve_chunks(predictor: Predictor, start: Candidate) -> Candidate:
+    """Move rows between adjacent chunks while that saves time. The order of the stages is kept."""
     rows, count = predictor.workload.rows, len(start.lengths)
     # A run must use the lengths that are found here, and it rounds them to this number of rows.
     unit = row_unit(rows, count)
     shortest = max(1, rows // (MAX_SHORTENING * count))
-    best, tried = start, 0
+    best, tries = start, CHUNK_EVALUATIONS // (count * len(predictor.layers))
     step = max(unit, rows // (2 * count) // unit * unit)
     for lengths in (_tapered(rows, count, unit, ratio) for ratio in (0.8, 1.25)):
         best = min(best, _timed(predictor, start.schedule, lengths), key=lambda one: one.total_us)
-    while step >= unit and tried < evaluations // count:
+    while step >= unit and tries > 0:
         improved = False
         for giver in range(count):
             for taker in (giver - 1, giver + 1):
@@ -135,7 +145,7 @@ def improve_chunks(
                 moved[giver] -= step
                 moved[taker] += step
                 found = _timed(predictor, start.schedule, tuple(moved))
-                tried += 1
+                tries -= 1
                 if found.total_us < best.total_us * (1 - 1e-6):
                     best, improved = found, True
         if not improved:
@@ -144,85 +154,74 @@ def improve_chunks(
 
 
 def full_plan(predictor: Predictor, degrees: Sequence[int] = DEGREES) -> Candidate:
-    """The best candidate over degrees, lengths of chunks and order of the stages.
+    """The best candidate over ascending degrees, lengths of chunks and order of the stages.
 
-    Args:
-        predictor: Of the workload on the cluster.
-        degrees: The degrees that are tried, ascending.
-
-    Returns:
-        A checked candidate, not slower than any named schedule with equal chunks that was tried.
+    It is checked, and not slower than that of :func:`choose_degree`.
     """
-    plain = choose_degree(predictor, degrees)
-    shaped = [improve_chunks(predictor, start) for start in _starts(predictor, plain, degrees)]
-    best_shaped = min(shaped, key=lambda one: one.total_us)
-    schedule = best_shaped.schedule
-    even = _named(predictor, schedule.name, schedule.degree, schedule.backward_degree)
-    # Lengths and order depend on each other, so both are searched again.
-    ordered = [
-        reorder(predictor, improve_chunks(predictor, reorder(predictor, start)))
-        for start in (even, best_shaped)
-    ]
-    best = plain
-    for found in (best_shaped, min(ordered, key=lambda one: one.total_us)):
+    short = _short(predictor)
+    plain = _best_named(short, degrees)
+    shaped = min(
+        (improve_chunks(short, start) for start in _starts(short, plain, degrees)),
+        key=lambda one: one.total_us,
+    )
+    schedule = shaped.schedule
+    even = named(short, schedule.name, schedule.degree, schedule.backward_degree)
+    ordered = min((_reordered(short, start) for start in (even, shaped)), key=lambda one: one.total_us)
+    best, *others = (_timed(predictor, one.schedule, one.lengths) for one in (plain, shaped, ordered))
+    for found in others:
         # The simpler candidate is kept unless the gain exceeds the accuracy of the prediction.
         if found.total_us < best.total_us * (1 - MINIMUM_SAVING):
             best = found
-    check(best.schedule, [predictor.features])
+    check(predictor.whole(best.schedule), predictor.layers)
     return best
 
 
-def reorder(predictor: Predictor, start: Candidate) -> Candidate:
-    """Search another order of the stages in each direction; chunks and degrees are kept.
+def _reordered(predictor: Predictor, start: Candidate) -> Candidate:
+    """Lengths and order depend on each other, so both are searched again."""
+    ordered = reorder(predictor, start)
+    shaped = improve_chunks(predictor, ordered)
+    return shaped if shaped is ordered else reorder(predictor, shaped)
 
-    Returns:
-        The candidate; ``start`` if no order is faster.
-    """
-    schedule = start.schedule
-    programs = {
-        direction: improve_order(predictor, schedule, start.lengths, direction) for direction in Direction
-    }
-    if all(programs[direction] == schedule.program(direction) for direction in Direction):
+
+def reorder(predictor: Predictor, start: Candidate) -> Candidate:
+    """Search a faster order of the stages in each direction; chunks and degrees are kept."""
+    schedule, whole = start.schedule, predictor.whole(start.schedule)
+    programs = []
+    for direction in Direction:
+        program = schedule.program(direction)
+        time = predictor.direction_us(whole, start.lengths, direction)
+        # Unless no order can save enough.
+        if predictor.direction_bound_us(whole, start.lengths, direction) < time * (1 - MINIMUM_SAVING / 2):
+            problem = OrderProblem.of(predictor, schedule, start.lengths, direction)
+            first = problem.period_of(program)
+            best = improve_order(problem, first)
+            program = program if best == first else problem.program(best)
+        programs.append(program)
+    forward, backward = programs
+    if (forward, backward) == (schedule.forward, schedule.backward):
         return start
-    forward, backward = programs[Direction.FORWARD], programs[Direction.BACKWARD]
     found = replace(schedule, name="searched", forward=forward, backward=backward)
-    check(found, [predictor.features])
-    return Candidate(found, start.lengths, predictor.pass_us(found, start.lengths))
+    return _timed(predictor, found, start.lengths)
 
 
 def _starts(predictor: Predictor, plain: Candidate, degrees: Sequence[int]) -> list[Candidate]:
     """The best named candidate, and ``ampipe`` at its degree and the next larger one."""
-    larger = [degree for degree in degrees if degree > len(plain.lengths)][:1]
-    starts = [plain]
-    for degree in (len(plain.lengths), *larger):
-        if degree <= predictor.workload.rows:
-            found = _named(predictor, "ampipe", degree, degree)
-            if found.schedule != plain.schedule:
-                starts.append(found)
-    return starts
+    count = len(plain.lengths)
+    larger = [degree for degree in degrees if count < degree <= predictor.workload.rows][:1]
+    others = (named(predictor, NAMED[0], degree, degree) for degree in (count, *larger))
+    return [plain, *(one for one in others if one.schedule != plain.schedule)]
 
 
-def _with_two_degrees(predictor: Predictor, best: Candidate) -> Candidate:
-    """Try smaller degrees, divisors of the degree, in one of the two directions."""
-    count = len(best.lengths)
-    divisors = [degree for degree in range(1, count) if count % degree == 0]
-    for degree in divisors:
-        for forward, backward in ((degree, count), (count, degree)):
-            found = _named(predictor, best.schedule.name, forward, backward)
-            if found.total_us < best.total_us:
-                best = found
-    return best
-
-
-def _named(predictor: Predictor, name: str, forward: int, backward: int) -> Candidate:
-    features = predictor.features
-    schedule = build(name, degree=forward, backward_degree=backward, features=features)
-    return _timed(predictor, schedule, even_chunks(predictor.workload.rows, schedule.num_chunks))
+def _short(predictor: Predictor) -> Predictor:
+    """Of a short stack, in place of all layers that share a schedule."""
+    if len(predictor.layers) == 1:
+        return predictor
+    # Stages that run again are placed by the order of the others, and are no part of a period.
+    return predictor.of_layers(min(SHORT, len(predictor.layers)), recomputes=False)
 
 
 def _timed(predictor: Predictor, schedule: Schedule, lengths: tuple[int, ...]) -> Candidate:
-    time = predictor.pass_us(schedule, lengths)
-    return Candidate(schedule, lengths, time, stack=len(predictor.layers))
+    return Candidate(schedule, lengths, predictor.pass_us(schedule, lengths))
 
 
 def _tapered(rows: int, count: int, unit: int, ratio: float) -> tuple[int, ...]:

@@ -4,8 +4,7 @@ The input is the schedule that an executor runs, and the result corresponds to t
 records. A lane runs its stages in order, and a stage begins when its dependencies have ended. Concurrent
 computation and communication slow each other down, and lanes with the same resource share it, so speeds
 change when a stage begins or ends. Where a host issues stages to a device (``host.issue`` above zero), a
-stage cannot begin before it was issued, in the order of ``schedule.issue_order``. Called by :mod:`.search`
-several hundred times per plan.
+stage cannot begin before it was issued, in the order of ``schedule.issue_order``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ampipe.schedule import (
     BlockFeatures,
@@ -21,16 +20,19 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
-    issue_order,
     needs_of,
     stream_of,
 )
-from megatron_ampipe.schedule.issue import read_by_host
+from megatron_ampipe.schedule.issue import merge_lanes, read_by_host
 from megatron_ampipe.schedule.stage_kind import COMPUTE, COMPUTE_LANE, COPY_LANE
 
 NOT_YET = float("inf")
 ROUNDING_US = 1e-6
 """Remaining time below which a stage has ended."""
+
+
+Lanes = tuple[tuple[int, ...], ...]
+"""The order of the stages of each lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +41,67 @@ class Compiled:
 
     Attributes:
         stages: All stages; the numbers below are positions in this tuple.
-        lanes: For each lane its name and its stages, in order.
-        num_needs: For each stage the number of its direct dependencies.
+        needs: For each stage its direct dependencies.
         followers: For each stage those that depend on it directly.
         communicates: For each stage whether it is a transfer, not a computation.
+        host_needs: For each stage the one that the host waits for before issuing it, or -1.
         contended: For each stage the number of its resource if several lanes use that, else -1.
-        reversed_lanes: For each lane its stages, last first.
-        reversed_streams: The same for each stream of a device (``schedule.stream_of``).
+        lanes: For each lane its name and its stages, in order; the compute lane comes first.
+        queues: For each lane its stages, last first.
+        streams: The same for each stream of a device (``schedule.stream_of``).
         issued: The order in which a host issues the stages to a device.
         positions: For each stage its position in that order.
-        host_needs: For each stage the one that the host waits for before issuing it, or -1.
     """
 
     stages: tuple[Stage, ...]
-    lanes: tuple[tuple[str, tuple[int, ...]], ...]
-    num_needs: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
     followers: tuple[tuple[int, ...], ...]
     communicates: tuple[bool, ...]
-    contended: tuple[int, ...]
-    reversed_lanes: tuple[tuple[int, ...], ...]
-    reversed_streams: tuple[tuple[int, ...], ...]
-    issued: tuple[int, ...]
-    positions: tuple[int, ...]
     host_needs: tuple[int, ...]
+    contended: tuple[int, ...]
+    lanes: tuple[tuple[str, tuple[int, ...]], ...]
+    queues: Lanes = ()
+    streams: Lanes = ()
+    issued: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    def in_order(self, lanes: Lanes, *, issued: bool = True) -> Compiled | None:
+        """The same stages in another order of each lane; None if a host cannot issue them to a device."""
+        named = tuple((name, order) for (name, _), order in zip(self.lanes, lanes, strict=True))
+        queues = tuple(order[::-1] for order in lanes)
+        if not issued:
+            return replace(self, lanes=named, queues=queues, positions=(-1,) * len(self.stages))
+        merged = merge_lanes(
+            dict(named),
+            dict(enumerate(self.needs)),
+            waits_before={stage for stage, needed in enumerate(self.host_needs) if needed >= 0},
+            covers={number for number, stage in enumerate(self.stages) if stage.kind.covers_wait},
+        )
+        if merged is None:
+            return None
+        order = tuple(stage for _, stage in merged)
+        positions = [0] * len(order)
+        for position, stage in enumerate(order):
+            positions[stage] = position
+        streams: dict[str, list[int]] = {}
+        for name, stages in named:
+            for stage in stages:
+                streams.setdefault(stream_of(name, self.stages[stage]), []).append(stage)
+        return replace(
+            self,
+            lanes=named,
+            queues=queues,
+            streams=tuple(tuple(reversed(stages)) for stages in streams.values()),
+            issued=order,
+            positions=tuple(positions),
+        )
 
 
 @functools.lru_cache(maxsize=512)
 def compile_named(
     schedule: Schedule, layers: tuple[BlockFeatures, ...], direction: Direction, *, on_host: bool = False
 ) -> Compiled:
-    """Compile one direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
+    """One direction of a schedule. Cached, because a search uses the same schedules repeatedly."""
     needs = needs_of(schedule, layers, direction)
     return compile_program(schedule.program(direction), needs, on_host=on_host)
 
@@ -83,26 +116,20 @@ def compile_program(
     for stage, earlier in needs.items():
         for needed in earlier:
             followers[number[needed]].append(number[stage])
-    issued = [number[stage] for _, stage in issue_order(program, dict(needs), host_waits=True)]
     lanes = tuple((lane.lane, tuple(number[stage] for stage in lane.stages)) for lane in program.lanes)
-    positions = [0] * len(stages)
-    for position, index in enumerate(issued):
-        positions[index] = position
-    return Compiled(
+    compiled = Compiled(
         stages=stages,
-        lanes=lanes,
-        num_needs=tuple(len(needs[stage]) for stage in stages),
+        needs=tuple(tuple(number[needed] for needed in needs[stage]) for stage in stages),
         followers=tuple(map(tuple, followers)),
         communicates=tuple(stage.is_communication for stage in stages),
-        contended=contention(lanes, stages, on_host=on_host),
-        reversed_lanes=tuple(order[::-1] for _, order in lanes),
-        reversed_streams=streams_of(lanes, stages),
-        issued=tuple(issued),
-        positions=tuple(positions),
         host_needs=tuple(
             -1 if (counts := read_by_host(stage, needs)) is None else number[counts] for stage in stages
         ),
-    )
+        contended=contention(lanes, stages, on_host=on_host),
+        lanes=lanes,
+    ).in_order(tuple(order for _, order in lanes))
+    assert compiled is not None, "the program was not checked"
+    return compiled
 
 
 def contention(
@@ -110,12 +137,8 @@ def contention(
 ) -> tuple[int, ...]:
     """For each stage the number of its resource if several lanes use that, else -1.
 
-    The compute lane does not count: a transfer in it does not run concurrently with a computation.
-
-    Args:
-        lanes: For each lane its name and the numbers of its stages.
-        stages: All stages.
-        on_host: Copies to host memory are computed by the processor that runs the compute lane.
+    The compute lane does not count: a transfer in it does not run concurrently with a computation. With
+    ``on_host``, copies to host memory are computed by the processor that runs the compute lane.
     """
     resources = [stage.kind.lane.resource for stage in stages]
     if on_host and COPY_LANE.resource in resources:
@@ -130,34 +153,11 @@ def contention(
     return tuple(shared.index(resource) if resource in shared else -1 for resource in resources)
 
 
-def streams_of(
-    lanes: Sequence[tuple[str, Sequence[int]]], stages: Sequence[Stage]
-) -> tuple[tuple[int, ...], ...]:
-    """For each stream of a device its stages, last first."""
-    streams: dict[str, list[int]] = {}
-    for lane, numbers in lanes:
-        for number in numbers:
-            streams.setdefault(stream_of(lane, stages[number]), []).append(number)
-    return tuple(tuple(reversed(numbers)) for numbers in streams.values())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What the times of stages depend on, besides how long each takes alone.
 
-
-def run(
-    compiled: Compiled,
-    durations: Sequence[float],
-    *,
-    issue_us: Sequence[float] | None = None,
-    latency_us: Sequence[float] | None = None,
-    compute_slowdown: float = 1.0,
-    communication_slowdown: float = 1.0,
-    busy_latency_us: float = 0.0,
-) -> tuple[list[float], list[float]]:
-    """Compute the start and end of each stage.
-
-    One loop with few calls: it runs several hundred times in every search.
-
-    Args:
-        compiled: The program.
-        durations: The time of each stage alone.
+    Attributes:
         issue_us: The host's time to issue each stage; None for training on the CPU.
         latency_us: The part of each collective that overlaps with the previous collective of its lane, if it
             is ready by then. It does not slow computation down. None if a collective begins only after the
@@ -166,16 +166,30 @@ def run(
         communication_slowdown: Factor on the time of a transfer during a computation.
         busy_latency_us: Added to a collective that begins during a computation; at most the rest of that
             computation.
-
-    Returns:
-        Start and end of every stage, in the unit of the durations; infinite for stages that never run
-        because lanes deadlock.
     """
-    waiting = list(compiled.num_needs)
+
+    issue_us: Sequence[float] | None = None
+    latency_us: Sequence[float] | None = None
+    compute_slowdown: float = 1.0
+    communication_slowdown: float = 1.0
+    busy_latency_us: float = 0.0
+
+
+def run(
+    compiled: Compiled, durations: Sequence[float], pace: Pace = Pace()
+) -> tuple[list[float], list[float]]:
+    """Compute the start and end of each stage, in the unit of the durations.
+
+    They are infinite for stages that never run because lanes deadlock. One loop with few calls: it runs
+    several hundred times in every search.
+    """
+    issue_us, latency_us, busy_latency_us = pace.issue_us, pace.latency_us, pace.busy_latency_us
+    compute_slowdown, communication_slowdown = pace.compute_slowdown, pace.communication_slowdown
+    waiting = list(map(len, compiled.needs))
     followers, communicates = compiled.followers, compiled.communicates
     begin, end = [0.0] * len(durations), [NOT_YET] * len(durations)
     # By lane: its remaining stages, last first; the running stage, or -1; and the remaining time of that.
-    queues = list(map(list, compiled.reversed_lanes if issue_us is None else compiled.reversed_streams))
+    queues = list(map(list, compiled.queues if issue_us is None else compiled.streams))
     current, left = [-1] * len(queues), [0.0] * len(queues)
     lanes, slowness = range(len(queues)), [1.0] * len(queues)
     ready_at, last_begin = [0.0] * len(durations), [0.0] * len(queues)

@@ -1,333 +1,450 @@
-"""How long each kind of stage takes alone: one function for each. :mod:`.cost_table` says which is whose.
+"""How long each kind of stage takes alone, and how many calls the host makes to issue it.
 
-Each adds up what ``layers/attention_stages.py`` or ``layers/moe_stages.py`` computes and copies in the stage,
-forward and backward, from :mod:`.operation_times`. Pure arithmetic; times are in microseconds. Called by
-:mod:`.cost`, mostly through that table.
+One function for each kind, under the decorator :class:`CostOf`, which names the kind and what else the
+planner has to know of it; a new kind needs nothing else. Each adds up what the stage computes and copies,
+forward and backward, from :mod:`.operation_times`. Times are in microseconds, without the overheads that
+:class:`.cost.CostModel` adds.
+
+The host needs some time for every call, independent of the size of the tensors, so above some degree the
+device waits for the host. Calls were counted on real blocks (``tests/streams/census.py``; its test compares
+them): torch operations, collectives, and waits and records of events, with Megatron's local layers. Fused
+kernels need fewer calls; it is assumed that they reduce all stages in the same proportion.
 """
 
 from __future__ import annotations
 
-from megatron_ampipe.plan import linear_products
-from megatron_ampipe.plan.chunk_rows import Rows
-from megatron_ampipe.plan.linear_products import Product
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+from megatron_ampipe.plan.cluster import Host, Operation
+from megatron_ampipe.plan.gradient_buckets import LayerReductions, reductions_us, tensors_of
 from megatron_ampipe.plan.memory import expert_bytes
-from megatron_ampipe.plan.operation_times import ZERO, OperationTimes, Pair
-from megatron_ampipe.schedule import BlockFeatures
+from megatron_ampipe.plan.operation_times import (
+    ZERO,
+    OperationTimes,
+    Pair,
+    Product,
+    attention_products,
+    expert_products,
+    mlp_products,
+    qkv_products,
+    shared_products,
+)
+from megatron_ampipe.plan.workload import Rows, Workload
+from megatron_ampipe.schedule import Direction, StageKind, kinds
 
 COUNT_BYTES = 8
-PROBABILITY_BYTES = 4
+MEAN_CALLS = Pair(8.0, 11.4)
+"""Calls of a stage on average, in a block with one local expert and without optional stages."""
 
 
-class StageCosts:
-    """The stages of one block on one cluster, each as a function of its rows.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The input of one stage.
 
-    Args:
-        times: Of the operations, with the workload.
-        features: Of the block.
+    Attributes:
+        rows: Rows of the chunk, or of the whole sequence.
+        chunked: Whether the sequence is split into several chunks.
     """
 
-    def __init__(self, times: OperationTimes, features: BlockFeatures) -> None:
-        self.workload, self._times = times.workload, times
-        self._scatters_rows, self._gathers_rows = features.scatters_rows, features.gathers_rows
+    rows: Rows
+    chunked: bool = True
 
-    def input_norm(self, rows: int) -> Pair:
-        """Input norm."""
-        return self._times.pass_over(2 * rows * self.workload.batch * self.workload.hidden)
 
-    def gather_rows(self, rows: int) -> Pair:
-        """What attention is given, of all tensor-parallel ranks; backward, gradients added and scattered."""
-        return self._times.gather(rows * self.workload.batch * self.workload.hidden, self.workload.tensor)
+CostFunction = Callable[[OperationTimes, Work], Pair]
+"""How long a stage takes alone, forward and backward, without its overhead. If the kind runs in one direction
+only, it is the first of the two."""
 
-    def regather_rows(self, rows: int) -> Pair:
-        """The same once more, in the backward pass."""
-        return Pair(0.0, self.gather_rows(rows).forward)
 
-    def from_norm(self, rows: int, *, chunked: bool) -> Pair:
-        """What is one stage from the input norm to queries, keys and values."""
-        found = self.qkv(rows, chunked=chunked)
-        if self._gathers_rows:
-            return found
-        return found + self.input_norm(rows) + self.gather_rows(rows)
+@dataclass(frozen=True, slots=True)
+class CostOf:
+    """A decorator: makes a function the cost of a kind, with what else the planner has to know of it.
 
-    def qkv(self, rows: int, *, chunked: bool) -> Pair:
-        """Queries, keys and values of this rank's heads."""
-        work = self.workload
-        tokens = rows * work.batch
-        gathered = tokens * work.tensor
-        width = sum(n for _, n in work.projections) // work.tensor
-        total = self._times.pass_over(2 * gathered * width)
-        total += self._times.all_products(linear_products.qkv(work, rows), chunked=chunked)
-        if chunked:
-            # Queries, keys and values are copied into the buffers of the whole sequence.
-            total += self._times.pass_over(2 * gathered * width)
-        if work.context > 1 and not work.ring:
-            total += self._times.gather(tokens * work.key_value_width / work.tensor, work.context, wide=True)
+    Attributes:
+        kind: The kind. The cost of a weight gradient belongs to the kind whose weights they are.
+        calls: The host's calls for a stage of one chunk but the first, forward and backward;
+            :data:`MEAN_CALLS` if None.
+        part_of: A kind that does the same in blocks without this one, with the calls of both.
+        products: The products with weights for a number of rows of one rank. Their weight gradients can be a
+            separate stage.
+        latency: The part of a transfer that does not depend on its size; 0 if None.
+        measured_as: The kind whose overhead it has, because no profile has one of this kind.
+        by_position: The time depends on the position of the chunk, not only on its length.
+    """
+
+    kind: StageKind
+    _: KW_ONLY
+    calls: tuple[float, float] | Callable[[Workload], tuple[float, float]] | None = None
+    part_of: StageKind | None = None
+    products: Callable[[Workload, int], Sequence[Product]] | None = None
+    latency: Callable[[OperationTimes], float] | None = None
+    measured_as: StageKind | None = None
+    by_position: bool = False
+
+    def __call__(self, function: CostFunction) -> CostFunction:
+        COSTS[self.kind], FACTS[self.kind] = function, self
+        return function
+
+
+COSTS: dict[StageKind, CostFunction] = {}
+FACTS: dict[StageKind, CostOf] = {}
+"""Of every kind, the function and its decorator."""
+
+
+def facts_of(kind: StageKind) -> CostOf:
+    """What is known of a kind besides its time; nothing of one that is added to a block."""
+    return FACTS.get(kind.row) or CostOf(kind)
+
+
+def _latency(operation: Operation, *groups: str) -> Callable[[OperationTimes], float]:
+    """Of a collective of ranks that are spread over the product of these sizes of a workload."""
+
+    def latency(times: OperationTimes) -> float:
+        return times.figure(operation, times.workload.ranks(*groups)).alpha_us
+
+    return latency
+
+
+# Attention.
+
+
+@CostOf(kinds.INPUT_NORM, calls=(6, 17), part_of=kinds.QKV, measured_as=kinds.MERGE)
+def input_norm(times: OperationTimes, work: Work) -> Pair:
+    return times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
+
+
+@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", "tensor"))
+@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", "tensor"))
+def gather_rows(times: OperationTimes, work: Work) -> Pair:
+    """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
+    return times.gather(times.tokens(work.rows) * times.workload.hidden, times.workload.tensor)
+
+
+@CostOf(kinds.QKV, calls=(10, 20), products=qkv_products)
+def qkv(times: OperationTimes, work: Work) -> Pair:
+    """All that is one stage until queries, keys and values of this rank's heads."""
+    sizes, tokens = times.workload, times.tokens(work.rows)
+    written = 2 * tokens * sizes.tensor * (sum(n for _, n in sizes.projections) // sizes.tensor)
+    total = times.pass_over(written)
+    total += times.all_products(qkv_products(sizes, work.rows.hidden), chunked=work.chunked)
+    if work.chunked:
+        # Queries, keys and values are copied into the buffers of the whole sequence.
+        total += times.pass_over(written)
+    if sizes.context > 1 and not sizes.ring:
+        total += times.gather(tokens * sizes.key_value_width / sizes.tensor, sizes.context, wide=True)
+    if times.features.gathers_rows:
         return total
+    return total + input_norm(times, work) + gather_rows(times, work)
 
-    def attend(self, rows: int) -> Pair:
-        """Attention to the keys of one context-parallel rank: every row to half of them, or half to all."""
-        work = self.workload
-        queries = rows * work.batch * work.heads
-        keys = work.sequence_length / work.context
-        gflops = 2e-9 * queries * keys / 2 * (work.head_size + work.value_size)
-        return self._times.attend(gflops, queries * work.value_size) + self._key_sums(keys)
 
-    def ring(self) -> Pair:
-        """Keys and values of one rank to the next; backward, their gradients."""
-        work = self.workload
-        rows = work.sequence_length / work.context * work.batch
-        figure = self._times.ring_figure()
-        time = figure.time_us(rows * work.key_value_width / work.tensor * work.element_bytes)
-        return Pair(time, time)
+@CostOf(kinds.ATTEND, measured_as=kinds.ATTENTION)
+def attend(times: OperationTimes, work: Work) -> Pair:
+    """Attention to the keys of one context-parallel rank: every row to half of them, or half to all."""
+    sizes = times.workload
+    queries = times.tokens(work.rows) * sizes.heads
+    keys = sizes.sequence_length / sizes.context
+    gflops = 2e-9 * queries * keys / 2 * (sizes.head_size + sizes.value_size)
+    return times.attend(gflops, queries * sizes.value_size) + times.key_sums(keys)
 
-    def rering(self) -> Pair:
-        """Keys and values of one rank once more, in the backward pass."""
-        return Pair(0.0, self.ring().forward)
 
-    def attention(self, rows: Rows, *, chunked: bool) -> Pair:
-        """Core attention and output projection, of this rank's heads."""
-        work = self.workload
-        total = ZERO if work.ring else self._core(rows, chunked=chunked)
-        return total + self._times.all_products(linear_products.attention(work, rows.hidden), chunked=chunked)
+@CostOf(kinds.RING, latency=_latency("all_to_all", "context", "tensor"))
+@CostOf(kinds.RERING, latency=_latency("all_to_all", "context", "tensor"))
+def ring(times: OperationTimes, work: Work) -> Pair:
+    """Keys and values of one rank to the next; backward, their gradients."""
+    sizes = times.workload
+    rows = sizes.sequence_length / sizes.context * sizes.batch
+    size = rows * sizes.key_value_width / sizes.tensor * sizes.element_bytes
+    time = times.figure("all_to_all", sizes.context * sizes.tensor).time_us(size)
+    return Pair(time, time)
 
-    def scatter_rows(self, rows: int) -> Pair:
-        """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
-        work = self.workload
-        found = self._times.gather(rows * work.batch * work.hidden, work.tensor)
-        return Pair(found.backward, found.forward)
 
-    def add_norm(self, rows: int) -> Pair:
-        """Residual and norm."""
-        return self._times.pass_over(5 * rows * self.workload.batch * self.workload.hidden)
+@CostOf(kinds.ATTENTION, calls=(17, 29), products=attention_products, by_position=True)
+def attention(times: OperationTimes, work: Work) -> Pair:
+    """All of attention that is one stage: core attention to all keys, and output projection."""
+    sizes, rows = times.workload, work.rows
+    total = times.all_products(attention_products(sizes, rows.hidden), chunked=work.chunked)
+    if not sizes.ring:
+        heads = sizes.batch * sizes.heads / sizes.tensor
+        gflops = 2e-9 * rows.pairs * heads * (sizes.head_size + sizes.value_size)
+        total += times.attend(gflops, rows.merged * heads * sizes.value_size if work.chunked else 0)
+        if work.chunked:
+            total += times.key_sums(rows.keys)
+    if times.features.scatters_rows:
+        return total
+    return total + scatter_rows(times, work) + add_norm(times, work)
 
-    def until_norm(self, rows: Rows, *, chunked: bool) -> Pair:
-        """All of attention that is one stage."""
-        found = self.attention(rows, chunked=chunked)
-        if self._scatters_rows:
-            return found
-        return found + self.scatter_rows(rows.hidden) + self.add_norm(rows.hidden)
 
-    def _core(self, rows: Rows, *, chunked: bool) -> Pair:
-        """Core attention to all keys."""
-        work = self.workload
-        pairs = rows.pairs * work.batch * work.heads / work.tensor
-        merged = rows.merged * work.batch * work.heads * work.value_size / work.tensor if chunked else 0
-        total = self._times.attend(2e-9 * pairs * (work.head_size + work.value_size), merged)
-        return total + (self._key_sums(rows.keys) if chunked else ZERO)
+@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter", "tensor"))
+def scatter_rows(times: OperationTimes, work: Work) -> Pair:
+    """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
+    gathered = gather_rows(times, work)
+    return Pair(gathered.backward, gathered.forward)
 
-    def _key_sums(self, keys: float) -> Pair:
-        """The gradients of the keys and values that a chunk attended to are added to sums in fp32."""
-        seen = keys * self.workload.batch * self.workload.key_value_width / self.workload.tensor
-        return Pair(0.0, self._times.memory_us(seen * (8 + self.workload.element_bytes)))
 
-    def choose(self, rows: int) -> Pair:
-        """The router; how it balances is not counted."""
-        work = self.workload
-        tokens = rows * work.batch
-        # Router scores are fp32 in any dtype.
-        scores = self._times.pass_over(4 * tokens * work.experts * 4 / work.element_bytes)
-        return scores + self._times.products(tokens, work.hidden, work.experts, 1, chunked=False)
+@CostOf(kinds.ADD_NORM, calls=(7, 15), part_of=kinds.ATTENTION, measured_as=kinds.MERGE)
+def add_norm(times: OperationTimes, work: Work) -> Pair:
+    return times.pass_over(5 * times.tokens(work.rows) * times.workload.hidden)
 
-    def route(self, rows: int, *, load: float) -> Pair:
-        """The router, unless it is a separate stage, and the permutation."""
-        moved = self._times.move(self._sent(rows * self.workload.batch) * load)
-        return moved if self.workload.chooses else self.choose(rows) + moved
 
-    def counts(self) -> Pair:
-        work = self.workload
-        ranks = work.expert * work.expert_tensor
-        if ranks == 1:
-            return ZERO
-        return Pair(self._times.counts_figure().time_us(COUNT_BYTES * work.experts * (ranks - 1)), 0.0)
+# Routing.
 
-    def exchange(self, rows: int, *, stock: bool = False) -> Pair:
-        """A dispatch or a combine; the forward and the backward pass send the same number of bytes."""
-        work = self.workload
-        if work.expert == 1:
-            return ZERO
-        tokens = rows * work.batch
-        if work.dispatcher == "allgather":
-            time = self._times.gather(tokens * work.hidden, work.expert * work.expert_tensor).forward
-            return Pair(time, time)
-        sent = self._sent(tokens) * self.load(padded=stock and work.padded) * self._kept
-        sent *= self._row_bytes(self._probabilities)
-        # Links within a node and between nodes transfer at the same time.
-        time = max(figure.time_us(sent * share) for figure, share in self._times.links(stock=stock))
-        return Pair(time, time)
 
-    def hop(self, rows: int) -> Pair:
-        """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
-        assert self._times.nodes is not None
-        near = self._times.nodes.ranks_per_node
-        copies = self._arriving(rows * self.workload.batch) * self.load() * self._kept
-        probabilities = 1 if self.workload.exchange.sends_every_copy else self.workload.local_experts
-        sent = copies * (near - 1) / near * self._row_bytes(probabilities)
-        time = self._times.node_figure().time_us(sent) + self._times.move(copies).forward
-        return Pair(time, time)
+@CostOf(kinds.LOSSES, calls=(16, 7))
+def losses(times: OperationTimes, work: Work) -> Pair:
+    # Router scores are fp32 in any dtype.
+    sizes = times.workload
+    return times.pass_over(4 * times.tokens(work.rows) * sizes.experts * 4 / sizes.element_bytes)
 
-    def respread(self, rows: int) -> Pair:
-        """The first of these hops once more, in the backward pass."""
-        return Pair(0.0, self.hop(rows).forward)
 
-    def gather(self, rows: int) -> Pair:
-        """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
-        probabilities = 1 if self.workload.exchange.sends_every_copy else self.workload.local_experts
-        return self._over_shares(rows, probabilities)
+@CostOf(kinds.CHOOSE)
+def choose(times: OperationTimes, work: Work) -> Pair:
+    """The router; how it balances is not counted."""
+    sizes, tokens = times.workload, times.tokens(work.rows)
+    products = times.products(tokens, sizes.hidden, sizes.experts, 1, chunked=False)
+    return losses(times, work) + products
 
-    def scatter(self, rows: int) -> Pair:
-        """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
-        found = self._over_shares(rows, 0)
-        return Pair(found.backward, found.forward)
 
-    def regather(self, rows: int) -> Pair:
-        """A gather once more, in the backward pass."""
-        return Pair(0.0, self.gather(rows).forward)
+@CostOf(kinds.REPERMUTE)
+def permute(times: OperationTimes, work: Work) -> Pair:
+    return times.move(times.sent(work.rows))
 
-    def _over_shares(self, rows: int, probabilities: int) -> Pair:
-        work = self.workload
-        arriving = self._arriving(rows * work.batch) * self.load() * self._kept
-        elements = arriving * self._row_bytes(probabilities) / work.element_bytes
-        return self._times.gather(elements, work.expert_tensor)
 
-    def expert(self, rows: int, *, load: float, chunked: bool) -> Pair:
-        """The local experts: what :meth:`rebuild` repeats, and the last product and the rows' way back."""
-        work = self.workload
-        total = self._until_activation(rows, load=load, chunked=chunked)
-        _, down = linear_products.expert(work, self._received(rows, load))
-        total += self._times.products(*down, chunked=chunked)
-        return total + self._arranged(rows, load=load)
+@CostOf(kinds.ROUTE, calls=(17, 12))
+def route(times: OperationTimes, work: Work) -> Pair:
+    """The router, unless it is a separate stage, and the permutation."""
+    moved = permute(times, work)
+    return moved if times.workload.chooses else choose(times, work) + moved
 
-    def rebuild(self, rows: int, *, load: float) -> Pair:
-        """First product and activation of the experts once more, in the backward pass."""
-        return Pair(0.0, self._until_activation(rows, load=load, chunked=False).forward)
 
-    def repermute(self, rows: int, *, load: float) -> Pair:
-        """Permutation of the tokens once more, in the backward pass."""
-        return Pair(0.0, self._times.move(self._sent(rows * self.workload.batch) * load).forward)
+@CostOf(kinds.CONDENSE)
+def condense(times: OperationTimes, work: Work) -> Pair:
+    """Similarity of the rows that go to one expert, each with each, and a copy of those that are sent."""
+    sizes, sent = times.workload, times.sent(work.rows)
+    of_expert = sent / sizes.experts
+    similar = times.products(of_expert, sizes.hidden, of_expert, sizes.experts, chunked=False)
+    return Pair(similar.forward, 0.0) + times.move(sent)
 
-    def redispatch(self, rows: int) -> Pair:
-        """A dispatch once more, in the backward pass."""
-        return Pair(0.0, self.exchange(rows).forward)
 
-    def resort(self, rows: int, *, load: float) -> Pair:
-        """Sorting of what arrives once more, in the backward pass."""
-        return Pair(0.0, self._arranged(rows, load=load).forward)
+@CostOf(kinds.EXPAND)
+def expand(times: OperationTimes, work: Work) -> Pair:
+    """Rows for all tokens from those that were sent, weighted."""
+    return permute(times, work) + times.pass_over(times.sent(work.rows) * times.workload.hidden)
 
-    def copy(self, rows: int, *, inner: bool, back: bool) -> Pair:
-        """A copy of what arrived, or of all that the experts keep, to host memory or back."""
-        local = not self._times.cluster.host.issue.forward_us
-        size = expert_bytes(self.workload, rows, local=local, inner=inner)
-        if not inner and self.workload.dispatcher == "alltoall":
-            # Rows are gathered after the copy.
-            size /= self.workload.expert_tensor
-        time = self._times.copy_us(size)
-        return Pair(0.0, time) if back else Pair(time, 0.0)
 
-    def _until_activation(self, rows: int, *, load: float, chunked: bool) -> Pair:
-        work = self.workload
-        received = self._received(rows, load)
-        up, _ = linear_products.expert(work, received)
-        total = self._times.products(*up, chunked=chunked)
-        passed = received * (up.n + work.ffn / work.expert_tensor)
-        return total + self._times.pass_over(passed) + self._arranged(rows, load=load)
+@CostOf(kinds.MERGE, calls=(4, 1))
+def merge(times: OperationTimes, work: Work) -> Pair:
+    return permute(times, work) + times.pass_over(3 * times.tokens(work.rows) * times.workload.hidden)
 
-    def _arranged(self, rows: int, *, load: float) -> Pair:
-        """Rows sorted by expert, or copied for the experts.
 
-        Or the way back, where copies are added.
-        """
-        work = self.workload
-        if work.dispatcher != "alltoall":
-            return ZERO
-        if work.local_experts > 1 or not work.exchange.sends_every_copy:
-            return self._times.move(self._received(rows, load))
+# Tokens on their way to the experts and back.
+
+
+def _counts_latency(times: OperationTimes) -> float:
+    ranks = times.workload.expert * times.workload.expert_tensor
+    return times.figure("all_gather", ranks).alpha_us if ranks > 1 else 0.0
+
+
+@CostOf(kinds.COUNTS, calls=(5, 0), latency=_counts_latency)
+def counts(times: OperationTimes, work: Work) -> Pair:
+    sizes = times.workload
+    ranks = sizes.expert * sizes.expert_tensor
+    if ranks == 1:
         return ZERO
+    return Pair(times.figure("all_gather", ranks).time_us(COUNT_BYTES * sizes.experts * (ranks - 1)), 0.0)
 
-    def _received(self, rows: int, load: float) -> float:
-        """Rows that the local experts compute."""
-        return self._copies(rows * self.workload.batch) * load * self.workload.expert_tensor * self._kept
 
-    def expert_products(self, rows: int) -> list[Product]:
-        """The products of the local experts."""
-        return linear_products.expert(self.workload, self._received(rows, self.load()))
+def _exchange_latency(times: OperationTimes) -> float:
+    if times.workload.expert == 1:
+        return 0.0
+    if times.workload.dispatcher == "allgather":
+        return _counts_latency(times)
+    return max(figure.alpha_us for figure, _ in times.links())
 
-    def condense(self, rows: int, *, load: float) -> Pair:
-        """Similarity of the rows that go to one expert, each with each, and a copy of those that are sent."""
-        sent = self._sent(rows * self.workload.batch) * load
-        experts, of_expert = self.workload.experts, sent / self.workload.experts
-        similar = self._times.products(of_expert, self.workload.hidden, of_expert, experts, chunked=False)
-        return Pair(similar.forward, 0.0) + self._times.move(sent)
 
-    def expand(self, rows: int, *, load: float) -> Pair:
-        """Rows for all tokens from those that were sent, weighted."""
-        sent = self._sent(rows * self.workload.batch) * load
-        return self._times.move(sent) + self._times.pass_over(sent * self.workload.hidden)
+@CostOf(kinds.DISPATCH, calls=(4, 4), latency=_exchange_latency)
+@CostOf(kinds.COMBINE, calls=(2, 2), latency=_exchange_latency)
+@CostOf(kinds.REDISPATCH, latency=_exchange_latency)
+def exchange(times: OperationTimes, work: Work) -> Pair:
+    """The forward and the backward pass send the same number of bytes."""
+    sizes = times.workload
+    if sizes.expert == 1:
+        return ZERO
+    if sizes.dispatcher == "allgather":
+        elements = times.tokens(work.rows) * sizes.hidden
+        time = times.gather(elements, sizes.expert * sizes.expert_tensor).forward
+        return Pair(time, time)
+    # A row leaves its rank with a probability for each expert that it may be for.
+    near = 1 if times.nodes is None else times.nodes.ranks_per_node
+    probabilities = 1 if sizes.exchange.sends_every_copy else near * sizes.local_experts
+    sent = times.sent(work.rows) * sizes.kept * sizes.row_bytes(probabilities)
+    # Links within a node and between nodes transfer at the same time.
+    time = max(figure.time_us(sent * share) for figure, share in times.links())
+    return Pair(time, time)
 
-    def merge(self, rows: int, *, load: float) -> Pair:
-        tokens = rows * self.workload.batch
-        return self._times.move(self._sent(tokens) * load) + self._times.pass_over(
-            3 * tokens * self.workload.hidden
-        )
 
-    def shared(self, rows: int, *, chunked: bool) -> Pair:
-        work = self.workload
-        assert work.shared_ffn is not None
-        return self._gated(rows, work.shared_ffn, chunked=chunked)
+@CostOf(kinds.SPREAD, latency=_latency("all_to_all"))
+@CostOf(kinds.COLLECT, latency=_latency("all_to_all"))
+@CostOf(kinds.RESPREAD, latency=_latency("all_to_all"))
+def hop(times: OperationTimes, work: Work) -> Pair:
+    """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
+    assert times.nodes is not None
+    near, copies = times.nodes.ranks_per_node, times.arriving(work.rows)
+    size = copies * (near - 1) / near * times.workload.row_bytes(times.workload.arriving_probabilities)
+    time = times.figure("all_to_all", 1).time_us(size) + times.move(copies).forward
+    return Pair(time, time)
 
-    def _gated(self, rows: int, ffn: int, *, chunked: bool) -> Pair:
-        """Two products with an activation between them, over tensor-parallel ranks."""
-        work = self.workload
-        gathered = rows * work.batch * work.tensor
-        inner = ffn / work.tensor
-        up = (2 if work.gated else 1) * inner
-        total = self._times.all_products(linear_products.gated(work, rows, ffn), chunked=chunked)
-        both = self._times.gather(rows * work.batch * work.hidden, work.tensor)
-        return total + self._times.pass_over(gathered * (up + inner)) + both + both
 
-    def mlp(self, rows: int, *, chunked: bool) -> Pair:
-        work = self.workload
-        assert work.dense_ffn is not None
-        return self._gated(rows, work.dense_ffn, chunked=chunked) + self._times.pass_over(
-            2 * rows * work.batch * work.hidden
-        )
+def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
+    sizes = times.workload
+    elements = times.arriving(work.rows) * sizes.row_bytes(probabilities) / sizes.element_bytes
+    return times.gather(elements, sizes.expert_tensor)
 
-    def losses(self) -> Pair:
-        tokens = self.workload.rows * self.workload.batch
-        return self._times.pass_over(4 * tokens * self.workload.experts * 4 / self.workload.element_bytes)
 
-    def _copies(self, tokens: float) -> float:
-        """Pairs of one of so many tokens and an expert, if experts are balanced."""
-        return tokens * self.workload.topk
+@CostOf(kinds.GATHER, calls=(6, 10), latency=_latency("all_gather", "expert_tensor"))
+@CostOf(kinds.REGATHER, latency=_latency("all_gather", "expert_tensor"))
+def gather(times: OperationTimes, work: Work) -> Pair:
+    """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
+    return _over_shares(times, work, times.workload.arriving_probabilities)
 
-    def _sent(self, tokens: float) -> float:
-        """Rows that their rank sends for this number of tokens, likewise."""
-        if self._times.nodes is None or self.workload.exchange.sends_every_copy:
-            return self._arriving(tokens)
-        return tokens * self.workload.rows_to(self._times.nodes.num_nodes)
 
-    def _arriving(self, tokens: float) -> float:
-        """Rows that arrive at the ranks of the experts, likewise."""
-        return tokens * self.workload.rows_per_token
+@CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", "expert_tensor"))
+def scatter(times: OperationTimes, work: Work) -> Pair:
+    """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
+    gathered = _over_shares(times, work, 0)
+    return Pair(gathered.backward, gathered.forward)
 
-    @property
-    def _kept(self) -> float:
-        """Share of the rows that are sent where similar tokens go once."""
-        return 1 - self.workload.condensed
 
-    @property
-    def _probabilities(self) -> int:
-        """Probabilities that leave a rank with a row: one for each expert that it may be for."""
-        if self.workload.exchange.sends_every_copy:
-            return 1
-        ranks = 1 if self._times.nodes is None else self._times.nodes.ranks_per_node
-        return ranks * self.workload.local_experts
+# Experts, and layers without them.
 
-    def _row_bytes(self, probabilities: int) -> int:
-        return self.workload.hidden * self.workload.element_bytes + PROBABILITY_BYTES * probabilities
 
-    def load(self, *, padded: bool = False) -> float:
-        """Rows of the rank with the most, divided by the mean; padding fills every expert's capacity."""
-        capacity = self.workload.capacity
-        if capacity is None:
-            return self.workload.imbalance
-        return capacity if padded else min(capacity, self.workload.imbalance)
+@CostOf(kinds.RESORT)
+def arrange(times: OperationTimes, work: Work) -> Pair:
+    """Rows sorted by expert, or copied for the experts; or the way back, where copies are added."""
+    sizes = times.workload
+    if sizes.dispatcher != "alltoall" or (sizes.local_experts == 1 and sizes.exchange.sends_every_copy):
+        return ZERO
+    return times.move(sizes.received(work.rows.hidden))
+
+
+@CostOf(kinds.REBUILD)
+def until_activation(times: OperationTimes, work: Work) -> Pair:
+    """First product and activation of the experts."""
+    sizes = times.workload
+    up, _ = expert_products(sizes, work.rows.hidden)
+    total = times.products(*up, chunked=work.chunked)
+    total += times.pass_over(up.rows * (up.n + sizes.ffn / sizes.expert_tensor))
+    return total + arrange(times, work)
+
+
+def _expert_calls(workload: Workload) -> tuple[float, float]:
+    """Of each local expert, or once for a grouped GEMM; and of sorting the tokens if there are several."""
+    products = 1 if workload.grouped else workload.local_experts
+    around = 1 if workload.local_experts == 1 else 1 + 4
+    return around + 4 * products, around + 10.75 * products
+
+
+@CostOf(kinds.EXPERT, calls=_expert_calls, products=expert_products)
+def expert(times: OperationTimes, work: Work) -> Pair:
+    """The local experts: what ``rebuild`` repeats, and the last product and the rows' way back."""
+    _, down = expert_products(times.workload, work.rows.hidden)
+    last = times.products(*down, chunked=work.chunked)
+    return until_activation(times, work) + last + arrange(times, work)
+
+
+def _gated(times: OperationTimes, work: Work, products: Sequence[Product]) -> Pair:
+    """Two products with an activation between them, over tensor-parallel ranks."""
+    up, down = products
+    total = times.all_products(products, chunked=work.chunked) + times.pass_over(up.rows * (up.n + down.k))
+    both = gather_rows(times, work)
+    return total + both + both
+
+
+@CostOf(kinds.SHARED, calls=(3, 7), products=shared_products)
+def shared(times: OperationTimes, work: Work) -> Pair:
+    return _gated(times, work, shared_products(times.workload, work.rows.hidden))
+
+
+@CostOf(kinds.MLP, products=mlp_products)
+def mlp(times: OperationTimes, work: Work) -> Pair:
+    passed = times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
+    return _gated(times, work, mlp_products(times.workload, work.rows.hidden)) + passed
+
+
+# Copies to host memory, and gradients of parameters.
+
+
+@CostOf(kinds.STORE)
+@CostOf(kinds.LOAD)
+def copy_all(times: OperationTimes, work: Work) -> Pair:
+    """All that the experts keep."""
+    local = times.cluster.trains_on_host
+    size = expert_bytes(times.workload, work.rows.hidden, local=local, inner=True)
+    return Pair(times.copy_us(size), 0.0)
+
+
+@CostOf(kinds.STORE_TOKENS)
+@CostOf(kinds.LOAD_TOKENS)
+def copy_tokens(times: OperationTimes, work: Work) -> Pair:
+    """What arrived."""
+    sizes, local = times.workload, times.cluster.trains_on_host
+    size = expert_bytes(sizes, work.rows.hidden, local=local, inner=False)
+    # With all-to-alls, rows are gathered after the copy.
+    return Pair(times.copy_us(size / (sizes.expert_tensor if sizes.dispatcher == "alltoall" else 1)), 0.0)
+
+
+def _reductions(times: OperationTimes) -> LayerReductions:
+    (total,) = reductions_us(times, [tensors_of(times.workload, dense=times.features.dense)])
+    return total
+
+
+@CostOf(kinds.REDUCE)
+def reduce(times: OperationTimes, work: Work) -> Pair:
+    return Pair(_reductions(times).others, 0.0)
+
+
+@CostOf(kinds.REDUCE_EXPERTS)
+def reduce_experts(times: OperationTimes, work: Work) -> Pair:
+    return Pair(_reductions(times).experts, 0.0)
+
+
+# The host's part.
+
+
+def host_calls(
+    kind: StageKind, direction: Direction, workload: Workload, *, block: Collection[StageKind] = ()
+) -> float:
+    """Number of calls that issue one stage of one chunk; ``block`` are the kinds of its block."""
+
+    def of(kind: StageKind) -> float:
+        # A step of a kind, and an added one, counts as an average stage.
+        calls = FACTS[kind].calls if kind in FACTS else None
+        if calls is None:
+            return MEAN_CALLS.of(direction)
+        return Pair(*(calls if isinstance(calls, tuple) else calls(workload))).of(direction)
+
+    return of(kind) - sum(of(part) for part in block if facts_of(part).part_of == kind)
+
+
+def issued_parts(kind: StageKind, direction: Direction, workload: Workload) -> float:
+    """How much longer a stage takes to issue than with one local expert."""
+    alone = replace(workload, experts=workload.expert)
+    return host_calls(kind, direction, workload) / host_calls(kind, direction, alone)
+
+
+def issue_us(
+    kind: StageKind,
+    direction: Direction,
+    workload: Workload,
+    host: Host,
+    *,
+    block: Collection[StageKind] = (),
+) -> float:
+    """The host's time to issue one stage of one chunk; ``block`` are the kinds of its block.
+
+    As measured for the kind (``host.issue_of``), or else its share of the mean time of a stage.
+    """
+    for name, figure in (host.issue_of or {}).items():
+        if name == kind.name:
+            return figure.of(direction) * issued_parts(kind, direction, workload)
+    mean = host.issue.of(direction)
+    return mean * host_calls(kind, direction, workload, block=block) / MEAN_CALLS.of(direction)

@@ -1,15 +1,18 @@
-"""The sizes of one block on one rank, the input of :mod:`.cost`. Made by :mod:`.model_workload`."""
+"""The sizes of one block on one rank, and the rows of its chunks. Pure arithmetic."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from megatron_ampipe.block.settings import Settings
 from megatron_ampipe.plan.cluster import Dtype
-from megatron_ampipe.schedule import BlockFeatures, Exchange, useful_exchanges
+from megatron_ampipe.schedule import BlockFeatures, Exchange, SequenceLayout, Span, useful_exchanges
 from megatron_ampipe.schedule.features import BALANCED, features_of_settings
+
+PROBABILITY_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,33 @@ class Workload:
         """Number of experts on one rank."""
         return self.experts // self.expert
 
+    def ranks(self, *groups: str) -> int:
+        """Ranks over which a group is spread: the product of these parallel sizes."""
+        return math.prod(getattr(self, group) for group in groups)
+
+    @property
+    def load(self) -> float:
+        """Rows of the rank with the most, divided by the mean."""
+        return self.imbalance if self.capacity is None else min(self.capacity, self.imbalance)
+
+    @property
+    def kept(self) -> float:
+        """Share of the rows that are sent where similar tokens go once."""
+        return 1 - self.condensed
+
+    def received(self, rows: int) -> float:
+        """Rows that the local experts compute for so many of the residual stream."""
+        return rows * self.batch * self.topk * self.load * self.expert_tensor * self.kept
+
+    def row_bytes(self, probabilities: int) -> int:
+        """Of a row that travels with so many probabilities."""
+        return self.hidden * self.element_bytes + PROBABILITY_BYTES * probabilities
+
+    @property
+    def arriving_probabilities(self) -> int:
+        """Probabilities that arrive at a rank with a row: one for each expert that it may be for."""
+        return 1 if self.exchange.sends_every_copy else self.local_experts
+
     @property
     def rows_per_token(self) -> float:
         """Rows that experts' ranks receive for a token, its own rank included, if none is condensed."""
@@ -193,8 +223,11 @@ class Workload:
 
     @property
     def stock(self) -> Workload:
-        """The same block as Megatron's own layer runs it."""
-        return replace(self, exchange=Exchange.ROWS, ring=False, condense=None, condensed=0.0)
+        """The same block as Megatron's own layer runs it: padding fills every expert's capacity."""
+        plain = replace(self, exchange=Exchange.ROWS, ring=False, condense=None, condensed=0.0)
+        if self.capacity is None or not self.padded:
+            return plain
+        return replace(plain, capacity=None, imbalance=self.capacity)
 
 
 def even_rows(experts: int, topk: int, places: int) -> float:
@@ -205,3 +238,78 @@ def even_rows(experts: int, topk: int, places: int) -> float:
     """
     others = experts - experts // places
     return places * (1 - math.comb(others, topk) / math.comb(experts, topk))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one chunk.
+
+    Attributes:
+        hidden: Rows of the residual stream of one rank.
+        pairs: Unmasked query-key pairs of the chunk's query rows, on the rank with the most pairs.
+        keys: Number of keys that at least one of these queries attends to.
+        merged: Query rows that also attend to keys of earlier chunks.
+    """
+
+    hidden: int
+    pairs: int
+    keys: int
+    merged: int
+
+
+def chunk_rows(
+    workload: Workload, lengths: Sequence[int], *, shares_schedule: bool = False
+) -> tuple[Rows, ...]:
+    """The rows, and the sizes of the attention, of each chunk.
+
+    Args:
+        workload: The block.
+        lengths: Rows of the residual stream of one rank in each chunk.
+        shares_schedule: Layers share the schedule: every tensor-parallel rank holds a part of every chunk.
+    """
+    assert sum(lengths) == workload.rows and min(lengths) > 0, lengths
+    found = []
+    start = 0
+    for length in lengths:
+        found.append(_rows(workload, start, length, shares_schedule=shares_schedule))
+        start += length
+    return tuple(found)
+
+
+def _rows(workload: Workload, start: int, length: int, *, shares_schedule: bool) -> Rows:
+    # With zigzag slices, the first or the last context-parallel rank has the most pairs of a chunk.
+    last = workload.context - 1
+    by_rank = []
+    shards, width = (1, workload.tensor) if shares_schedule else (workload.tensor, 1)
+    for rank in {0, last}:
+        layout = SequenceLayout(tensor_ranks=shards, context_ranks=workload.context, context_rank=rank)
+        by_rank.append(
+            [
+                span
+                for shard in range(shards)
+                for span in layout.spans(
+                    shard * workload.rows + start * width,
+                    length * width,
+                    sequence_length=workload.sequence_length,
+                )
+            ]
+        )
+    heaviest = max(by_rank, key=lambda spans: sum(_pairs(span, workload.window) for span in spans))
+    return Rows(
+        hidden=length,
+        pairs=sum(_pairs(span, workload.window) for span in heaviest),
+        keys=max(span.global_end for span in heaviest),
+        merged=sum(span.length for span in heaviest if span.global_start),
+    )
+
+
+def _pairs(span: Span, window: int | None) -> int:
+    """Query-key pairs of a span: row ``i`` attends to itself and to the earlier keys within the window."""
+
+    def up_to(end: int) -> int:
+        """Over the rows ``[0, end)``."""
+        if window is None or end <= window + 1:
+            return end * (end + 1) // 2
+        return (window + 1) * (window + 2) // 2 + (end - window - 1) * (window + 1)
+
+    return up_to(span.global_end) - up_to(span.global_start)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.gradient_plan import PLACED, STOCK, plan_gradients
-from megatron_ampipe.plan.mpipemoe import select
+from megatron_ampipe.plan.memory_choice import equation_10_us
 from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import Plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
@@ -93,18 +92,18 @@ def _rows(predictor: Predictor, degrees: tuple[int, ...]) -> list[dict[str, Any]
 def _memory_strategies(predictor: Predictor, plan: Plan) -> dict[str, Any]:
     """What MPipeMoE's equation 10 chooses of its strategies, and which is fastest by simulation."""
     degree = plan.backward_degree
-    chosen = select(CostModel(predictor.workload, predictor.cluster), degree=degree)
+    costs_us = equation_10_us(CostModel(predictor.workload, predictor.cluster), degree=degree)
     times = {}
-    for name in (KEEP, *chosen.costs_us):
+    for name in (KEEP, *costs_us):
         of_memory = predictor.of_layers(1, memory=name)
         schedule = Pipeline.of(degree, memory=name).schedule_of(of_memory.layers)
         pair = of_memory.pass_us(schedule, even_chunks(predictor.workload.rows, degree))
         times[name] = (pair.forward + pair.backward) / 1e3
     return {
         "degree": degree,
-        "equation_10": chosen.strategy,
-        "equation_10_ms": {name: cost / 1e3 for name, cost in chosen.costs_us.items()},
-        "simulated": min(chosen.costs_us, key=lambda name: times[name]),
+        "equation_10": min(costs_us, key=lambda name: costs_us[name]),
+        "equation_10_ms": {name: cost / 1e3 for name, cost in costs_us.items()},
+        "simulated": min(costs_us, key=lambda name: times[name]),
         "simulated_ms": times,
     }
 
@@ -176,8 +175,7 @@ def show(answer: dict[str, Any], plan: Plan, console: Console) -> None:
     for sentence in answer["assumed"]:
         console.print(f"assumed: {sentence}", style="dim", soft_wrap=True)
     if answer["gradients"] is not None:
-        for table in _tables_of_gradients(answer["gradients"]):
-            console.print(table)
+        console.print(_table_of_gradients(answer["gradients"]))
         console.print(_advice_on_gradients(answer["gradients"]), soft_wrap=True)
     if answer["memory_strategies"] is not None:
         console.print(_sentence_of(answer["memory_strategies"]), soft_wrap=True)
@@ -232,19 +230,9 @@ def _table_of_memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _tables_of_gradients(found: Mapping[str, Any]) -> Iterator[Table]:
-    """The layers, equal neighbors in one row, and the ways to reduce the gradients of all of them."""
-    layers = Table(title="gradients of the last micro-batch: ms to reduce them, ms that each layer hides")
-    for name in ("layers", "reduction", "gap", "FSMoE's first step", "second step adds"):
-        layers.add_column(name, justify="right", no_wrap=True)
-    keys = ("reduction_ms", "gap_ms", "first_step_ms", "second_step_ms")
-    # Solutions of a linear program have rounding errors, which are no figures.
-    rows = [(row["layer"], [f"{round(row[key], 6):.3g}" for key in keys]) for row in found["layers"]]
-    for figures, equal in itertools.groupby(rows, key=lambda row: row[1]):
-        numbers = [layer for layer, _ in equal]
-        layers.add_row(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", *figures)
-    yield layers
-    ways = Table(title=f"backward pass of {len(rows)} layers and their reductions, ms, predicted")
+def _table_of_gradients(found: Mapping[str, Any]) -> Table:
+    """The ways to reduce the gradients of all layers."""
+    ways = Table(title="backward pass of all layers and its reductions in the last micro-batch, ms")
     for name in ("gradients reduced", "bucket size", "pass", "left after it", "both", "saves"):
         ways.add_column(name, justify="left" if name == "gradients reduced" else "right", no_wrap=True)
     for way in found["ways"]:
@@ -257,7 +245,7 @@ def _tables_of_gradients(found: Mapping[str, Any]) -> Iterator[Table]:
             f"{way['saves']:.1%}",
             style="bold" if way["name"] == found["chosen"] else None,
         )
-    yield ways
+    return ways
 
 
 def _advice_on_gradients(found: Mapping[str, Any]) -> str:

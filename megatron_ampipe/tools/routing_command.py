@@ -7,7 +7,6 @@ plan --routing`` plans with.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -18,10 +17,8 @@ from rich.table import Table
 
 from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan.migration import Residual, simulate
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, places_of, read_routing
 from megatron_ampipe.plan.workload import even_rows
-from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.tools import routing_picture
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
 from megatron_ampipe.tools.whole_numbers import at_least
@@ -113,7 +110,6 @@ def figures_of(routing: RecordedRouting, ranks: int) -> dict[str, Any]:
             if round(topk) <= routing.num_experts
         },
         "condensed": {f"{one:g}": routing.condensed(one) for one in routing.thresholds},
-        "migration": _migration(routing, ranks),
         "layers": [
             {
                 "layer": layer.layer,
@@ -127,38 +123,6 @@ def figures_of(routing: RecordedRouting, ranks: int) -> dict[str, Any]:
             for layer in last.layers
         ],
     }
-
-
-def _migration(routing: RecordedRouting, ranks: int) -> list[dict[str, Any]]:
-    """What moving sequences would save; nothing where they are not whole on a rank, or there is one rank."""
-    if ranks == 1 or any(record.ranks_per_sequence > 1 for record in routing.records):
-        return []
-    found = []
-    for exchange, residual in itertools.product((Exchange.ROWS, Exchange.RANKS), Residual):
-        moves = simulate(routing, ranks, once=exchange is Exchange.RANKS, residual=residual)
-        found.append(
-            {
-                "exchange": str(exchange),
-                "residual_rows": str(residual),
-                "saved_by_most": moves.saved_by_most,
-                "saved_of_combine": moves.saved_of_combine,
-                "saved_by_best": moves.saved_by_best,
-            }
-        )
-    return found
-
-
-def _show_migration(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title="rows saved if sequences moved to the rank with most of their tokens",
-        caption="below 0: more rows; at most: over all ways of a sequence over the ranks, however uneven",
-    )
-    for name in ("exchange", "residual rows", "of the combine", "of both all-to-alls", "at most, of both"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        shares = (row[key] for key in ("saved_of_combine", "saved_by_most", "saved_by_best"))
-        table.add_row(row["exchange"], row["residual_rows"], *(f"{share:.1%}" for share in shares))
-    console.print(table)
 
 
 def _show(figures: dict[str, Any], console: Console) -> None:
@@ -194,7 +158,5 @@ def _show(figures: dict[str, Any], console: Console) -> None:
                 "experts were chosen evenly)",
                 soft_wrap=True,
             )
-    if figures["migration"]:
-        _show_migration(figures["migration"], console)
     shares = ", ".join(f"{share:.1%} at {threshold}" for threshold, share in figures["condensed"].items())
     console.print(f"rows that --ampipe-condense would not send: {shares}", soft_wrap=True)

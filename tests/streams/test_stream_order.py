@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.plan.host_time import calls
+from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.schedule import MOE_BLOCK, Direction
 from tests.dist.launch import run_workers
 from tests.plan_cases import workload
@@ -112,7 +112,7 @@ def test_the_planner_knows_the_calls_of_each_stage(
     for degree in census.DEGREES:
         counted = reports[1]["census"][name][str(degree)]["calls"]
         table = {
-            f"{direction} {kind}": calls(kind, direction, block)
+            f"{direction} {kind}": host_calls(kind, direction, block)
             for direction in Direction
             for kind in MOE_BLOCK
             if f"{direction} {kind}" in counted
@@ -124,7 +124,7 @@ def test_the_planner_knows_the_calls_of_each_stage(
             for place, made in counted.items()
             if abs(made - expected[place]) > 0.06 * expected[place]
         }
-        assert wrong == {}, "counted, and in plan/host_time.py"
+        assert wrong == {}, "counted, and in plan/stage_costs.py"
 
 
 def test_the_table_of_calls_in_the_docs_is_up_to_date(reports: list[dict[str, Any]]) -> None:

@@ -1,23 +1,18 @@
-"""How gradients are reduced with a plan: buckets, the pass with reductions, FSMoE's steps, the advice."""
+"""How gradients are reduced with a plan: buckets, the pass with reductions, the advice."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.plan.cluster import read_cluster
-from megatron_ampipe.plan.fsmoe_partition import EARLINESS, StageGraph, first_step, second_step
 from megatron_ampipe.plan.gradient_buckets import (
     LayerReductions,
     LayerTensors,
@@ -27,16 +22,14 @@ from megatron_ampipe.plan.gradient_buckets import (
 )
 from megatron_ampipe.plan.gradient_plan import (
     AFTER,
-    BOTH_STEPS,
-    FIRST_STEP,
     PLACED,
     STOCK,
     GradientPlan,
+    ReducedPass,
     plan_gradients,
 )
 from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.reduced_pass import ReducedPass
 from megatron_ampipe.schedule import Direction, build, even_chunks, period
 from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
@@ -142,15 +135,19 @@ def of_layers(*others: float, experts: Sequence[float] = (0.0, 0.0, 0.0)) -> lis
 
 def test_placed_reductions_of_experts_are_in_their_own_layer_others_in_the_next() -> None:
     run, _, transfer = reduced_pass("ampipe", 1)
-    gap = run.gaps()[0]
-    of_experts = run.placed_when_complete(of_layers(experts=(gap, 0.0, 0.0)))
+    endless = 1e6
+    # What is hidden of it.
+    late = run.placed(of_layers(experts=(endless, 0.0, 0.0))).computed - run.without_us
+    gap = endless - late
+    assert gap > 0
+    of_experts = run.placed(of_layers(experts=(gap, 0.0, 0.0)))
     assert of_experts.computed == pytest.approx(run.without_us)
-    delayed = run.placed_when_complete(of_layers(experts=(gap + transfer, 0.0, 0.0)))
+    delayed = run.placed(of_layers(experts=(gap + transfer, 0.0, 0.0)))
     assert delayed.computed == pytest.approx(run.without_us + transfer)
     # Others run while the experts of the next layer compute; those of the last one come after the pass.
-    others = run.placed_when_complete(of_layers(1.0, 1.0, 1e6))
+    others = run.placed(of_layers(1.0, 1.0, 1e6))
     assert others.computed == others.reduced == pytest.approx(run.without_us)
-    last = run.placed_when_complete(of_layers(experts=(0.0, 0.0, gap)))
+    last = run.placed(of_layers(experts=(0.0, 0.0, gap)))
     assert last.reduced == pytest.approx(run.without_us)
 
 
@@ -176,18 +173,6 @@ def test_without_transfers_reductions_follow_one_another() -> None:
     assert found.reduced == pytest.approx(entered + (3 * layer - entered) / 3 + 2.25 * layer)
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize(("name", "degree"), [("ampipe", 1), ("ampipe", 4), ("moe-only", 2)])
-def test_a_layer_can_reduce_for_as_long_as_its_gap_and_delays_nothing(
-    name: str, degree: int, together: bool
-) -> None:
-    run, _, _ = reduced_pass(name, degree, together=together)
-    gaps = run.gaps()
-    assert len(gaps) == 3 and max(gaps) > 0
-    assert run.placed(gaps).reduced == pytest.approx(run.without_us)
-    assert run.placed([gap + 100.0 for gap in gaps]).reduced > run.without_us + 50.0
-
-
 @pytest.mark.parametrize(("num_layers", "tensor"), [(2, 1), (4, 1), (5, 1), (5, 2)])
 def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     """Two layers share a schedule; of five, three do."""
@@ -198,19 +183,8 @@ def test_stacks_follow_one_another(num_layers: int, tensor: int) -> None:
     run = ReducedPass(predictor, schedule, lengths, num_layers=num_layers)
     each = [predictor.of_layers(count) for count in ((2,) * (num_layers // 2), (2, 3))[num_layers % 2]]
     assert run.without_us == pytest.approx(sum(one.pass_us(schedule, lengths).backward for one in each))
-    assert len(run.gaps()) == num_layers
-    reductions = [0.0] + [50.0] * (num_layers - 1)
+    reductions = [LayerReductions(50.0, 0.0)] * num_layers
     assert run.placed(reductions).computed >= run.without_us
-    assert length(run.graph(), reductions) <= run.placed(reductions).reduced + 1e-6
-
-
-def test_blocks_alone_end_with_their_reductions() -> None:
-    run, _, _ = reduced_pass("ampipe", 4)
-    gap = run.gaps()[1]
-    found = run.placed([0.0, gap + 30.0, gap + 500.0])
-    # The second one delays the third layer; the third one is all that is left to wait for.
-    assert found.computed == pytest.approx(run.without_us + 30.0)
-    assert found.reduced == pytest.approx(run.without_us + 530.0)
 
 
 def test_stages_that_reduce_have_a_time_and_are_drawn() -> None:
@@ -233,99 +207,7 @@ def test_stages_that_reduce_have_a_time_and_are_drawn() -> None:
     assert experts.others <= above[1] <= experts.others * slowdown
 
 
-# FSMoE's partitioning.
-
-
-@pytest.mark.parametrize(
-    ("gradients", "gaps", "placed"),
-    [
-        # Each layer hides the gradients of the layer before it.
-        ([2.0, 2.0, 2.0], [3.0, 3.0, 3.0], [0.0, 2.0, 2.0]),
-        # What does not fit waits for the next gap (equation 4).
-        ([5.0, 1.0, 1.0], [9.0, 4.0, 4.0], [0.0, 4.0, 2.0]),
-        ([2.0, 2.0], [0.0, 0.0], [0.0, 0.0]),
-        ([], [], []),
-    ],
-)
-def test_the_first_step_fills_the_gaps(
-    gradients: list[float], gaps: list[float], placed: list[float]
-) -> None:
-    assert first_step(gradients, gaps) == placed
-
-
-def length(graph: StageGraph, reductions: Sequence[float]) -> float:
-    """Of the pass: its longest chain of stages."""
-    end: dict[int, float] = {}
-    for stage in TopologicalSorter(dict(enumerate(graph.before))).static_order():
-        time = graph.times[stage]
-        if stage in graph.reductions:
-            time = reductions[graph.reductions.index(stage)]
-        end[stage] = max([graph.issued[stage], *(end[one] for one in graph.before[stage])]) + time
-    return max(end.values())
-
-
-def partitions(gradients: Sequence[int], first: Sequence[int]) -> list[tuple[int, ...]]:
-    """All whole ones: what is complete before a layer, divided between it and those that follow."""
-    complete = list(itertools.accumulate([0, *gradients[:-1]]))
-    found: list[tuple[int, ...]] = [()]
-    for least, limit in zip(first, complete, strict=True):
-        found = [
-            (*one, more)
-            for one in found
-            for more in range(least, limit - sum(one) + 1)
-            if sum(one) + more <= limit
-        ]
-    return found
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_no_partition_is_shorter_than_that_of_the_second_step(data: st.DataObject) -> None:
-    """Compared with all whole ones; with whole times, one of them is an optimum of the linear program."""
-    num_layers, times = data.draw(st.integers(2, 4)), st.integers(0, 6)
-    before: list[list[int]] = []
-    stage_times: list[float] = []
-    reductions: list[int] = []
-    lanes: dict[str, int] = {}
-    for _ in range(num_layers):
-        lanes_of_layer = st.lists(st.sampled_from(["compute", "comm"]), max_size=4)
-        for lane in (*data.draw(lanes_of_layer), "reduce"):
-            number = len(before)
-            own = "comm" if lane == "reduce" else lane
-            needs = {lanes[own]} if own in lanes else set()
-            if number and lane != "reduce":
-                needs |= {data.draw(st.integers(0, number - 1))}
-            if lane == "reduce":
-                reductions.append(number)
-            before.append(sorted(needs))
-            stage_times.append(0 if lane == "reduce" else data.draw(times))
-            lanes[own] = number
-    issued = sorted(data.draw(st.lists(times, min_size=len(before), max_size=len(before))))
-    graph = StageGraph(before, stage_times, [float(one) for one in issued], reductions)
-    gradients = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
-    found = second_step(graph, gradients, [0.0] * num_layers)
-    complete = itertools.accumulate([0, *gradients[:-1]])
-    for placed, limit in zip(itertools.accumulate(found), complete, strict=True):
-        assert placed <= limit + 1e-6
-    total = length(graph, found) + sum(gradients) - sum(found)
-    least = min(
-        length(graph, one) + sum(gradients) - sum(one) for one in partitions(gradients, [0] * num_layers)
-    )
-    # Those partitions are of whole units; a shorter one may divide them.
-    assert total <= least + 2 * EARLINESS * sum(gradients) + 1e-6
-
-
-def test_the_second_step_keeps_what_the_first_one_has_placed_and_waits_for_the_larger_gap() -> None:
-    """Two layers after the first: the transfer of the second is late because of its computation."""
-    #       reduce  reduce  compute  transfer  reduce
-    graph = StageGraph([[], [0], [], [1, 2], [3]], [0, 0, 6, 1, 0], [0.0] * 5, [0, 1, 4])
-    # Four units fit before the transfer; the fifth delays it by one, which the end of the pass would too.
-    assert second_step(graph, [5, 2, 1], [0, 1, 0]) == pytest.approx([0, 5, 0], abs=1e-6)
-    assert second_step(graph, [9, 2, 1], [0, 1, 0])[1] == pytest.approx(6, abs=1e-6)
-    assert second_step(graph, [0, 2, 1], [0, 0, 0]) == pytest.approx([0, 0, 0], abs=1e-6)
-
-
-# The advice.
+# The plan.
 
 
 def of_cpu_layers(
@@ -344,33 +226,27 @@ def test_reductions_take_as_long_as_measured() -> None:
     found = of_cpu_layers("lancet", 1)
     assert found is not None and found.parameters == ATTENTION + EXPERTS
     ways = {way.name: way for way in found.ways}
-    layer_ms = found.layers[0].reduction_ms
+    layer_ms = found.reduction_ms
     assert ways[AFTER].left_ms == pytest.approx(4 * layer_ms, rel=0.01)
     assert ways[AFTER].pass_ms == found.without_ms
     # Measured: 998 ms for the gradients of four layers and the table of words (docs/reductions.md).
     alone = of_cpu_layers("lancet", 1, experts=1)
     assert alone is not None
-    assert 4 * layer_ms + 98_304 / ATTENTION * alone.layers[0].reduction_ms == pytest.approx(998, rel=0.1)
+    assert 4 * layer_ms + 98_304 / ATTENTION * alone.reduction_ms == pytest.approx(998, rel=0.1)
 
 
 @pytest.mark.parametrize(("schedule", "degree"), [("lancet", 1), ("ampipe", 4)])
 @pytest.mark.parametrize("layers", [1, 4])
-def test_each_step_saves_more_and_the_best_is_chosen(schedule: str, degree: int, layers: int) -> None:
+def test_the_best_way_is_chosen(schedule: str, degree: int, layers: int) -> None:
     found = of_cpu_layers(schedule, degree, layers=layers)
-    assert found is not None and [one.layer for one in found.layers] == [4, 3, 2, 1]
+    assert found is not None
     total = {way.name: way.pass_ms + way.left_ms for way in found.ways}
-    assert total[AFTER] >= total[FIRST_STEP] > total[BOTH_STEPS] - 0.01 * total[AFTER]
+    assert total[AFTER] > total[STOCK] and total[AFTER] > total[PLACED]
     for way in found.ways:
         assert way.saves == pytest.approx(1 - total[way.name] / total[AFTER])
         # Those of experts are complete within the first layer.
-        least = 0.97 if way.name in (FIRST_STEP, BOTH_STEPS) else 0.25
-        assert way.left_ms >= found.layers[-1].reduction_ms * least
-    best = min(total[name] for name in (AFTER, STOCK, PLACED))
-    assert total[found.chosen] * 0.99 <= best
-    reduced = sum(one.first_step_ms + one.second_step_ms for one in found.layers)
-    both = next(way for way in found.ways if way.name == BOTH_STEPS)
-    assert found.layers[0].first_step_ms == found.layers[0].second_step_ms == 0
-    assert reduced + both.left_ms >= 4 * found.layers[0].reduction_ms * 0.97
+        assert way.left_ms >= found.reduction_ms * 0.25
+    assert total[found.chosen] * 0.99 <= min(total.values())
 
 
 def test_a_reduction_that_fits_delays_nothing() -> None:
@@ -379,7 +255,6 @@ def test_a_reduction_that_fits_delays_nothing() -> None:
     placed = next(way for way in found.ways if way.name == PLACED)
     # Computations are slower during a transfer.
     assert placed.pass_ms == pytest.approx(found.without_ms, rel=0.03)
-    assert [one.second_step_ms for one in found.layers] == pytest.approx([0.0] * 4, abs=1e-3)
 
 
 def test_without_data_parallelism_nothing_is_reduced() -> None:
@@ -396,19 +271,18 @@ def command(tmp_path: Path) -> list[str]:
 def test_the_plan_compares_ways_to_reduce(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["gradients"]
-    assert [way["name"] for way in found["ways"]] == [AFTER, STOCK, FIRST_STEP, BOTH_STEPS, PLACED]
-    assert [row["layer"] for row in found["layers"]] == list(range(12, 0, -1))
+    assert [way["name"] for way in found["ways"]] == [AFTER, STOCK, PLACED]
     assert found["chosen"] in (AFTER, STOCK, PLACED)
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"11-1 │ +0\.25 │", shown)
+    assert found["reduction_ms"] == pytest.approx(0.25, abs=0.005)
     for way in found["ways"]:
         assert re.search(rf"{way['name']} .* {way['pass_ms'] + way['left_ms']:.3f} ", shown)
     assert re.search(r"gradients: .*placed \d+\.\d+ ms, stock \d+\.\d+ ms", shown)
     # A share of the optimizer: half of the reduction is left for the next forward pass.
     assert main([*command, "--json", "-", "--set", "use-distributed-optimizer=true"]) == 0
     shares = json.loads(capsys.readouterr().out)["gradients"]
-    ratio = shares["layers"][0]["reduction_ms"] / found["layers"][0]["reduction_ms"]
+    ratio = shares["reduction_ms"] / found["reduction_ms"]
     assert ratio == pytest.approx(0.5, abs=0.01)
     # Over two nodes, of whose all-gathers this cluster file says nothing.
     assert main([*command, "--ranks", "16", "--set", "expert-model-parallel-size=8"]) == 0

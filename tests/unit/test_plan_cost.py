@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.plan import linear_products
-from megatron_ampipe.plan.chunk_rows import chunk_rows
 from megatron_ampipe.plan.cluster import TransferCost
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.memory import peak_bytes
+from megatron_ampipe.plan.operation_times import Product
+from megatron_ampipe.plan.operation_times import is_one_product as planned_as_one
+from megatron_ampipe.plan.stage_costs import COSTS, FACTS
+from megatron_ampipe.plan.workload import chunk_rows
 from megatron_ampipe.runtime.segment import is_one_product
 from megatron_ampipe.schedule import (
+    ALL_KINDS,
     WEIGHTS,
     Direction,
     Exchange,
@@ -31,6 +34,17 @@ from megatron_ampipe.schedule import (
 )
 from megatron_ampipe.schedule.kinds import step_of
 from tests.plan_cases import NONE, cluster, workload
+
+
+def test_every_kind_has_a_cost() -> None:
+    """Its own function, or for gradients of weights the products of the kind whose weights they are."""
+    lacking = [
+        kind.name
+        for kind in ALL_KINDS
+        if kind not in COSTS and (kind.weights_of is None or FACTS[kind.weights_of].products is None)
+    ]
+    assert lacking == [], "add a function with @CostOf(kinds.NAME) to plan/stage_costs.py"
+    assert {kind for kind in FACTS if FACTS[kind].products} == set(WEIGHTS)
 
 
 @pytest.mark.parametrize("window", [None, 5, 100])
@@ -254,8 +268,8 @@ def test_joined_weight_gradients_cost_what_moves_less(rows: int) -> None:
 def test_the_planner_joins_what_the_runtime_joins(
     rows: list[int], inputs: int, outputs: int, element_bytes: int
 ) -> None:
-    product = linear_products.Product(sum(rows), inputs, outputs)
-    joined = linear_products.is_one_product(product, len(rows), element_bytes=element_bytes)
+    product = Product(sum(rows), inputs, outputs)
+    joined = planned_as_one(product, len(rows), element_bytes=element_bytes)
     assert joined == is_one_product(rows, inputs, outputs, element_bytes=element_bytes)
 
 

@@ -13,8 +13,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.planned import choice_of_plan, planner_of
 from megatron_ampipe.launch.trials import Choice
-from megatron_ampipe.plan.made_for import MadeFor, differences
-from megatron_ampipe.plan.plan_file import Plan
+from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import ALL_LAYERS
@@ -22,7 +21,8 @@ from tests.plan_cases import cluster, workload
 
 
 def made_for(**changes: Any) -> MadeFor:
-    return MadeFor.on(workload(**changes), cluster())
+    figures = cluster()
+    return MadeFor.of(workload(**changes), cluster=figures.description, ranks_per_node=figures.ranks_per_node)
 
 
 @pytest.fixture

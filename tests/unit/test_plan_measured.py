@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe.plan.simulate import compile_named, run
+from megatron_ampipe.plan.simulate import Pace, compile_named, run
 from megatron_ampipe.schedule import Direction, stage_from_text
 from megatron_ampipe.tools.benchmark.prediction import _variant, _workload, predict_peaks
 
@@ -49,7 +49,7 @@ def simulated_ms(
             (min if stage.is_communication else max)(times[stage] for times in by_rank)
             for stage in compiled.stages
         ]
-        in_order += max(run(compiled, durations, **slowdowns)[1])
+        in_order += max(run(compiled, durations, Pace(**slowdowns))[1])
         in_turn += sum(durations)
         longest += max(sum(durations[stage] for stage in lane) for _, lane in compiled.lanes)
     num_stacks = case.get("layers", 1) / row.get("stack", 1)

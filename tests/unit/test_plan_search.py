@@ -1,22 +1,19 @@
-"""The search: never slower than named schedules, exact for small graphs, fast, deterministic."""
+"""The search: never slower than named schedules, nearly optimal for small graphs, fast, deterministic."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ampipe.plan.cluster import Cluster, Overhead, TransferCost
-from megatron_ampipe.plan.exact import best_order
-from megatron_ampipe.plan.host_time import calls
-from megatron_ampipe.plan.order import search
+from megatron_ampipe.plan.order import OrderProblem, improve_order
 from megatron_ampipe.plan.planner import make_plan, plan_of
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.problem import OrderProblem
 from megatron_ampipe.plan.search import (
     DEGREES,
     MINIMUM_SAVING,
@@ -27,7 +24,8 @@ from megatron_ampipe.plan.search import (
     full_plan,
     improve_chunks,
 )
-from megatron_ampipe.plan.stacks import choose_stack
+from megatron_ampipe.plan.simulate import Pace, compile_program
+from megatron_ampipe.plan.stage_costs import host_calls
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -61,49 +59,49 @@ def problems(draw: st.DrawFn, degree: int) -> tuple[OrderProblem, Schedule, Bloc
     direction = draw(st.sampled_from(Direction))
     schedule = build("ampipe", degree=degree, features=features)
     needs = dependencies([features], degree=degree, whole_attention=False, direction=direction)
-    times = {stage: draw(TIMES) for stage in needs}
+    compiled = compile_program(schedule.program(direction), needs)
     compute, communication = draw(SLOWDOWNS)
-    problem = OrderProblem.from_graph(
-        needs, times, compute_slowdown=compute, communication_slowdown=communication
+    problem = OrderProblem(
+        compiled,
+        [draw(TIMES) for _ in compiled.stages],
+        Pace(compute_slowdown=compute, communication_slowdown=communication),
+        direction=direction,
     )
     return problem, schedule, features, direction
 
 
-def orders(problem: OrderProblem, stages: list[int]) -> Iterator[tuple[int, ...]]:
-    """Every order of these stages that respects their dependencies."""
+def orders(problem: OrderProblem, stages: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Every order of these stages of a lane that respects their dependencies."""
+    needed: list[set[int]] = [set() for _ in problem.stages]
+    for stage in problem.compiled.issued:
+        for earlier in problem.compiled.needs[stage]:
+            needed[stage] |= needed[earlier] | {earlier}
     if not stages:
         yield ()
     for stage in stages:
         others = [other for other in stages if other != stage]
-        if not any(problem.ancestors[stage] >> other & 1 for other in others):
-            yield from ((stage, *rest) for rest in orders(problem, others))
+        if not needed[stage].intersection(others):
+            yield from (((stage, 0), *rest) for rest in orders(problem, others))
 
 
 def fastest_of_all(problem: OrderProblem) -> float:
     """The optimal time, from all combinations of orders of the two lanes."""
-    by_lane: tuple[list[int], list[int]] = ([], [])
-    for stage, lane in enumerate(problem.lane_of):
-        by_lane[lane].append(stage)
-    lanes = [list(orders(problem, stages)) for stages in by_lane]
+    lanes = [list(orders(problem, stages)) for _, stages in problem.compiled.lanes]
     return min(problem.time((compute, comm)) for compute, comm in itertools.product(*lanes))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(problems(degree=2))
-def test_the_order_of_two_chunks_is_optimal(
+def test_the_order_of_two_chunks_is_nearly_optimal(
     case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],
 ) -> None:
     problem, schedule, _, direction = case
-    start = problem.lanes_of(schedule.program(direction))
-    found = problem.time(search(problem, start))
+    start = problem.period_of(schedule.program(direction))
+    found = problem.time(improve_order(problem, start))
     assert found <= problem.time(start)
-    assert best_order(problem, start, max_nodes=20_000)[1], "not proven"
     # Trying every order takes too long for more than about a thousand orders.
-    if problem.lane_of.count(0) <= 9:
-        assert found == pytest.approx(fastest_of_all(problem), rel=1e-9, abs=1e-9)
-    else:
-        proven = best_order(problem, start, max_nodes=200_000)[0]
-        assert found == pytest.approx(problem.time(proven), rel=1e-9, abs=1e-9)
+    if len(problem.compiled.lanes[0][1]) <= 9:
+        assert found <= 1.01 * fastest_of_all(problem) + 1e-9
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,8 +110,8 @@ def test_searched_orders_are_valid_and_not_slower(
     case: tuple[OrderProblem, Schedule, BlockFeatures, Direction],
 ) -> None:
     problem, schedule, features, direction = case
-    start = problem.lanes_of(schedule.program(direction))
-    found = search(problem, start)
+    start = problem.period_of(schedule.program(direction))
+    found = improve_order(problem, start)
     assert problem.time(found) <= problem.time(start)
     program = problem.program(found)
     forward, backward = schedule.forward, schedule.backward
@@ -175,27 +173,6 @@ def test_unequal_chunks_and_a_searched_order_are_faster_on_a_causal_block() -> N
     assert named.total_us / found.total_us > 1.05
 
 
-def test_a_searched_order_differs_from_the_named_one_only_where_that_saves_time() -> None:
-    """Swapping two neighbors back into the order of the named schedule would be slower."""
-    predictor = Predictor(workload(sequence_length=16384, topk=2, ffn=1024), without_device(cluster()))
-    (named,) = (one for one in candidates(predictor, [4]) if one.schedule.name == "ampipe")
-    problem = OrderProblem.of(predictor, named.schedule, named.lengths, Direction.FORWARD)
-    start = problem.lanes_of(named.schedule.forward)
-    found = search(problem, start)
-    assert problem.time(found) < problem.time(start), "otherwise there are no neighbors to swap"
-    place = {stage: index for lane in start for index, stage in enumerate(lane)}
-    num_swapped = 0
-    for lane in (0, 1):
-        for index, (first, second) in enumerate(itertools.pairwise(found[lane])):
-            order = list(found[lane])
-            order[index : index + 2] = second, first
-            if place[first] > place[second] and problem.keeps_order(order, index, index + 1):
-                lanes = (found[0], tuple(order)) if lane else (tuple(order), found[1])
-                assert problem.time(lanes) > problem.time(found)
-                num_swapped += 1
-    assert num_swapped
-
-
 def test_moving_rows_between_chunks_saves_time() -> None:
     predictor = Predictor(workload(sequence_length=24576), without_device(cluster()))
     (start,) = (one for one in candidates(predictor, [4]) if one.schedule.name == "ampipe")
@@ -249,8 +226,8 @@ def test_fewer_chunks_are_chosen_for_a_slower_host(experts: int) -> None:
         chosen = choose_degree(predictor)
         degrees.append(chosen.schedule.degree)
         # The host is not the bottleneck: issuing the stages takes less time than the pass.
-        _, _, issues = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
-        assert issue_us == 3000 or sum(issues or ()) < chosen.time.forward
+        _, _, pace = predictor.inputs(chosen.schedule, chosen.lengths, Direction.FORWARD)
+        assert issue_us == 3000 or sum(pace.issue_us or ()) < chosen.time.forward
     assert degrees == sorted(degrees, reverse=True)
     assert degrees[0] > degrees[-1]
 
@@ -266,10 +243,10 @@ def test_the_measured_time_to_issue_a_kind_replaces_its_share_of_the_mean(expert
     for of in (None, figures):
         measured = dataclasses.replace(device, host=dataclasses.replace(host, issue_of=of))
         predictor = Predictor(block, measured)
-        compiled, _, issues = predictor.inputs(
+        compiled, _, pace = predictor.inputs(
             build("ampipe", degree=2, features=predictor.features), (16384, 16384), Direction.BACKWARD
         )
-        issued.append(dict(zip(map(str, compiled.stages), issues or (), strict=True)))
+        issued.append(dict(zip(map(str, compiled.stages), pace.issue_us or (), strict=True)))
     by_calls, found = issued
     assert {stage for stage in found if found[stage] != by_calls[stage]} == {
         "attention.0", "attention.1", "expert.0", "expert.1",
@@ -277,15 +254,15 @@ def test_the_measured_time_to_issue_a_kind_replaces_its_share_of_the_mean(expert
     assert found["attention.0"] == 90.0
     # Several local experts need more calls than the one that the figure is for.
     one = dataclasses.replace(block, experts=block.experts // block.local_experts)
-    more = calls(kinds.EXPERT, Direction.BACKWARD, block) / calls(kinds.EXPERT, Direction.BACKWARD, one)
-    assert found["expert.0"] == pytest.approx(90.0 * more)
+    calls, alone = (host_calls(kinds.EXPERT, Direction.BACKWARD, work) for work in (block, one))
+    assert found["expert.0"] == pytest.approx(90.0 * calls / alone)
 
 
 def test_experts_without_grouped_gemm_need_more_calls() -> None:
     single, grouped = (workload(experts=64, grouped=grouped) for grouped in (False, True))
     for direction in Direction:
-        assert calls(kinds.EXPERT, direction, single) > 3 * calls(kinds.EXPERT, direction, grouped)
-        assert calls(kinds.ROUTE, direction, single) == calls(kinds.ROUTE, direction, grouped)
+        assert host_calls(kinds.EXPERT, direction, single) > 3 * host_calls(kinds.EXPERT, direction, grouped)
+        assert host_calls(kinds.ROUTE, direction, single) == host_calls(kinds.ROUTE, direction, grouped)
 
 
 def test_both_named_schedules_are_tried() -> None:
@@ -294,15 +271,14 @@ def test_both_named_schedules_are_tried() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("choose", [choose_degree, full_plan, choose_stack])
+@pytest.mark.parametrize(("choose", "num_layers"), [(choose_degree, 1), (full_plan, 1), (choose_degree, 2)])
 def test_weight_gradients_are_joined_where_sums_cost_more(
-    choose: Callable[..., Candidate], local: bool, fused: bool
+    choose: Callable[..., Candidate], num_layers: int, local: bool, fused: bool
 ) -> None:
     """Mixtral's experts are large: a sum in fp32 of each chunk's gradients takes long."""
     large = {"hidden": 4096, "ffn": 14336, "gated": True, "projections": ((4096, 6144),), "heads": 32}
     sizes = large | {"head_size": 128, "value_size": 128, "sequence_length": 4096}
     block = workload(**sizes, splits_weights=local, fused_gradients=fused)
-    num_layers = 2 if choose is choose_stack else 1
     found = choose(Predictor(block, cluster(), num_layers=num_layers), (2, 3))
     assert found.schedule.joins_weights == (local and not fused)
     if found.schedule.joins_weights:
@@ -323,7 +299,7 @@ def test_the_planner_chooses_the_exchange(topk: int, exchange: Exchange) -> None
     assert ("Exchange ranks: predicted are rows " in found.reason) == (exchange is Exchange.RANKS)
 
 
-def test_two_hops_are_chosen_where_they_are_faster_and_fsmoes_case_is_named() -> None:
+def test_two_hops_are_chosen_where_they_are_faster() -> None:
     """Two nodes of 8 ranks, 8 of 64 experts: half of what ``ranks`` sends between them at most."""
     source = cluster("dgx-h100")
     slow = dataclasses.replace(
@@ -332,7 +308,6 @@ def test_two_hops_are_chosen_where_they_are_faster_and_fsmoes_case_is_named() ->
     block = workload(expert=16, experts=64, topk=8)
     found = make_plan(Predictor(block, slow), full=False, exchanges=tuple(Exchange))
     assert found.exchange is Exchange.NODES
-    assert "By FSMoE's inequalities: forward case 3, longest are transfers between nodes" in found.reason
     assert "sends 1 instead of 8 messages" in found.reason
     # Where the links within a node are the slow ones, a second hop over them helps nothing.
     assert source.intra is not None and source.inter is not None
@@ -340,7 +315,7 @@ def test_two_hops_are_chosen_where_they_are_faster_and_fsmoes_case_is_named() ->
         source, intra={name: replace_rate(line, 400) for name, line in source.intra.items()}
     )
     other = make_plan(Predictor(block, turned), full=False, exchanges=tuple(Exchange))
-    assert other.exchange is not Exchange.NODES and "FSMoE" not in other.reason
+    assert other.exchange is not Exchange.NODES
 
 
 def test_larger_messages_are_chosen_where_small_ones_are_slow() -> None:
@@ -350,7 +325,7 @@ def test_larger_messages_are_chosen_where_small_ones_are_slow() -> None:
     assert make_plan(Predictor(block, source), full=False, exchanges=tuple(Exchange)).exchange == "rows"
     found = make_plan(Predictor(block, with_messages(source, 2000)), full=False, exchanges=tuple(Exchange))
     assert found.exchange is Exchange.TWO_DIMENSIONAL
-    assert "a rank sends 1 instead of 8 messages to other nodes. By FSMoE's ineq" in found.reason
+    assert "a rank sends 1 instead of 8 messages to other nodes." in found.reason
 
 
 @given(

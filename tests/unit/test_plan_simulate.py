@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron_ampipe.plan.predict import Predictor
-from megatron_ampipe.plan.simulate import compile_named, compile_program, run
+from megatron_ampipe.plan.simulate import Pace, compile_named, compile_program, run
 from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
@@ -50,7 +50,7 @@ def ends(
     durations = [times[stage.kind] for stage in compiled.stages]
     latency = settings.pop("latency", None)
     latencies = None if latency is None else [latency * stage.is_communication for stage in compiled.stages]
-    begin, end = run(compiled, durations, issue_us=issues, latency_us=latencies, **settings)
+    begin, end = run(compiled, durations, Pace(issue_us=issues, latency_us=latencies, **settings))
     return {str(stage): (begin[index], end[index]) for index, stage in enumerate(compiled.stages)}
 
 
@@ -156,7 +156,7 @@ def test_latency_overlaps_with_the_previous_collective() -> None:
     times = TIMES | {kinds.ATTENTION: 1.0, kinds.DISPATCH: 6.0}
     durations = [times[stage.kind] for stage in compiled.stages]
     latency = [2.0 if stage.kind in (kinds.DISPATCH, kinds.COUNTS) else 0.0 for stage in compiled.stages]
-    begin, end = run(compiled, durations, latency_us=latency)
+    begin, end = run(compiled, durations, Pace(latency_us=latency))
     number = {str(stage): index for index, stage in enumerate(compiled.stages)}
     # Routes end at 3 and 6. counts.0 runs from 3 to 4, dispatch.0 from 4 to 10, without a previous
     # collective.
@@ -178,7 +178,7 @@ def test_a_deadlock_gives_an_infinite_time() -> None:
     compiled = compile_program(good, needs)
     number = {stage: index for index, stage in enumerate(compiled.stages)}
     lanes = tuple(tuple(number[stage] for stage in order) for order in (compute.stages, swapped))
-    broken = dataclasses.replace(compiled, reversed_lanes=tuple(order[::-1] for order in lanes))
+    broken = dataclasses.replace(compiled, queues=tuple(order[::-1] for order in lanes))
     _, end = run(broken, [1.0] * len(compiled.stages))
     assert max(end) == math.inf
 

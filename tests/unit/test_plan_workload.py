@@ -10,8 +10,7 @@ import pytest
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import SIZE_FLAGS, ModelFile, find_model, read_model
-from megatron_ampipe.plan.model_workload import layers_of, workload_of
-from megatron_ampipe.plan.stage_layers import StageLayers
+from megatron_ampipe.plan.model_workload import StageLayers, layers_of, workload_of
 from megatron_ampipe.plan.workload import Workload
 
 PLAIN = """\
