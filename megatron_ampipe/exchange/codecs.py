@@ -32,19 +32,15 @@ from megatron_ampipe.schedule import Direction
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """Which transfer a wire is asked for.
-
-    Attributes:
-        layer: Megatron's number of the layer, from 1.
-        chunk: Index of the chunk.
-        stage: ``dispatch`` or ``combine``.
-        direction: ``forward`` for values, ``backward`` for their gradients, which go the other way.
-    """
+    """Which transfer a wire is asked for."""
 
     layer: int
+    """Megatron's number of the layer, from 1."""
     chunk: int
     stage: str
+    """``dispatch`` or ``combine``."""
     direction: Direction
+    """``forward`` for values, ``backward`` for their gradients, which go the other way."""
 
 
 class Wire(Protocol):
@@ -56,11 +52,7 @@ class Wire(Protocol):
     """
 
     def encode(self, rows: Tensor, trip: Trip) -> Sequence[Tensor]:
-        """What is sent.
-
-        Args:
-            rows: ``[T, D]``; not to be changed.
-            trip: Of which transfer.
+        """What is sent in place of ``rows [T, D]``, which are not to be changed.
 
         Returns:
             Tensors ``[T, ...]`` of which row ``t`` is of row ``t`` alone, because rows go to different ranks.
@@ -199,8 +191,7 @@ class Condensed(NamedTuple):
 class Condenser:
     """Chooses the rows that are sent, and counts them. One object per process.
 
-    Args:
-        threshold: Cosine from which on two rows are similar, above 0 and at most 1.
+    Rows are similar whose cosine is at least the ``threshold``, which is above 0 and at most 1.
     """
 
     def __init__(self, threshold: float) -> None:

@@ -61,10 +61,7 @@ class FlexChunk(MoEFlexTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As in the stock dispatcher, with the probabilities in fp32, as the backends need them; also counts.
-
-        ``[T, K]`` with DeepEP, ``[T, E]`` with HybridEP.
-        """
+        """As in the stock dispatcher, with probabilities in fp32, ``[T, K]`` or (HybridEP) ``[T, E]``."""
         tokens, token_probs = super().dispatch_preprocess(hidden_states, routing_map, probs)
         token_probs = token_probs.float()
         self._hidden_bytes = fused_a2a.get_hidden_bytes(tokens)
@@ -155,8 +152,7 @@ class DeepEPTransport:
         buffer: ``deep_ep.Buffer``. It copies what it receives to new tensors, so chunks share nothing.
         experts: ``[T, K]`` int64, the experts of each token; -1 for none.
         num_experts: Of all ranks.
-        told: ``R``, which DeepEP takes within a node alone, and :attr:`tokens_per_expert`; None if they are
-            not known.
+        told: ``R`` and :attr:`tokens_per_expert`, if known; DeepEP takes ``R`` within a node alone.
 
     Attributes:
         received_experts: ``[R, K]`` int64, local experts of the received tokens; -1 for those of other ranks.
@@ -210,24 +206,21 @@ class DeepEPTransport:
         """
         if self._num_received == 0:
             tensors = [tensor.new_zeros((1, *tensor.shape[1:])) for tensor in tensors]
-        tokens, *weights = tensors
-        given = {"topk_weights": weights[0].float().contiguous()} if weights else {}
-        combined, of_weights, _ = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)
-        outputs = (combined, of_weights) if weights else (combined,)
-        return Transfer(outputs, uses=tensors_among(self._handle))
+        tokens, *probs = tensors
+        given = {"topk_weights": probs[0].float().contiguous()} if probs else {}
+        outputs = self._buffer.combine(tokens.contiguous(), handle=self._handle, **given)
+        return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
 
 
 def tensors_among(values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors of a handle."""
     return tuple(value for value in values if isinstance(value, Tensor))
 
 
 class HybridEPTransport:
     """Keeps HybridEP's handle of its chunk.
 
-    Every call is asynchronous on the device, and runs on the stream that issues it. The first dispatch blocks
-    the host until the number of received rows is known. HybridEP exchanges through a separate memory, which
-    the calls use one after another, and returns new tensors: chunks in flight share nothing.
+    As with DeepEP, chunks in flight share nothing: HybridEP exchanges through a separate memory, which the
+    calls use one after another, and returns new tensors. The first dispatch blocks the host.
 
     Args:
         manager: Megatron's ``_HybridEPManager`` of the chunk, after ``setup_metadata``: it makes the first
@@ -267,13 +260,12 @@ class HybridEPTransport:
     def combine(self, tensors: Sequence[Tensor]) -> Transfer:
         """As :meth:`DeepEPTransport.combine`, with probabilities ``[R]`` to ``[T, E]``."""
         tokens, *probs = tensors
-        combined, of_probs = fused_a2a._hybrid_ep_buffer.combine_with_unpermute(
+        outputs = fused_a2a._hybrid_ep_buffer.combine_with_unpermute(
             hidden=tokens.contiguous(),
             probs=probs[0].float().contiguous() if probs else None,
             **self._options("fuse_unpermute_combine"),
         )
-        outputs = (combined, of_probs) if probs else (combined,)
-        return Transfer(outputs, uses=tensors_among(self._handle))
+        return Transfer(outputs[: len(tensors)], uses=tensors_among(self._handle))
 
     def _options(self, fuse: str) -> dict[str, Any]:
         """As in the first call; older versions of HybridEP have no name for the fused kernels."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,9 @@ def places_of(routing_map: Tensor, num_places: int) -> Tensor:
 
 
 def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
-    """The row of each copy ``[C]``, place by place, and where its mark is in ``[T, places]``, some set.
+    """Of each copy ``[C]`` of rows for places, place by place: its row, and its mark in ``[T, places]``.
 
-    A stable sort puts what is set first, in order, without a wait for how much that is.
+    A stable sort puts what is marked first, in order, without a wait for how much that is.
     """
     num_rows, num_places = to_places.shape
     marks = to_places.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[:num_copies]
@@ -51,25 +50,18 @@ def turned(tensor: Tensor, rows: Sequence[Sequence[int]], *, out: Tensor | None 
     return torch.cat([part for place in range(count) for part in parts[place::count]], out=out)
 
 
-class NodeGroups(NamedTuple):
-    """The process groups of two hops, for one rank.
-
-    Attributes:
-        inter: The ranks of the same place in all nodes, node by node.
-        intra: The ranks of this rank's node.
-    """
-
-    inter: dist.ProcessGroup
-    intra: dist.ProcessGroup
-
-
 @cache
-def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> NodeGroups:
-    """Make the groups of this rank. To be called by all ranks of ``group``, and by no others.
+def node_groups(
+    group: dist.ProcessGroup, ranks_per_node: int | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Make the groups of the two hops. To be called by all ranks of ``group``, and by no others.
 
     Args:
         group: The expert-parallel ranks.
         ranks_per_node: Of all ranks, how many a node has; they follow one another.
+
+    Returns:
+        The ranks of the place of this rank in all nodes, node by node; and those of its node.
 
     Raises:
         BadInput: the ranks of ``group`` are not spread node by node, several on each of several nodes.
@@ -89,7 +81,7 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> NodeGro
     node, place = divmod(group.rank(), near)
     first = node * near
     # Separate groups, also where one has the same ranks as another: each lane has its own.
-    return NodeGroups(
+    return (
         dist.new_group(ranks[place::near], use_local_synchronization=True, group_desc="ampipe between nodes"),
         dist.new_group(
             ranks[first : first + near], use_local_synchronization=True, group_desc="ampipe within a node"
@@ -100,10 +92,8 @@ def node_groups(group: dist.ProcessGroup, ranks_per_node: int | None) -> NodeGro
 class SortHop:
     """The second hop of rows of one expert each: they are put into the order of ranks, and none is added.
 
-    Args:
-        rows: ``[N][G]``, rows that came from each node for each rank of this one, in this order.
-        receive: Rows from each rank of ``group``.
-        group: The ranks of the node.
+    ``rows`` came from each node for each rank of this one ``[N][G]``, in this order; ``receive`` is what comes
+    from each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
@@ -136,11 +126,7 @@ class SumHop:
     """The second hop of rows that came to the node once: they are copied for its ranks, and added.
 
     Which rows go where is seen in the first probabilities that are sent; the host does not wait for them.
-
-    Args:
-        send: Copies for each rank of ``group``, the ranks of the node.
-        receive: Copies from each.
-        group: These ranks.
+    ``send`` and ``receive`` are copies for and from each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()

@@ -17,12 +17,12 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 from torch import Tensor
 
 from megatron_ampipe.exchange.hops import (
     NOT_ROUTED,
-    NodeGroups,
     SortHop,
     SumHop,
     copies_for,
@@ -77,7 +77,6 @@ class ToldCounts(NamedTuple):
 
     Attributes:
         num_prepared: ``M``.
-        num_spare: How many of them are not sent; they come last.
         transport: The exchange between expert-parallel ranks, or the first of its two hops.
         hop: The second hop, if there is one.
         gather: Between the ranks that share an expert, if there are several.
@@ -87,7 +86,6 @@ class ToldCounts(NamedTuple):
     """
 
     num_prepared: int
-    num_spare: int
     transport: RowTransport
     hop: SortHop | SumHop | None
     gather: RowTransport | None
@@ -103,12 +101,9 @@ class AllToAllChunk:
     hops, rows arrive sorted by the sender's place first, and then by its node.
 
     Args:
-        num_local_experts: ``L``.
-        local_expert_indices: Which, in a row.
-        config: Megatron's.
-        pg_collection: Megatron's process groups.
+        num_local_experts: ``L``; all parameters to ``pg_collection`` are as Megatron's dispatchers take them.
         once: Whether a token goes once to each place: each node with two hops, otherwise each rank.
-        nodes: The groups of two hops; None for one.
+        nodes: The groups of two hops (:func:`.hops.node_groups`); None for one.
         has_fixed_choices: Whether the router gives every token ``topk`` experts, if none are dropped.
     """
 
@@ -123,14 +118,14 @@ class AllToAllChunk:
         config: Any,
         pg_collection: Any,
         once: bool = False,
-        nodes: NodeGroups | None = None,
+        nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
         has_fixed_choices: bool = True,
     ) -> None:
         self._config, self._fused = config, config.moe_permute_fusion
         self._experts = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self._num_local, self._group, self._nodes = num_local_experts, pg_collection.ep, nodes
         self._num_ranks, self._shares = self._group.size(), pg_collection.expt_tp
-        self._num_places = nodes.inter.size() if nodes else self._num_ranks
+        self._num_places = nodes[0].size() if nodes else self._num_ranks
         self._once, self._has_fixed_choices = once, has_fixed_choices
         self.counts_group = pg_collection.tp_ep
         """The ranks that exchange :attr:`counts`."""
@@ -144,12 +139,9 @@ class AllToAllChunk:
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Choose the rows that are sent, and count them.
+        """Choose the rows that are sent of ``[rows, B, D]``, ``T`` tokens, and count them.
 
-        Args:
-            hidden_states: ``[rows, B, D]``, ``T`` tokens.
-            routing_map: ``[T, E]`` bool.
-            probs: ``[T, E]``.
+        The routing map is ``[T, E]`` bool, the probabilities are ``[T, E]``.
 
         Returns:
             ``[M, D]``, sorted by expert, or by place, and then by token, and then rows that are not sent; and
@@ -192,18 +184,10 @@ class AllToAllChunk:
             del self._gathered
         return self.told.transport
 
-    def hop(self) -> SortHop | SumHop:
-        """The second hop, once :meth:`transport` has been called."""
-        return self.told.hop
-
-    def gather(self) -> RowTransport:
-        """Over the ranks that share an expert, likewise."""
-        return self.told.gather
-
     @property
     def num_spare(self) -> int:
-        """How many of the rows that are prepared are not sent, likewise."""
-        return self.told.num_spare
+        """How many of the rows that are prepared are not sent, the last ones; after :meth:`transport`."""
+        return self.told.num_prepared - sum(self.told.transport.input_splits)
 
     def _read(self, gathered: HostCopy) -> ToldCounts:
         """The part of ``MoEAlltoAllTokenDispatcher.preprocess`` after the exchange of counts, on the host."""
@@ -220,8 +204,8 @@ class AllToAllChunk:
         if nodes is None:
             group, to_places, arriving = self._group, rows[own], rows[:, own]
         else:
-            group, node, place = nodes.inter, nodes.inter.rank(), nodes.intra.rank()
-            count, near = group.size(), nodes.intra.size()
+            group, of_node = nodes
+            node, place, count, near = group.rank(), of_node.rank(), group.size(), of_node.size()
             # [source's node, source's place, node, place]
             rows = rows.reshape(count, near, count, near)
             to_nodes = rows.sum(3)
@@ -230,7 +214,7 @@ class AllToAllChunk:
             to_places, arriving = to_nodes[node, place], to_nodes[:, place, node]
             handed_on, received = rows[:, place, node], rows[:, :, node, place].sum(0)
             kind, handed_on = (SumHop, handed_on.sum(0)) if self._once else (SortHop, handed_on)
-            hop = kind(handed_on.tolist(), received.tolist(), nodes.intra)
+            hop = kind(handed_on.tolist(), received.tolist(), of_node)
             # In the order of arrival: by place, then by node.
             here = here.reshape(count, near, shares, -1).swapaxes(0, 1)
         input_splits, gather, pieces = to_places.tolist(), None, None
@@ -245,7 +229,6 @@ class AllToAllChunk:
                 pieces = on_device, on_device.T.contiguous()
         return ToldCounts(
             self._packed.num_rows,
-            self._packed.num_rows - sum(input_splits),
             RowTransport(ALL_TO_ALL, input_splits, arriving.tolist(), group),
             hop,
             gather,
@@ -254,11 +237,9 @@ class AllToAllChunk:
         )
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The received rows in the order of the experts of this rank; can run a second time.
+        """The received rows ``[R, D]``, and ``[R]`` or ``[R, L]``, in the order of the experts of this rank.
 
-        Args:
-            rows: ``[R, D]`` from the expert-parallel ranks, and from those that share an expert.
-            probs: ``[R]``, or ``[R, L]``, as :meth:`dispatch_preprocess` gives them.
+        Can run a second time.
 
         Returns:
             ``[copies, D]``, sorted by expert; how many each expert gets ``[L]``, on the host; and

@@ -20,10 +20,7 @@ Arrived = tuple[Sequence[Tensor], Callable[[], None] | None]
 
 
 class Operation(NamedTuple):
-    """The collectives of a transport, each the adjoint of the other.
-
-    Both take tensors, the rows to ``send`` in each part, those to ``receive``, and the ``group``.
-    """
+    """Two adjoint collectives: of tensors, the rows to ``send`` and ``receive`` of each part, a ``group``."""
 
     dispatch: Callable[..., Transfer]
     combine: Callable[..., Transfer]
@@ -82,25 +79,8 @@ def exchange_chunks(
     Returns:
         A transfer whose outputs are those of the first chunk, then those of the second, and so on.
     """
-    if codecs is None:
-        return _exchange(transports, tensors, combine)
-    sent = [codec.send(of_chunk, combine=combine) for codec, of_chunk in zip(codecs, tensors, strict=True)]
-    transfer = _exchange(transports, sent, combine)
-    received = itertools.batched(transfer.outputs, len(sent[0]))
-    arrived = [codec.arrive(parts, combine=combine) for codec, parts in zip(codecs, received, strict=True)]
-
-    def fill() -> None:
-        for _, fill_chunk in arrived:
-            if fill_chunk is not None:
-                fill_chunk()
-
-    uses = [*transfer.outputs]
-    for codec, of_chunk in zip(codecs, sent, strict=True):
-        uses += (*of_chunk, *codec.uses)
-    return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
-
-
-def _exchange(transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool) -> Transfer:
+    if codecs is not None:
+        return _through_codecs(codecs, transports, tensors, combine)
     first = transports[0]
     if not isinstance(first, RowTransport):
         return Transfer.all_of(
@@ -119,6 +99,25 @@ def _exchange(transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], co
     joint = [_concatenate_by_rank(of_chunks, send) for of_chunks in zip(*tensors, strict=True)]
     transfer = start(joint, send=_added(send), receive=_added(receive), group=first.group)
     return _split_into_chunks(transfer, receive)
+
+
+def _through_codecs(
+    codecs: Sequence[Codec], transports: Sequence[Any], tensors: Sequence[Sequence[Tensor]], combine: bool
+) -> Transfer:
+    sent = [codec.send(of_chunk, combine=combine) for codec, of_chunk in zip(codecs, tensors, strict=True)]
+    transfer = exchange_chunks(transports, sent, combine=combine)
+    received = itertools.batched(transfer.outputs, len(sent[0]))
+    arrived = [codec.arrive(parts, combine=combine) for codec, parts in zip(codecs, received, strict=True)]
+
+    def fill() -> None:
+        for _, fill_chunk in arrived:
+            if fill_chunk is not None:
+                fill_chunk()
+
+    uses = [*transfer.outputs]
+    for codec, of_chunk in zip(codecs, sent, strict=True):
+        uses += (*of_chunk, *codec.uses)
+    return transfer.then([output for outputs, _ in arrived for output in outputs], fill, uses=uses)
 
 
 def _added(splits: Sequence[Sequence[int]]) -> list[int]:
@@ -221,8 +220,8 @@ ALL_TO_ALL = Operation(exchange_rows, exchange_rows)
 ALL_GATHER = Operation(_gather_rows, _scatter_rows)
 """Every row goes to every rank, and what comes back is added (reduce-scatter); see :func:`all_gather`."""
 UNEQUAL_GATHER = Operation(_gather_unequal_rows, _scatter_unequal_rows)
-"""The same where ranks have different numbers of rows. Both are exchanges of rows with every other rank,
-which needs as many bytes as a ring does and no padding; sums are taken by the receiver."""
+"""The same where ranks have different numbers of rows. Both are exchanges with every other rank, which needs
+as many bytes as a ring does and no padding; sums are taken by the receiver."""
 
 
 def all_gather(num_rows: int, group: dist.ProcessGroup) -> RowTransport:

@@ -208,19 +208,19 @@ class MoEStages:
         return self._hand_on(chunks, tensors, combine=direction is Direction.FORWARD)
 
     def _hand_on(self, chunks: Sequence[int], tensors: Tensors, *, combine: bool) -> Transfer:
-        hops = [self._dispatchers[chunk].hop() for chunk in chunks]
+        hops = [self._dispatchers[chunk].told.hop for chunk in chunks]
         return exchange_chunks([hop.transport for hop in hops], tensors, combine=combine, codecs=hops)
 
     @MOE.runs(kinds.GATHER, kinds.REGATHER)
     def gather(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Tokens ``[T, D]``, and probabilities, to all ranks that share an expert, in the order of ranks."""
-        gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
+        gathers = [self._dispatchers[chunk].told.gather for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.BACKWARD)
 
     @MOE.runs(kinds.SCATTER)
     def scatter(self, chunks: Sequence[int], tensors: Tensors, direction: Direction) -> Transfer:
         """Expert outputs ``[T, D]`` of these ranks, added, each row to the rank that it arrived at."""
-        gathers = [self._dispatchers[chunk].gather() for chunk in chunks]
+        gathers = [self._dispatchers[chunk].told.gather for chunk in chunks]
         return exchange_chunks(gathers, tensors, combine=direction is Direction.FORWARD)
 
     @MOE.runs(kinds.EXPERT, reads=lambda block: [block.moe.experts], recompute=("moe",))
