@@ -145,8 +145,7 @@ class MoEStages:
         """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
         if not self._modules.is_latent:
             return normed
-        narrowed: Tensor = self._modules.moe.fc1_latent_proj(normed)[0]
-        return narrowed
+        return self._modules.moe.fc1_latent_proj(normed)[0]
 
     @MOE.runs(kinds.LOSSES)
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
@@ -238,8 +237,7 @@ class MoEStages:
         with products_run_by(inner, self._modules.expert_products):
             output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
-        result: Tensor = output
-        return result
+        return output
 
     @MOE.runs(kinds.REPERMUTE)
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:
