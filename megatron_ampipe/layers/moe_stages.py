@@ -36,14 +36,9 @@ def _read_by_route(block: BlockModules) -> list[Module]:
 
 
 class MoEStages:
-    """The MoE half of one pass of one micro-batch through a block.
+    """The MoE half of one pass of one micro-batch through a block; as :class:`~.block_stack.BlockPass`.
 
-    Args:
-        modules: Of the block.
-        chunks: Of the sequence.
-        whole: The sequence as one chunk.
-        num_tokens: Tokens of this rank in the block, ``S * B``.
-        token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
+    ``num_tokens`` are the tokens of this rank in the block, ``S * B``.
     """
 
     def __init__(
