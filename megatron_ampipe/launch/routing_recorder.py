@@ -2,7 +2,7 @@
 
 Works on Megatron's own layers and on pipelined ones, whose routers see chunks. What it counts goes to one
 rank in one all-reduce. Which rows are similar is asked of a few of them: comparing all takes longer than a
-training step of a small model. Called by ``launch.record_routing`` around a training step.
+training step of a small model.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class RoutingRecorder:
         joined = torch.zeros((sizes.num_layers, group.size(), sizes.width), dtype=torch.int64, device=device)
         if self._is_counted:
             for layer in sorted({layer for layer, _ in self._seen}):
-                chunks = [one for (of, _), one in sorted(self._seen.items(), key=_place) if of == layer]
+                chunks = [self._seen[place] for place in sorted(self._seen) if place[0] == layer]
                 # A MoE layer of a hybrid model that is not pipelined sees no chunks.
                 if len(chunks) == sizes.num_chunks:
                     joined[layer - 1, group.rank()] = _CountedChunk.joined(chunks)
@@ -180,10 +180,6 @@ class _CountedChunk:
         tokens = counts.new_tensor([chunk.num_tokens for chunk in chunks])
         of_rows = torch.stack([chunk.rows for chunk in chunks]).sum(dim=0)
         return torch.cat([part.flatten() for part in (counts, *arrivals, tokens, of_rows)])
-
-
-def _place(item: tuple[tuple[int, int], _CountedChunk]) -> tuple[int, int]:
-    return item[0]
 
 
 def compared_rows(hidden: Tensor, chosen: Tensor, thresholds: Sequence[float], *, pick: int | None) -> Tensor:

@@ -134,8 +134,6 @@ class BlockModules:
         kernel = self.context.kernel or kernel_of(attention, on_gpu=on_gpu, documents=documents)
         return ChunkAttention(attention, kernel=kernel)
 
-    # What the block contains.
-
     @cached_property
     def scatters_rows(self) -> bool:
         """Whether tensor-parallel ranks add and scatter what attention projects, as a stage.
@@ -239,8 +237,6 @@ class BlockModules:
     def _reads_mask(self) -> bool:
         return reads_mask(self.attention_layer.self_attention)
 
-    # The functions of its stages and their parameters.
-
     def run(self, kind: StageKind) -> tuple[int, Function]:
         """See ``BlockFunctions``."""
         return _bound(FUNCTIONS[kind.row], kind)
@@ -327,8 +323,6 @@ class BlockModules:
         """The products of the local experts."""
         return expert_products(self.moe.experts)
 
-    # In a pass.
-
     def documents(
         self, packing: PackedSeqParams | None, mask: Tensor | None, hidden: Tensor
     ) -> Documents | None:
@@ -349,8 +343,7 @@ class BlockModules:
         if self.config.fp32_residual_connection:
             residual = residual.float()
         apply = add(self.moe_layer.training, self.config.bias_dropout_fusion)
-        result: Tensor = apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
-        return result
+        return apply(output_with_bias, residual, self.moe_layer.hidden_dropout)
 
     def add_first_weight_gradients(self) -> None:
         """Make every linear layer of Transformer Engine add its weight's gradient to ``main_grad``.

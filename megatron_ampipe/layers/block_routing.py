@@ -45,8 +45,7 @@ class Capacity:
         self._num_tokens = 0
 
     def _of(self, num_tokens: int) -> int:
-        capacity: int = get_capacity(num_tokens * self._topk, self._num_experts, self._factor)
-        return capacity
+        return get_capacity(num_tokens * self._topk, self._num_experts, self._factor)
 
     def keep(self, probs: Tensor, routing_map: Tensor) -> Tensor:
         """The kept entries of ``routing_map`` ``[T, E]`` bool; called once per chunk, in order."""
@@ -91,10 +90,9 @@ class ChunkLosses:
         self.calls.append((name, index, routing_map))
 
     def packed(self, hidden: Tensor) -> Tensor:
-        """All tensors side by side, ``[R, B, E * tensors]``; their graph is kept no longer.
+        """All tensors side by side, ``[R, B, E * tensors]``, from the routing of ``hidden [R, B, D]``.
 
-        Args:
-            hidden: What was routed, ``[R, B, D]``.
+        Their graph is kept no longer.
         """
         rows = hidden.shape[:2]
         if not self.tensors:
@@ -121,9 +119,9 @@ class BlockRouting:
         num_tokens: Tokens of the block on this rank.
         first_tokens: The first token of each chunk in the block.
         prescribed: The experts that a routing replay prescribes, ``[T, K]``; None without.
+        forced_std: ``--moe-router-force-biased``, or None.
         losses: By chunk, what its losses are computed from.
-        forced_bias: ``[E]``, added to the logits of all tokens (``--moe-router-force-biased``); None before
-            it was drawn.
+        forced_bias: ``[E]``, drawn with that deviation and added to the logits of all tokens; None before.
         parts: What :meth:`join` keeps.
     """
 
@@ -131,6 +129,7 @@ class BlockRouting:
     num_tokens: int
     first_tokens: Sequence[int]
     prescribed: Tensor | None
+    forced_std: float | None
     losses: dict[int, ChunkLosses] = field(default_factory=dict)
     forced_bias: Tensor | None = None
     parts: dict[object, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
@@ -138,10 +137,7 @@ class BlockRouting:
     def join(self, what: object, chunk: int, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """Keep tensors of a chunk, with one row for each token; the last one returns those of the block.
 
-        Args:
-            what: The same for all chunks.
-            chunk: The index of the chunk.
-            tensors: ``[T of the chunk, ...]`` each, to ``[T, ...]``.
+        ``what`` is the same for all chunks. Returned are ``[T, ...]``, in the order of the sequence.
         """
         parts = self.parts.setdefault(what, {})
         parts[chunk] = tensors
@@ -155,10 +151,7 @@ class BlockRouting:
 class ChunkReplay:
     """Megatron's ``RouterReplay`` for one chunk: part of the prescribed choice, or of the record.
 
-    Args:
-        whole: The router's, of which Megatron sets action and indices.
-        block: Of the chunk.
-        chunk: The index of the chunk.
+    ``whole`` is the router's, of which Megatron sets action and indices.
     """
 
     def __init__(self, whole: Any, block: BlockRouting, chunk: int) -> None:
@@ -191,12 +184,10 @@ def prescribed_by(replay: Any) -> Tensor | None:
     """The experts ``[T, K]`` that a router's replay prescribes for a block; called once per pass."""
     action = getattr(replay.router_replay_action, "value", None)
     if action == "replay_forward":
-        forward: Tensor = replay.target_topk_idx
-        return forward
+        return replay.target_topk_idx
     if action == "replay_backward":
         # Megatron takes the choices of its micro-batches in their order, one for each pass.
-        again: Tensor = replay.replay_backward_list.pop(0)
-        return again
+        return replay.replay_backward_list.pop(0)
     return None
 
 

@@ -39,9 +39,6 @@ class LayerRun:
 
     Megatron builds the layers one after the other, and calls them one after the other: the first layer of a
     stack runs all of it.
-
-    Args:
-        context: Its pipeline says how many layers share a schedule.
     """
 
     def __init__(self, context: AMPipeContext) -> None:
@@ -76,15 +73,11 @@ class LayerRun:
 
 @dataclass(slots=True)
 class RunBuilder:
-    """Collects the layers of a run while Megatron builds them; one for each run of a specification.
-
-    Attributes:
-        context: Shared settings and machinery.
-        latest: Of the model that is built at present: a specification can be built several times.
-    """
+    """Collects the layers of a run while Megatron builds them; one for each run of a specification."""
 
     context: AMPipeContext
     latest: LayerRun | None = field(default=None, repr=False)
+    """Of the model that is built at present: a specification can be built several times."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> RunBuilder:
         """Return the same object: Megatron deep-copies layer specifications."""
@@ -152,12 +145,7 @@ class BlockPass:
 
 
 class BlockStack:
-    """Consecutive blocks that share a schedule.
-
-    Args:
-        blocks: From the first to the last.
-        context: Shared settings and machinery.
-    """
+    """Consecutive blocks that share a schedule, from the first to the last."""
 
     def __init__(self, blocks: Sequence[BlockModules], context: AMPipeContext) -> None:
         self._blocks, self._context = blocks, context
@@ -321,8 +309,7 @@ class ChunkSharding:
     def by_chunk(self, hidden: Tensor) -> Tensor:
         """``[R, B, D]``, a part of the sequence, to ``[R, B, D]``, a part of every chunk. Differentiable."""
         rows = hidden.index_select(0, self._order.to(hidden.device))
-        moved: Tensor = all_to_all(self._group, rows, self._received, self._sent)
-        return moved
+        return all_to_all(self._group, rows, self._received, self._sent)
 
     def by_sequence(self, hidden: Tensor) -> Tensor:
         """The inverse of :meth:`by_chunk`."""

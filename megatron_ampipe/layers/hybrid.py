@@ -42,23 +42,17 @@ class _PairedLayer(TransformerLayer):
     """Gives the stack that begins with the pair; None where an earlier pair runs it."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As the stock layer's ``forward``; in a pair, the first layer's output is that of all of the stack.
+        """As the stock layer's ``forward``, ``[S, B, D]`` to the same shape and None.
 
-        Args:
-            hidden_states: ``[S, B, D]``.
-            args: As for ``TransformerLayer.forward``.
-            kwargs: Likewise; in a pair, ``attention_mask`` is read for documents only.
-
-        Returns:
-            ``[S, B, D]`` and None. Unchanged if an earlier layer runs this one.
+        In a pair, the output of the first layer is that of all of the stack, and ``attention_mask`` is read
+        for documents only; a layer that an earlier one runs returns ``hidden_states`` unchanged.
         """
         if self.block is not None and kwargs.get("inference_context") is None:
             stack = self.stack()
             # A pair without experts on its own has nothing to hide.
             if stack is None or not stack.is_dense:
                 return self._pipelined(stack, hidden_states, kwargs), None
-        output: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
-        return output
+        return super().forward(hidden_states, *args, **kwargs)
 
     def _pipelined(self, stack: BlockStack | None, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The second layer returns what it is given, as the first one ran it."""
@@ -89,11 +83,6 @@ class HybridMLPLayer(_PairedLayer, MLPLayer):
 
 class AMPipeHybridStack(HybridStack):
     """A hybrid stack that pipelines every pair of an attention layer and the MoE layer after it.
-
-    Args:
-        ampipe: State shared by all pipelined layers.
-        args: As for ``HybridStack``.
-        kwargs: As for ``HybridStack``.
 
     Raises:
         BadInput: a layer of a pair has a class that AMPipe does not support.

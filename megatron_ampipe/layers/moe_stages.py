@@ -35,14 +35,9 @@ def _read_by_route(block: BlockModules) -> list[Module]:
 
 
 class MoEStages:
-    """The MoE half of one pass of one micro-batch through a block.
+    """The MoE half of one pass of one micro-batch through a block; as :class:`~.block_stack.BlockPass`.
 
-    Args:
-        modules: Of the block.
-        chunks: Of the sequence.
-        whole: The sequence as one chunk.
-        num_tokens: Tokens of this rank in the block, ``S * B``.
-        token_ids: ``[S, B]``, of the rows of the residual stream, for a router that reads them.
+    ``num_tokens`` are the tokens of this rank in the block, ``S * B``.
     """
 
     def __init__(
@@ -144,8 +139,7 @@ class MoEStages:
         """What the experts are given of ``[rows, B, D]``: with a latent size, fewer columns."""
         if not self._modules.is_latent:
             return normed
-        narrowed: Tensor = self._modules.moe.fc1_latent_proj(normed)[0]
-        return narrowed
+        return self._modules.moe.fc1_latent_proj(normed)[0]
 
     @MOE.runs(kinds.LOSSES)
     def losses(self, chunk: None, *logits: Tensor) -> tuple[Tensor, ...]:
@@ -237,8 +231,7 @@ class MoEStages:
         with products_run_by(inner, self._modules.expert_products):
             output, bias = self._modules.moe.experts(tokens, tokens_per_expert, probs)
         assert bias is None, "Megatron's experts add their bias themselves"
-        result: Tensor = output
-        return result
+        return output
 
     @MOE.runs(kinds.REPERMUTE)
     def repermute(self, chunk: int, normed: Tensor) -> tuple[Tensor, ...]:

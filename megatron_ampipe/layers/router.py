@@ -48,8 +48,6 @@ class ChunkRouting:
     """Where the losses of the chunk that is being routed are noted; None outside."""
     _block: BlockRouting | None = None
     """The block of the chunk that is being routed; None outside."""
-    _forced_std: float | None = None
-    """``--moe-router-force-biased`` while a chunk is being routed."""
 
     def begin_block(
         self, num_tokens: int, *, per_chunk: bool, first_tokens: Sequence[int] = (0,)
@@ -61,12 +59,15 @@ class ChunkRouting:
             per_chunk: Every chunk has a separate capacity, if a capacity is set.
             first_tokens: The first token of each chunk in the block.
         """
-        config, capacity, replay = self.config, None, getattr(self, "router_replay", None)
+        config, capacity = self.config, None
+        # Older versions have neither.
+        replay = getattr(self, "router_replay", None)
+        forced_std = getattr(config, "moe_router_force_biased", None)
         if config.moe_expert_capacity_factor is not None:
             at_once = per_chunk or config.moe_token_drop_policy == "probs"
             capacity = Capacity(config, self.topk, None if at_once else num_tokens)
         prescribed = None if replay is None else prescribed_by(replay)
-        return BlockRouting(capacity, num_tokens, first_tokens, prescribed)
+        return BlockRouting(capacity, num_tokens, first_tokens, prescribed, forced_std)
 
     def forward(
         self,
@@ -92,8 +93,7 @@ class ChunkRouting:
             takes, ``[R, B, L]``: the logits, and for a class that overrides ``routing`` also its scores.
         """
         if block is None:
-            routed: tuple[Tensor, ...] = super().forward(hidden, *args, **kwargs)
-            return routed
+            return super().forward(hidden, *args, **kwargs)
         assert not args and not kwargs, "chunks are routed by their hidden states alone"
         losses = block.losses[chunk] = ChunkLosses()
         if token_ids is not None:
@@ -121,11 +121,11 @@ class ChunkRouting:
 
         Every token draws logits; the bias of the experts is drawn once for a block.
         """
-        block, std = self._block, self._forced_std
-        if block is not None and std is not None:
+        block = self._block
+        if block is not None and block.forced_std is not None:
             logits = moe_utils.apply_random_logits(logits)
             if block.forced_bias is None:
-                zeros = logits.new_zeros(logits.shape[-1])
+                zeros, std = logits.new_zeros(logits.shape[-1]), block.forced_std
                 block.forced_bias = moe_utils.RandomSTEShared.apply(zeros, std, self.layer_number)
             logits = logits + block.forced_bias
         return super().routing(logits, *args, **kwargs)
@@ -188,17 +188,13 @@ class ChunkRouting:
     def _enter_chunk(self, losses: ChunkLosses, block: BlockRouting, chunk: int) -> dict[str, Any]:
         """Have the class's ``forward`` drop no token, add no loss and draw no bias of the experts.
 
-        Returns:
-            The attributes to restore afterwards.
+        Returns the attributes to restore afterwards.
         """
-        # Older versions have no replay.
         config, replay = self.config, getattr(self, "router_replay", None)
         # Not by ``setattr``, which looks for parameters and modules first.
-        attributes = vars(self)
-        forced_std = getattr(config, "moe_router_force_biased", None)
-        attributes.update(_noted=losses, _block=block, _forced_std=forced_std)
-        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None, "_forced_std": None}
-        if config.moe_expert_capacity_factor is not None or forced_std is not None:
+        vars(self).update(_noted=losses, _block=block)
+        kept: dict[str, Any] = {"config": config, "_noted": None, "_block": None}
+        if config.moe_expert_capacity_factor is not None or block.forced_std is not None:
             self.config = copy.copy(config)
             self.config.moe_expert_capacity_factor = self.config.moe_router_force_biased = None
         if replay is not None:
@@ -231,8 +227,7 @@ class ChunkRouting:
     ) -> Tensor:
         """As in Megatron; within a chunk, note the scores and the choice."""
         if self._noted is None:
-            carrier: Tensor = getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
-            return carrier
+            return getattr(super(), name)(probs, scores, routing_map, *args, **kwargs)
         self._noted.add(name, scores, routing_map)
         return probs
 

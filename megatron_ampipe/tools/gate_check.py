@@ -1,6 +1,6 @@
 """Tests what a router class must promise so that chunks change nothing, on a small router.
 
-The promises are in docs/gates.md. Called by ``ampipe gate``, with Megatron imported and a process group made.
+The promises are in docs/gates.md. Needs Megatron imported and a process group.
 """
 
 from __future__ import annotations

@@ -38,11 +38,7 @@ class TokenIds:
         self._current = ids
 
     def watch(self, model: Module) -> None:
-        """Keep what a GPT or hybrid model of Megatron is called with, by hooks.
-
-        Args:
-            model: Whose first argument is ``input_ids``; without wrappers such as data parallelism.
-        """
+        """Keep the ``input_ids`` that a GPT or hybrid model of Megatron, without wrappers, is called with."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
 
@@ -102,20 +98,13 @@ class TokenIdRouter(TopKRouter):
         """Of the model; one that was never told ids until :func:`give_token_ids`."""
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As in Megatron, with ``token_ids`` set; :class:`~..router.ChunkRouting` sets those of a chunk.
-
-        Args:
-            input: ``[R, B, D]``.
-            args: Arguments of the stock router.
-            kwargs: Likewise.
+        """As in Megatron for ``[R, B, D]``, with ``token_ids`` set (by ``ChunkRouting`` if of a chunk).
 
         Raises:
             BadInput: the model was not given ids.
         """
-        routed: tuple[Tensor, Tensor]
         if self.token_ids is not None:
-            routed = super().forward(input, *args, **kwargs)
-            return routed
+            return super().forward(input, *args, **kwargs)
         is_spread = self.config.sequence_parallel
         self.token_ids = self.id_source.rows_of_rank(
             *input.shape[:2],
@@ -123,20 +112,15 @@ class TokenIdRouter(TopKRouter):
             rank=self.tp_group.rank() if is_spread else 0,
         )
         try:
-            routed = super().forward(input, *args, **kwargs)
+            return super().forward(input, *args, **kwargs)
         finally:
             self.token_ids = None
-        return routed
 
 
 def give_token_ids(model: Module) -> TokenIds:
-    """Let the routers in a module that read ids share one source.
+    """Let the routers that read ids in a model of Megatron, or in some of its layers, share one source.
 
-    Args:
-        model: A model of Megatron, or some of its layers.
-
-    Returns:
-        The source, which still has to be told ids: by :meth:`TokenIds.watch` or :meth:`TokenIds.keep`.
+    The source still has to be told ids: by :meth:`TokenIds.watch` or :meth:`TokenIds.keep`.
     """
     source = TokenIds(getattr(model, "vocab_size", None))
     for module in model.modules():
