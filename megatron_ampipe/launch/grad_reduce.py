@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from megatron_ampipe.runtime.collectives import Waitable
-from megatron_ampipe.runtime.reductions import Reductions, WaitedOnce
+from megatron_ampipe.runtime.reductions import Reductions
 
 TrainStep = Callable[..., Any]
 
@@ -78,3 +81,28 @@ def hold_back(group: Any, reductions: Reductions) -> None:
             finishing = False
 
     group.start_grad_sync, group.finish_grad_sync = start_grad_sync, finish_grad_sync
+
+
+class WaitedOnce:
+    """A handle for several waits, of a reduction that may be waited for once: its wait can add up results.
+
+    Args:
+        handle: Of the reduction.
+        on_cuda: Whether a wait is of the current stream.
+    """
+
+    def __init__(self, handle: Waitable, *, on_cuda: bool) -> None:
+        self._handle: Waitable | None = handle
+        self._on_cuda = on_cuda
+        self._ended: torch.cuda.Event | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """See ``runtime.collectives.Waitable``."""
+        with self._lock:
+            if self._handle is not None:
+                self._handle.wait()
+                self._handle = None
+                self._ended = torch.cuda.current_stream().record_event() if self._on_cuda else None
+            elif self._ended is not None:
+                torch.cuda.current_stream().wait_event(self._ended)

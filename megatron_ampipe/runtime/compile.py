@@ -65,15 +65,9 @@ def compiled(
             another one, whichever is faster.
     """
     numbers = SlotNumbers()
+    whole = schedule.whole_attention
     blocks = [
-        BlockLayout(
-            layer,
-            features,
-            chunks,
-            functions[layer],
-            numbers,
-            whole_attention=schedule.whole_attention,
-        )
+        BlockLayout(layer, features, chunks, functions[layer], numbers, whole_attention=whole)
         for layer, features in enumerate(layers)
     ]
     steps = _Steps(schedule, blocks, keep_graph=keep_graph)
@@ -271,11 +265,13 @@ class _Steps:
         direction = Direction.BACKWARD if of_gradients else Direction.FORWARD
         step = Communicate(stage, function, half, chunks, direction)
         for chunk in chunks:
+            begin = len(step.takes)
             if of_gradients:
                 self.gradients[stage.layer].take(step, chunk)
                 self.gradients[stage.layer].give(step, chunk)
-                continue
-            self._bind_values(step, chunk, backward=backward)
+            else:
+                self._bind_values(step, chunk, backward=backward)
+            step.parts.append(slice(begin, len(step.takes)))
             if self._keep and block.recomputed and not backward and kind in block.flow.once:
                 block.note_shapes(step, chunk)
         if kind.restores == kinds.QKV:
@@ -291,7 +287,9 @@ class _Steps:
         if kind == kinds.LOAD:
             step.restores = [block.slot("segment", kinds.EXPERT, chunk) for chunk in chunks]
         for chunk in chunks:
+            begin = len(step.takes)
             self._bind_values(step, chunk, backward=False)
+            step.parts.append(slice(begin, len(step.takes)))
         return step
 
 

@@ -3,8 +3,7 @@
 Data parallelism asks for a reduction as soon as the last gradient of a bucket is complete, which is where the
 next block waits for its first all-to-all. :class:`Reductions` keeps what was asked for. A stage of the
 backward pass (``schedule.kinds.REDUCE``, ``REDUCE_EXPERTS``) starts what was there when the block above had
-ended, or the experts of the same block; what is left when no pass is to come any more starts at once. Asked
-by ``launch.grad_reduce``, used by :mod:`.stack_call`.
+ended, or the experts of the same block; what is left when no pass is to come any more starts at once.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-
-import torch
 
 from megatron_ampipe.runtime.collectives import Transfer, Waitable
 
@@ -84,28 +81,3 @@ class Reductions:
         with self._lock:
             found = [self._held.popleft()[1]() for _ in range(count)]
         return [handle for handle in found if handle is not None]
-
-
-class WaitedOnce:
-    """A handle for several waits, of a reduction that may be waited for once: its wait can add up results.
-
-    Args:
-        handle: Of the reduction.
-        on_cuda: Whether a wait is of the current stream.
-    """
-
-    def __init__(self, handle: Waitable, *, on_cuda: bool) -> None:
-        self._handle: Waitable | None = handle
-        self._on_cuda = on_cuda
-        self._ended: torch.cuda.Event | None = None
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """See :class:`~.collectives.Waitable`."""
-        with self._lock:
-            if self._handle is not None:
-                self._handle.wait()
-                self._handle = None
-                self._ended = torch.cuda.current_stream().record_event() if self._on_cuda else None
-            elif self._ended is not None:
-                torch.cuda.current_stream().wait_event(self._ended)

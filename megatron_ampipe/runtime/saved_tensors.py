@@ -15,8 +15,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +37,18 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._device = tensors[0].device
-        self._views = [_View.of(tensor) for tensor in tensors]
-        pieces: dict[int, list[int]] = defaultdict(list)
+        self._device, self._views = tensors[0].device, [_View.of(tensor) for tensor in tensors]
+        by_storage: dict[int, list[int]] = defaultdict(list)
         for place, tensor in enumerate(tensors):
-            if tensor.numel():
-                pieces[tensor.untyped_storage()._cdata].append(place)
-        self._places, self._begins = list(pieces.values()), [0] * len(pieces)
+            by_storage[tensor.untyped_storage()._cdata].append(place)
+        # Of each piece the first byte, and the tensors that lie in it.
+        self._pieces: list[tuple[int, list[int]]] = []
         self._bytes: list[Tensor | _HostMemory] = []
-        for number, places in enumerate(self._places):
-            begin = min(self._views[place].begin for place in places) // _ALIGNED * _ALIGNED
-            end = max(self._views[place].end for place in places)
-            self._begins[number] = begin
+        for places in by_storage.values():
+            views = [self._views[place] for place in places if tensors[place].numel()]
+            begin = min((view.begin for view in views), default=0) // _ALIGNED * _ALIGNED
+            end = max((view.end for view in views), default=0)
+            self._pieces.append((begin, places))
             self._bytes.append(_bytes(tensors[places[0]], begin, end))
 
     def store(self, release: Callable[[], None] = lambda: None) -> Transfer:
@@ -76,22 +75,18 @@ class HostCopies:
         targets = tuple(
             torch.empty(len(source.bytes), dtype=torch.uint8, device=self._device) for source in sources
         )
-        outputs: dict[int, Tensor] = {}
-        for places, begin, target in zip(self._places, self._begins, targets, strict=True):
-            for place in places:
-                outputs[place] = self._views[place].within(target, begin)
-        for place, view in enumerate(self._views):
-            if place not in outputs:
-                outputs[place] = torch.empty_strided(
-                    view.size, view.stride, dtype=view.dtype, device=self._device
-                )
+        outputs = {
+            place: self._views[place].within(target, begin)
+            for (begin, places), target in zip(self._pieces, targets, strict=True)
+            for place in places
+        }
 
         def copy() -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source.bytes, non_blocking=True)
             sources.clear()
 
-        return _started(copy, tuple(outputs[place] for place in range(len(outputs))), targets)
+        return _started(copy, tuple(outputs[place] for place in sorted(outputs)), targets)
 
 
 def _started(
@@ -104,8 +99,7 @@ def _started(
     return Transfer(outputs, unpack=copy, uses=on_device)
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
+class _View(NamedTuple):
     """How a tensor lies in its storage; ``begin`` and ``end`` are bytes, ``end`` that after the last."""
 
     dtype: torch.dtype
@@ -117,15 +111,14 @@ class _View:
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        begin = tensor.storage_offset() * tensor.element_size()
-        return cls(
-            tensor.dtype, tensor.shape, tensor.stride(), begin, begin + (last + 1) * tensor.element_size()
-        )
+        width, begin = tensor.element_size(), tensor.storage_offset() * tensor.element_size()
+        end = begin + (last + 1) * width if tensor.numel() else begin
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), begin, end)
 
     def within(self, piece: Tensor, begin: int) -> Tensor:
         """The same view of a copy of the storage's bytes from ``begin`` on."""
-        own = piece[self.begin - begin : self.end - begin].view(self.dtype)
-        return own.as_strided(self.size, self.stride)
+        own = piece[self.begin - begin : self.end - begin] if self.end > self.begin else piece[:0]
+        return own.view(self.dtype).as_strided(self.size, self.stride)
 
 
 def _bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
@@ -219,7 +212,7 @@ class InnerTensors:
 
     def store(self) -> Transfer:
         """Start to copy the tensors to host memory, after the first run."""
-        self._copies = HostCopies([place.held for place in self._places])
+        self._copies = HostCopies([place.tensor for place in self._places])
 
         def release() -> None:
             for place in self._places:
@@ -254,10 +247,10 @@ class InnerTensors:
         """Run the last product of an expert; in the second run only give its input back.
 
         Args:
-            product: Takes ``[T, F]`` first.
+            product: Takes ``tokens`` first.
             tokens: ``[T, F]``.
             args: Further arguments of the product.
-            kwargs: Further arguments of the product.
+            kwargs: Likewise.
 
         Returns:
             What ``product`` returns; in the second run ``([T, 0], None)``, for code that expects an output
@@ -294,8 +287,8 @@ class InnerTensors:
         if not self._drops or tensor.untyped_storage()._cdata in self._kept:
             return
         place = self._places.popleft()
-        found = (tensor.shape, tensor.dtype)
-        assert found == (place.size, place.dtype), f"a second run saved {found} in place of {place}"
+        saved, expected = (tensor.shape, tensor.dtype), (place.size, place.dtype)
+        assert saved == expected, f"a second run saved {saved} in place of {expected}"
         place.tensor = tensor.detach()
 
 
@@ -314,20 +307,11 @@ class _Place:
         self.offset_in_input = offset_in_input
         self.tensor: Tensor | None = None
 
-    @property
-    def held(self) -> Tensor:
-        """The tensor, which is here."""
-        assert self.tensor is not None
-        return self.tensor
-
     def view(self, source: Tensor) -> None:
         """Take the tensor's part of the tensor that it lay in."""
         assert self.offset_in_input is not None
         start = source.storage_offset() + self.offset_in_input
         self.tensor = source.detach().as_strided(self.size, self.stride, start)
-
-    def __repr__(self) -> str:
-        return f"({self.size}, {self.dtype})"
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -81,21 +81,20 @@ class Segment:
             assert len(gradients) == 1, "a stage with several outputs cannot release their gradients"
             self._given += gradients
             gradients[:] = [None if gradients[0] is None else gradients[0].new_empty(0)]
-        ends, given = [], []
-        for edge, gradient in zip(self._output_edges, gradients, strict=True):
-            if gradient is not None and edge is not None:
-                ends.append(edge)
-                given.append(gradient)
+        begins = [
+            (edge, gradient)
+            for edge, gradient in zip(self._output_edges, gradients, strict=True)
+            if gradient is not None and edge is not None
+        ]
         gradients.clear()
-        del gradient
-        assert ends, "backward of a stage that nothing depends on, or a second backward"
+        assert begins, "backward of a stage that nothing depends on, or a second backward"
         count = len(self._input_edges)
         trained = sums.parameters
         # torch.autograd.grad without the checks that it makes in Python: for a small graph they cost the host
         # more than its backward, and there is one for every stage of every chunk. The engine checks as well.
         computed: Sequence[Tensor | None] = _engine_run_backward(
-            tuple(ends),
-            tuple(given),
+            tuple([edge for edge, _ in begins]),
+            tuple([gradient for _, gradient in begins]),
             False,
             False,
             (*self._input_edges, *[trained[number] for number in parameters]),

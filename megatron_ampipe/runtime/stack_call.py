@@ -33,10 +33,10 @@ class StackCall:
 
     Args:
         blocks: The state of each layer.
-        tapes: What runs, and in which order.
-        executor: On what.
+        tapes: What runs.
+        executor: Runs it.
         recorder: Told of every stage.
-        numbers: Of the layers in Megatron, for the recorder.
+        numbers: Of the layers in Megatron.
         parameters: Of each layer.
         keep_graph: Whether there will be a backward pass.
         reductions: Of gradients, which stages of the backward pass start; None where no schedule has such

@@ -34,17 +34,12 @@ FIRST_FREE = 2
 class Pass:
     """One forward pass of one micro-batch and its backward: what the steps of a tape read and write.
 
-    Args:
-        num_slots: Of the tape.
-        blocks: Of each block the state.
-        parameters: Of each block all trainable parameters.
-        crossing: Told of what several streams use; None where no stream is crossed.
-
     Attributes:
         slots: Tensors and other things that steps hand to one another, by number.
         states: By block and half.
         draws: By block.
         sums: By block, of the gradients of its parameters.
+        crossing: Told of what several streams use; None where no stream is crossed.
     """
 
     __slots__ = ("blocks", "crossing", "draws", "slots", "states", "sums")
@@ -229,15 +224,17 @@ class RunStage(Step):
             function = draws.drawn(function, (stage.kind, stage.chunk), again=stage.again)
         half = state.states[stage.layer][self.half]
         extras = {name: slots[slot] for name, slot in self.extras.items()}
+        if state.crossing is not None:
+            _note_in_graphs(state, state.crossing, self.restores, inputs)
         if self.segment is None:
-            _note_in_graphs(state, self.restores, inputs)
             with torch.no_grad():
                 return function(half, stage.chunk, *inputs, **extras)
         bound = functools.partial(function, half, stage.chunk, **extras)
         segment = slots[self.segment] = Segment(
             bound, inputs, recompute=self.recompute, releases=self.releases
         )
-        _note_in_graphs(state, [self.segment], inputs)
+        if state.crossing is not None:
+            segment.crossed = state.crossing.note_use(inputs)
         outputs, segment.values = segment.values, ()
         return outputs
 
@@ -297,6 +294,7 @@ class Communicate(Step):
         half: Whose state.
         chunks: Which.
         direction: Forward for values, in whichever pass.
+        parts: Of each chunk the arguments.
         restores: Slots of graphs that use what it transfers without taking it from a slot.
     """
 
@@ -305,14 +303,15 @@ class Communicate(Step):
     half: int
     chunks: Sequence[int | None]
     direction: Direction
+    parts: list[slice] = field(default_factory=list)
     restores: Sequence[int] = ()
 
     def work(self, state: Pass, inputs: list[Any]) -> Transfer:
         """See :class:`Step`."""
-        half, size = state.states[self.stage.layer][self.half], len(inputs) // len(self.chunks)
-        tensors = [inputs[place * size : (place + 1) * size] for place in range(len(self.chunks))]
+        half, tensors = state.states[self.stage.layer][self.half], [inputs[part] for part in self.parts]
         transfer: Transfer = self.function(half, self.chunks, tensors, self.direction)
-        _note_in_graphs(state, self.restores, transfer.uses, transfers=True)
+        if state.crossing is not None:
+            _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
@@ -323,34 +322,39 @@ class Copy(Step):
     Attributes:
         kept: Slots of what copies: :class:`InnerTensors`, or :class:`HostCopies` of the arguments.
         back: From host memory.
+        parts: Of each of them the arguments.
         restores: Slots of the graphs that use what comes back.
     """
 
     transfers: ClassVar[bool] = True
     kept: Sequence[int]
     back: bool
+    parts: list[slice] = field(default_factory=list)
     restores: Sequence[int] = ()
 
     def work(self, state: Pass, inputs: list[Any]) -> Transfer:
         """See :class:`Step`."""
         slots = state.slots
         if inputs:
-            size = len(inputs) // len(self.kept)
-            for place, slot in enumerate(self.kept):
-                slots[slot] = HostCopies(inputs[place * size : (place + 1) * size])
+            for slot, part in zip(self.kept, self.parts, strict=True):
+                slots[slot] = HostCopies(inputs[part])
         kept: list[InnerTensors | HostCopies] = [slots[slot] for slot in self.kept]
         transfer = Transfer.all_of([each.load() if self.back else each.store() for each in kept])
-        _note_in_graphs(state, self.restores, transfer.uses, transfers=True)
+        if state.crossing is not None:
+            _note_in_graphs(state, state.crossing, self.restores, transfer.uses, transfers=True)
         return transfer
 
 
 def _note_in_graphs(
-    state: Pass, segments: Sequence[int], tensors: Sequence[Tensor], *, transfers: bool = False
+    state: Pass,
+    crossing: Crossing,
+    segments: Sequence[int],
+    tensors: Sequence[Tensor],
+    *,
+    transfers: bool = False,
 ) -> None:
     """Note tensors as used by graphs that will be differentiated."""
-    if state.crossing is None:
-        return
     for slot in segments:
         if transfers:
-            state.crossing.note_transfer(tensors)
-        state.slots[slot].crossed += state.crossing.note_use(tensors)
+            crossing.note_transfer(tensors)
+        state.slots[slot].crossed += crossing.note_use(tensors)

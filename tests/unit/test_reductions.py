@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.launch.grad_reduce import WaitedOnce
 from megatron_ampipe.runtime.collectives import Transfer
 from megatron_ampipe.runtime.executors import ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
-from megatron_ampipe.runtime.reductions import Reductions, WaitedOnce
+from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.runtime.tape import Tape
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
