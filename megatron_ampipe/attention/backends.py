@@ -51,7 +51,7 @@ class Scoring:
         dropout: Probability of dropping an attention weight.
         window: How many keys before its own position a query sees; None for all.
         sinks: ``[H]``, the score of one more key that every query sees, whose value is zero
-            (``--softmax-type``).
+            (``--softmax-type``). For :func:`exact` and :func:`sdpa` only.
     """
 
     scale: float
@@ -199,7 +199,7 @@ _TRIANGLE_ROWS = 128
 
 
 @functools.cache
-def cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
+def _cut_for_cpu(span: Span, *, backward: bool) -> tuple[AttentionPiece, ...]:
     """A span in rectangles without a mask and small causal triangles.
 
     Forward: for every block of rows a triangle, and a rectangle of all keys before it. Backward merges
@@ -278,7 +278,7 @@ def _of_equal_heads(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) 
     return query, key, value
 
 
-CPU_FLASH = PieceKernel(cut_for_cpu, _cpu_forward, _cpu_backward)
+CPU_FLASH = PieceKernel(_cut_for_cpu, _cpu_forward, _cpu_backward)
 
 # torch's FlashAttention 2, and cuDNN, whose causal mask is aligned to the top left through torch: its causal
 # pieces need as many keys as queries. The states are random states, unused without dropout.

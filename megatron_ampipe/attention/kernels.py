@@ -66,15 +66,13 @@ class Kernel:
     ) -> Tensor:
         """Attention of one chunk; differentiable.
 
+        Scale, dropout, window and sinks are of a :class:`~.backends.Scoring`; pieces have the scale alone.
+
         Args:
             query: ``[R, B, H, C]``, the rows of the spans one after another.
             key: ``[S, B, G, C]``, from the start of the sequence.
             value: ``[S, B, G, V]``.
             spans: Positions of the query rows in the sequence.
-            scale: See :class:`~.backends.Scoring`, as the next three.
-            dropout: Not in pieces.
-            window: Not in pieces.
-            sinks: For ``exact`` and ``sdpa`` only.
             documents: Of the micro-batch; None where rows see all earlier ones of their sequence.
             sums: Where a kernel of pieces adds the gradients of keys and values; it then returns None for
                 both. Other kernels ignore it.
@@ -111,8 +109,7 @@ class Kernel:
             first = 0 if scoring.window is None else max(0, span.global_start - scoring.window)
             seen = slice(first, span.global_end)
             outputs.append(self.span(rows, key[seen], value[seen], scoring))
-        joined = _joined(outputs)
-        return joined.reshape(*joined.shape[:2], -1)
+        return _joined(outputs).flatten(2)
 
     def _attend_one_by_one(
         self,

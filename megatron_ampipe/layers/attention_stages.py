@@ -1,8 +1,7 @@
 """What the stages of a block's attention half compute, from its input to the norm before the router.
 
 Megatron's ``TransformerLayer._forward_attention``, chunk by chunk, and that norm, with what context-parallel
-and tensor-parallel ranks send one another as stages. One object per forward call, made by
-:mod:`.block_stack`. :mod:`.moe_stages` is the other half.
+and tensor-parallel ranks send one another as stages. :mod:`.moe_stages` is the other half.
 """
 
 from __future__ import annotations
@@ -217,9 +216,8 @@ class AttentionStages:
         if self._ring is not None:
             (context,) = attended
         else:
-            key, value = attended
             spans, documents = self._rows_of(chunk).queries, self._documents
-            context = self._attend(query, key, value, spans=spans, documents=documents, sums=sums)
+            context = self._attend(query, *attended, spans=spans, documents=documents, sums=sums)
         if gate:
             context = layer.self_attention._apply_output_gate(context, *gate)
         projection = layer.self_attention.linear_proj

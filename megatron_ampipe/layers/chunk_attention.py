@@ -274,10 +274,9 @@ def _read_sinks(core_attention: torch.nn.Module) -> Tensor:
     """
     core_attention.forward = lambda: core_attention.softmax_offset  # type: ignore[method-assign]
     try:
-        sinks: Tensor = core_attention()
+        return core_attention()  # type: ignore[no-any-return]
     finally:
         del core_attention.forward
-    return sinks
 
 
 def reads_mask(attention: Attention) -> bool:
