@@ -260,11 +260,7 @@ class OperationTimes:
         return self.cluster.collective("stock_all_to_all" if own else "all_to_all", across_nodes=across)
 
     def copy_us(self, size_bytes: float) -> float:
-        """So many bytes are copied to host memory or back.
-
-        Raises:
-            BadInput: the cluster has no figure for it.
-        """
+        """So many bytes are copied to host memory or back; BadInput if the cluster has no figure for it."""
         if self.cluster.compute.copy is None:
             raise self.cluster.missing("compute", "copy")
         return self.cluster.compute.copy.time_us(size_bytes)
