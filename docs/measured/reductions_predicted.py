@@ -1,7 +1,8 @@
 """What the planner predicts for the trainings of reductions.py, with the profiles of docs/measured.
 
 Four layers, buckets of the same size; without the tables of words and positions, which the planner does not
-count. Times are of the last micro-batch. Measured times of iterations are in reductions-*.json.
+count. Times are of the last micro-batch. Measured times of iterations are in reductions-*.json. The stored
+document is of a version that also simulated the two steps of FSMoE's partitioning.
 
     python docs/measured/reductions_predicted.py docs/measured/reductions-predicted.json
 """

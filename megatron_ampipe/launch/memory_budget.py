@@ -66,15 +66,10 @@ def choose_memory(
     def peak(memory: str) -> float:
         return peak_bytes(
             workload,
-            forward_degree=pipeline.degree,
-            backward_degree=pipeline.backward_degree,
+            replace(pipeline, memory=memory),
             num_layers=num_layers * passes,
             dense_layers={num_layers * index + layer for index in range(passes) for layer in layers.dense},
-            memory=memory,
             local=args.transformer_impl == "local",
-            whole_attention=pipeline.whole_attention,
-            splits_weights=pipeline.splits_weights,
-            joins_weights=pipeline.joins_weights,
         )
 
     if cluster_file is None:

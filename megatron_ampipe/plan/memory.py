@@ -12,9 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron_ampipe.plan.operation_times import SUM_BYTES
+from megatron_ampipe.plan.operation_times import (
+    SUM_BYTES,
+    Product,
+    attention_products,
+    expert_products,
+    qkv_products,
+)
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, STRATEGIES, Exchange, of_chunks
+from megatron_ampipe.schedule import STRATEGIES, Exchange, Pipeline, of_chunks
 from megatron_ampipe.schedule.dataflow import AHEAD
 
 
@@ -56,40 +62,31 @@ _LOCAL = {
 
 def peak_bytes(
     workload: Workload,
+    pipeline: Pipeline,
     *,
-    forward_degree: int,
-    backward_degree: int,
     num_layers: int = 1,
     dense_layers: Collection[int] = (),
-    memory: str = KEEP,
     local: bool = False,
     gathers: bool = False,
-    whole_attention: bool = False,
-    splits_weights: bool = False,
-    joins_weights: bool = False,
 ) -> float:
     """Peak of the activations of consecutive blocks.
 
     Args:
         workload: One of the blocks.
-        forward_degree: Number of chunks of the forward pass; 1 is Megatron's own layer.
-        backward_degree: Number of chunks of the backward pass.
+        pipeline: How they run; its exchange is that of the workload.
         num_layers: How many blocks a pass goes through before the first is differentiated.
         dense_layers: Which of them have no experts, from 0.
-        memory: What the experts keep, see ``Pipeline.memory``.
         local: Blocks of Megatron's local modules, not of Transformer Engine's.
         gathers: Gradients of parameters stay until the end of the pass, and the gradient of the output is not
             counted, as in ``ampipe bench``.
-        whole_attention: As ``Pipeline.whole_attention``.
-        splits_weights: As ``Pipeline.splits_weights``.
-        joins_weights: As ``Pipeline.joins_weights``.
     """
-    sends_rows = workload.exchange is Exchange.ROWS
-    stock = max(forward_degree, backward_degree) == 1 and not splits_weights and sends_rows
-    chunks, element = backward_degree, workload.element_bytes
+    stock = not pipeline.overlaps and workload.exchange is Exchange.ROWS
+    splits_weights, joins_weights = pipeline.splits_weights, pipeline.joins_weights
+    whole_attention = pipeline.whole_attention
+    chunks, element = pipeline.backward_degree, workload.element_bytes
     modules = _LOCAL[element] if local else _FUSED
     dense, arrived, inner = _kept(workload, modules)
-    names = of_chunks(memory)
+    names = of_chunks(pipeline.memory)
     restored = [STRATEGIES[names[chunk * len(names) // chunks]] for chunk in range(chunks)]
     # Of each chunk, of the experts: what is kept; and what is restored right before it is differentiated, of
     # a redispatch while the next chunk's tokens are permuted and on their way.
@@ -103,7 +100,7 @@ def peak_bytes(
         for one in restored
     ]
     kept = dense + sum(of_experts)
-    experts, attention = weights_of(workload)
+    experts, attention = _weights(workload)
     summed, of_attention = (0.0, 0.0) if workload.fused_gradients else (experts, attention)
     sum_bytes = element if stock else SUM_BYTES
     rows = workload.rows * workload.batch * workload.hidden * element
@@ -130,7 +127,8 @@ def peak_bytes(
     if joins_weights:
         inner_width = workload.ffn / workload.expert_tensor
         waiting = received * element * (2 * workload.hidden + (2 + workload.gated) * inner_width)
-        attended = workload.rows * workload.batch * element * _attention_widths(workload)
+        attended = workload.rows * workload.batch * element
+        attended *= sum(product.k + product.n for product in _of_attention(workload))
 
     def differentiating(chunk: int) -> float:
         """Of one layer, while the experts of a chunk are differentiated; the last chunk comes first."""
@@ -247,17 +245,14 @@ def _keys(workload: Workload) -> float:
     return rows * workload.batch * workload.key_value_width / workload.tensor
 
 
-def _attention_widths(workload: Workload) -> float:
-    """Columns of the inputs and the outputs of all projections of attention."""
-    value = workload.heads * workload.value_size / workload.tensor
-    return sum(k + n / workload.tensor for k, n in workload.projections) + value + workload.hidden
-
-
-def weights_of(workload: Workload) -> tuple[float, float]:
+def _weights(workload: Workload) -> tuple[float, float]:
     """Numbers of weights of a layer on one rank: of the local experts, and of attention."""
-    inner = workload.ffn / workload.expert_tensor
-    experts = workload.local_experts * workload.hidden * inner * (3 if workload.gated else 2)
-    attention = sum(k * n for k, n in workload.projections) + (
-        workload.heads * workload.value_size * workload.hidden
+    experts, attention = (
+        sum(product.k * product.n for product in products)
+        for products in (expert_products(workload, 0), _of_attention(workload))
     )
-    return experts, attention / workload.tensor
+    return workload.local_experts * experts, attention
+
+
+def _of_attention(workload: Workload) -> list[Product]:
+    return [*qkv_products(workload, 0), *attention_products(workload, 0)]

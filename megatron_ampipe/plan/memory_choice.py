@@ -1,9 +1,8 @@
 """Chooses what the experts keep, chunk by chunk: the fastest of many combinations whose peak fits.
 
-Fewer chunks that restore cost less time and hold more. Which ones differs too: what is computed while the
-compute lane waits for a combine costs nothing. With the figures of a cluster, combinations are compared by
-simulated time, with copies to host memory if there is a figure for them; else by how much they do again.
-Searches nothing at random, so all ranks choose the same.
+Fewer chunks that restore cost less time and hold more; what is computed while the compute lane waits for a
+combine costs nothing. With the figures of a cluster, combinations are compared by simulated time, with copies
+to host memory if there is a figure for them; else by how much they do again.
 
 To compare with, :func:`equation_10_us` is what MPipeMoE selects by: its table II and equation 10. It knows
 neither attention nor which stage waits for which: in each direction, the time of a chunk is that of the
@@ -69,15 +68,10 @@ def by_work(chunks: int) -> list[str]:
 
 
 def simulated(predictor: Predictor, pipeline: Pipeline, peak: Callable[[str], float]) -> list[Kept]:
-    """Combinations for a pipeline with their simulated times.
+    """Combinations for a pipeline of layers that share a schedule, with their simulated times.
 
     For every strategy, alone and next to each other one, chunks restore in the order of what that costs when
-    one of them does.
-
-    Args:
-        predictor: Of the layers that share a schedule.
-        pipeline: Its degrees, chunks and order of stages.
-        peak: Predicts the peak of a combination.
+    one of them does. ``peak`` predicts the peak of a combination.
     """
     names = _ON_DEVICE if predictor.cluster.compute.copy is None else tuple(STRATEGIES)
     layers = min(SHORT, len(predictor.layers))

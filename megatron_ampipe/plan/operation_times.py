@@ -55,7 +55,7 @@ class Product(NamedTuple):
 def is_one_product(whole: Product, num_chunks: int, *, element_bytes: int) -> bool:
     """Whether the weight gradients of all chunks are one product when they are joined.
 
-    The rule of ``runtime.weight_products.is_one_product``.
+    The rule of ``runtime.segment.is_one_product``.
     """
     copied = element_bytes * whole.rows / whole.calls * (whole.k + whole.n)
     return copied <= SUM_BYTES * (num_chunks - 1) * whole.k * whole.n
@@ -260,11 +260,7 @@ class OperationTimes:
         return self.cluster.collective("stock_all_to_all" if own else "all_to_all", across_nodes=across)
 
     def copy_us(self, size_bytes: float) -> float:
-        """So many bytes are copied to host memory or back.
-
-        Raises:
-            BadInput: the cluster has no figure for it.
-        """
+        """So many bytes are copied to host memory or back; BadInput if the cluster has no figure for it."""
         if self.cluster.compute.copy is None:
             raise self.cluster.missing("compute", "copy")
         return self.cluster.compute.copy.time_us(size_bytes)

@@ -25,6 +25,7 @@ from megatron_ampipe.schedule import (
     BlockFeatures,
     Direction,
     Exchange,
+    Pipeline,
     Schedule,
     Stage,
     StageKind,
@@ -99,14 +100,7 @@ class Predictor:
     def of_layers(
         self, num_layers: int, *, dense: Collection[int] = (), memory: str | None = None, **changes: Any
     ) -> Predictor:
-        """A predictor of another number of the same blocks.
-
-        Args:
-            num_layers: How many.
-            dense: Which of them have no experts.
-            memory: What the experts keep; as in this predictor if None.
-            changes: Fields of the workload that differ.
-        """
+        """A predictor of another number of the same blocks; ``changes`` are fields of the workload."""
         return Predictor(
             replace(self.workload, **changes),
             self.cluster,
@@ -122,23 +116,15 @@ class Predictor:
         return self._recomputed(total)
 
     def peak_bytes(self, schedule: Schedule | None, *, memory: str | None = None) -> float:
-        """Peak of the activations of one of the blocks.
-
-        Args:
-            schedule: That it runs; None for Megatron's own layer.
-            memory: What the experts keep; as in this predictor if None.
-        """
-        return peak_bytes(
-            self.workload,
-            forward_degree=schedule.degree if schedule else 1,
-            backward_degree=schedule.backward_degree if schedule else 1,
+        """Peak of the activations of a block with a schedule; None for Megatron's own layer."""
+        pipeline = Pipeline.of(
+            1 if schedule is None else schedule.degree,
+            backward_degree=1 if schedule is None else schedule.backward_degree,
+            order=schedule,
             memory=self.memory if memory is None else memory,
-            # Without a GPU there is no Transformer Engine.
-            local=self.cluster.trains_on_host,
-            whole_attention=schedule is not None and schedule.whole_attention,
-            splits_weights=schedule is not None and bool(schedule.backward.weights),
-            joins_weights=schedule is not None and schedule.joins_weights,
         )
+        # Without a GPU there is no Transformer Engine.
+        return peak_bytes(self.workload, pipeline, local=self.cluster.trains_on_host)
 
     def communication_us(self) -> float:
         """Total time of all collectives of a forward and a backward pass without chunks."""
@@ -250,12 +236,9 @@ class Predictor:
     def timeline(
         self, schedule: Schedule, lengths: Sequence[int], *, labels: Mapping[str, str] | None = None
     ) -> Timeline:
-        """The start and end of every stage, forward and then backward.
+        """The start and end of every stage, forward and then backward, with labels for a drawing.
 
-        Args:
-            schedule: As for :meth:`pass_us`.
-            lengths: Rows of one rank in each of the schedule's chunks.
-            labels: Text for a drawing.
+        The other arguments are those of :meth:`pass_us`.
         """
         schedule = self.whole(schedule)
         spans: list[StageSpan] = []

@@ -96,13 +96,9 @@ def facts_of(kind: StageKind) -> CostOf:
     return FACTS.get(kind.row) or CostOf(kind)
 
 
-def _latency(operation: Operation, *groups: str) -> Callable[[OperationTimes], float]:
-    """Of a collective of ranks that are spread over the product of these sizes of a workload."""
-
-    def latency(times: OperationTimes) -> float:
-        return times.figure(operation, times.workload.ranks(*groups)).alpha_us
-
-    return latency
+def _latency(operation: Operation, ranks: Callable[[Workload], int]) -> Callable[[OperationTimes], float]:
+    """Of a collective of a group that is spread over so many ranks; over one means within a node."""
+    return lambda times: times.figure(operation, ranks(times.workload)).alpha_us
 
 
 # Attention.
@@ -113,8 +109,8 @@ def input_norm(times: OperationTimes, work: Work) -> Pair:
     return times.pass_over(2 * times.tokens(work.rows) * times.workload.hidden)
 
 
-@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", "tensor"))
-@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", "tensor"))
+@CostOf(kinds.GATHER_ROWS, calls=(3, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
+@CostOf(kinds.REGATHER_ROWS, calls=(0, 3), latency=_latency("all_gather", lambda sizes: sizes.tensor))
 def gather_rows(times: OperationTimes, work: Work) -> Pair:
     """Rows of all tensor-parallel ranks gathered; backward, gradients added and scattered."""
     return times.gather(times.tokens(work.rows) * times.workload.hidden, times.workload.tensor)
@@ -147,8 +143,8 @@ def attend(times: OperationTimes, work: Work) -> Pair:
     return times.attend(gflops, queries * sizes.value_size) + times.key_sums(keys)
 
 
-@CostOf(kinds.RING, latency=_latency("all_to_all", "context", "tensor"))
-@CostOf(kinds.RERING, latency=_latency("all_to_all", "context", "tensor"))
+@CostOf(kinds.RING, latency=_latency("all_to_all", lambda sizes: sizes.context * sizes.tensor))
+@CostOf(kinds.RERING, latency=_latency("all_to_all", lambda sizes: sizes.context * sizes.tensor))
 def ring(times: OperationTimes, work: Work) -> Pair:
     """Keys and values of one rank to the next; backward, their gradients."""
     sizes = times.workload
@@ -174,7 +170,7 @@ def attention(times: OperationTimes, work: Work) -> Pair:
     return total + scatter_rows(times, work) + add_norm(times, work)
 
 
-@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter", "tensor"))
+@CostOf(kinds.SCATTER_ROWS, calls=(3, 3), latency=_latency("reduce_scatter", lambda sizes: sizes.tensor))
 def scatter_rows(times: OperationTimes, work: Work) -> Pair:
     """The projection added over tensor-parallel ranks, and scattered; backward, gradients to all."""
     gathered = gather_rows(times, work)
@@ -282,9 +278,9 @@ def exchange(times: OperationTimes, work: Work) -> Pair:
     return Pair(time, time)
 
 
-@CostOf(kinds.SPREAD, latency=_latency("all_to_all"))
-@CostOf(kinds.COLLECT, latency=_latency("all_to_all"))
-@CostOf(kinds.RESPREAD, latency=_latency("all_to_all"))
+@CostOf(kinds.SPREAD, latency=_latency("all_to_all", lambda sizes: 1))
+@CostOf(kinds.COLLECT, latency=_latency("all_to_all", lambda sizes: 1))
+@CostOf(kinds.RESPREAD, latency=_latency("all_to_all", lambda sizes: 1))
 def hop(times: OperationTimes, work: Work) -> Pair:
     """A hop within nodes, and the copies, sums or order there; the same bytes in both directions."""
     assert times.nodes is not None
@@ -300,14 +296,14 @@ def _over_shares(times: OperationTimes, work: Work, probabilities: int) -> Pair:
     return times.gather(elements, sizes.expert_tensor)
 
 
-@CostOf(kinds.GATHER, calls=(6, 10), latency=_latency("all_gather", "expert_tensor"))
-@CostOf(kinds.REGATHER, latency=_latency("all_gather", "expert_tensor"))
+@CostOf(kinds.GATHER, calls=(6, 10), latency=_latency("all_gather", lambda sizes: sizes.expert_tensor))
+@CostOf(kinds.REGATHER, latency=_latency("all_gather", lambda sizes: sizes.expert_tensor))
 def gather(times: OperationTimes, work: Work) -> Pair:
     """Rows and probabilities to all ranks that share an expert; backward, their gradients added."""
     return _over_shares(times, work, times.workload.arriving_probabilities)
 
 
-@CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", "expert_tensor"))
+@CostOf(kinds.SCATTER, calls=(5, 3), latency=_latency("reduce_scatter", lambda sizes: sizes.expert_tensor))
 def scatter(times: OperationTimes, work: Work) -> Pair:
     """Expert outputs added over the ranks that share an expert; backward, gradients to all of them."""
     gathered = _over_shares(times, work, 0)

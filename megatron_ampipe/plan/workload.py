@@ -128,10 +128,6 @@ class Workload:
         """Number of experts on one rank."""
         return self.experts // self.expert
 
-    def ranks(self, *groups: str) -> int:
-        """Ranks over which a group is spread: the product of these parallel sizes."""
-        return math.prod(getattr(self, group) for group in groups)
-
     @property
     def load(self) -> float:
         """Rows of the rank with the most, divided by the mean."""

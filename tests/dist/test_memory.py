@@ -278,16 +278,11 @@ def predicted_bytes(case: Case, *, num_ranks: int = 2) -> float:
     workload = workload_of_case(block, num_ranks=num_ranks, fused_gradients=False)
     return peak_bytes(
         dataclasses.replace(workload, dense_ffn=model["ffn_hidden_size"], exchange=case.exchange),
-        forward_degree=case.degree,
-        backward_degree=case.degree,
+        case.pipeline,
         num_layers=len(case.layers),
         dense_layers=[layer for layer, kind in enumerate(case.layers) if kind == "d"],
-        memory=case.memory,
         local=True,
         gathers=True,
-        whole_attention=case.pipeline.whole_attention,
-        splits_weights=case.pipeline.splits_weights,
-        joins_weights=case.pipeline.joins_weights,
     )
 
 

@@ -24,6 +24,7 @@ from megatron_ampipe.schedule import (
     WEIGHTS,
     Direction,
     Exchange,
+    Pipeline,
     SequenceLayout,
     Stage,
     build,
@@ -294,12 +295,9 @@ def test_fp8_needs_a_figure_and_uses_attention_in_bf16() -> None:
 
 
 def test_peak_memory_falls_with_the_degree_and_grows_with_fp32_sums() -> None:
-    peaks = [peak_bytes(workload(topk=8), forward_degree=n, backward_degree=n) for n in (2, 4, 8)]
+    peaks = [peak_bytes(workload(topk=8), Pipeline.of(degree)) for degree in (2, 4, 8)]
     assert peaks == sorted(peaks, reverse=True)
-    plain, sums = (
-        peak_bytes(workload(fused_gradients=fused), forward_degree=4, backward_degree=4)
-        for fused in (True, False)
-    )
+    plain, sums = (peak_bytes(workload(fused_gradients=fused), Pipeline.of(4)) for fused in (True, False))
     assert sums > plain
 
 

@@ -18,7 +18,7 @@ from megatron_ampipe.plan.memory import peak_bytes
 from megatron_ampipe.plan.planner import make_plans
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.schedule import KEEP, Exchange, to_text
+from megatron_ampipe.schedule import KEEP, Exchange, Pipeline, to_text
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.variant import PLANNED, Cut, Variant
@@ -80,20 +80,9 @@ def predict_peaks(document: dict[str, Any]) -> None:
             local=True,
             gathers=True,
         )
-        stock = predicted(forward_degree=1, backward_degree=1)
-        case["stock_predicted_peak_bytes"] = round(stock)
+        case["stock_predicted_peak_bytes"] = round(predicted(Pipeline.of(1)))
         for row in case["rows"]:
-            pipeline = _variant(row).pipeline
-            row["predicted_peak_bytes"] = round(
-                predicted(
-                    forward_degree=pipeline.degree,
-                    backward_degree=pipeline.backward_degree,
-                    memory=pipeline.memory,
-                    whole_attention=pipeline.whole_attention,
-                    splits_weights=pipeline.splits_weights,
-                    joins_weights=pipeline.joins_weights,
-                )
-            )
+            row["predicted_peak_bytes"] = round(predicted(_variant(row).pipeline))
 
 
 def planned(
