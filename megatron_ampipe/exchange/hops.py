@@ -92,8 +92,8 @@ def node_groups(
 class SortHop:
     """The second hop of rows of one expert each: they are put into the order of ranks, and none is added.
 
-    ``rows`` came from each node for each rank of this one ``[N][G]``, in this order; ``receive`` is what comes
-    from each rank of ``group``, the node.
+    ``rows`` came from each node for each rank of this one ``[N][G]``, in this order; ``receive`` is what
+    comes from each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
