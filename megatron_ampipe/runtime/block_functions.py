@@ -32,8 +32,14 @@ class BlockFunctions(Protocol):
     all_parameters: Sequence[Parameter]
     """Of the block, each once."""
 
-    def compute(self, kind: StageKind) -> tuple[int, Function]:
-        """The half of a kind that is computed, and its function."""
+    def run(self, kind: StageKind) -> tuple[int, Function]:
+        """The half of a kind, and its function.
+
+        Of one that is started and waited for: ``(state, chunks, tensors, direction)``, where ``tensors`` are,
+        for each chunk, what the stage takes; in the backward pass the gradients of what it gave. Returns a
+        transfer whose outputs are, chunk by chunk, what it gives; in the backward pass the gradients of what
+        it took.
+        """
 
     def differentiate(self, kind: StageKind) -> tuple[int, Function]:
         """The half and the backward of a kind that has its own.
@@ -41,14 +47,6 @@ class BlockFunctions(Protocol):
         ``(state, chunk, gradients, recalled, sums)``: of what the stage gave, the keys and values that it
         took, and what their gradients are added to. Returns the gradients of what it took; None for keys and
         values.
-        """
-
-    def communicate(self, kind: StageKind) -> tuple[int, Function]:
-        """The half and the function of a kind that is started and waited for.
-
-        ``(state, chunks, tensors, direction)``, where ``tensors`` are, for each chunk, what the stage takes;
-        in the backward pass the gradients of what it gave. Returns a transfer whose outputs are, chunk by
-        chunk, what it gives; in the backward pass the gradients of what it took.
         """
 
     def weights_apart(self, kind: StageKind, products: WeightProducts) -> AbstractContextManager[None]:

@@ -182,7 +182,7 @@ class _Steps:
 
     def _compute(self, stage: Stage, *, backward: bool) -> RunStage:
         kind, block = stage.kind, self._blocks[stage.layer]
-        half, function = block.functions.compute(kind)
+        half, function = block.functions.run(kind)
         step = RunStage(stage, function, half)
         if stage.again:
             block.make_empty(step, stage.chunk)
@@ -260,7 +260,7 @@ class _Steps:
 
     def _communicate(self, stage: Stage, chunks: Sequence[int | None], *, backward: bool) -> Communicate:
         kind, block = stage.kind, self._blocks[stage.layer]
-        half, function = block.functions.communicate(kind)
+        half, function = block.functions.run(kind)
         of_gradients = backward and not stage.computes_values
         direction = Direction.BACKWARD if of_gradients else Direction.FORWARD
         step = Communicate(stage, function, half, chunks, direction)
