@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.model_workload import layers_of, workload_of
@@ -23,7 +24,6 @@ from megatron_ampipe.schedule import (
     dependencies,
     kinds,
 )
-from megatron_ampipe.shipped import config_names
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
 BEGIN, END = "<!-- begin: python -m tests.planner -->", "<!-- end -->"

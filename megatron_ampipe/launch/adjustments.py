@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.launch import host
 from megatron_ampipe.launch.planned import workload_of_args
+from megatron_ampipe.launch.switched_off_flags import SWITCHED_OFF
 from megatron_ampipe.layers.recompute import FullRecompute
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import gather_lane, ring_hindrance, uses_ring_attention
-from megatron_ampipe.switched_off_flags import SWITCHED_OFF
 
 EXCHANGE_GROUPS = ("ep", "tp_ep_mp")
 """Megatron's names of the groups over which tokens and their counts travel."""

@@ -16,7 +16,6 @@ from megatron.training import training
 
 from megatron_ampipe import compat
 from megatron_ampipe.block.settings import TRACED_ITERATIONS
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch import host, startup_rows
 from megatron_ampipe.launch.adjustments import adjust_arguments, take_over_recompute
@@ -26,6 +25,8 @@ from megatron_ampipe.launch.flags import PlanReader
 from megatron_ampipe.launch.grad_reduce import placing
 from megatron_ampipe.launch.memory_budget import choose_memory
 from megatron_ampipe.launch.planned import choice_of_plan, layout_of_args, planner_of
+from megatron_ampipe.launch.refusal_conditions import exchanges_of
+from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.save_plan import iterations_left, keeper_of, prepare_plan_file
 from megatron_ampipe.launch.startup import print_startup_table
 from megatron_ampipe.launch.trace import prepare_trace_dir
@@ -33,8 +34,6 @@ from megatron_ampipe.launch.trials import candidates
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusal_conditions import exchanges_of
-from megatron_ampipe.refusals import refuse_unsupported
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import (
@@ -42,6 +41,7 @@ from megatron_ampipe.schedule import (
     Exchange,
     SequenceLayout,
 )
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import expert_tensor_ranks
 
 

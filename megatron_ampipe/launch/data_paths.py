@@ -13,8 +13,9 @@ from typing import Any
 import numpy
 from packaging.version import Version
 
-from megatron_ampipe import compat, inputs
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import inputs
 from megatron_ampipe.launch.dataset_manifest import DatasetPaths, read_manifest
 from megatron_ampipe.launch.refuse import reason_of
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files.records import read_record, write_record
+from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.planned import made_for_of_args
 from megatron_ampipe.launch.size_ranges import ChosenSize, Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.plan_file import MadeFor, differences
-from megatron_ampipe.records import read_record, write_record
 from megatron_ampipe.schedule import Exchange, Pipeline
-from megatron_ampipe.yaml_lines import load
 
 NAME = "ampipe-degrees.yaml"
 FORMAT: Literal["ampipe-degrees-1"] = "ampipe-degrees-1"

@@ -14,12 +14,12 @@ from typing import Any
 
 from megatron_ampipe.block.setting import AUTO
 from megatron_ampipe.block.settings import SETTING, check_given, given_settings
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections
+from megatron_ampipe.launch.refusal_conditions import ranks_per_node
 from megatron_ampipe.launch.settings import CONFIG_FLAG
+from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusal_conditions import ranks_per_node
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
@@ -31,8 +31,8 @@ from megatron_ampipe.schedule import (
     parse_stack,
     stack_to_text,
 )
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import gather_lane
-from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION, switch_off_overlaps
 
 PlanReader = Callable[[Path], Plan]
 """Reads a plan file. A launch hands in one that remembers what it read."""

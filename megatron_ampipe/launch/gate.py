@@ -15,12 +15,12 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 
 from megatron_ampipe.block.named_values import ROUTER_FLAG as FLAG
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch.refusal_conditions import load_balancing
+from megatron_ampipe.launch.refusals import refuse_with_token_ids
 from megatron_ampipe.layers.gates import load_gate, needs_all_tokens
 from megatron_ampipe.layers.gates.id_router import TokenIdRouter, give_token_ids
-from megatron_ampipe.refusal_conditions import load_balancing
-from megatron_ampipe.refusals import refuse_with_token_ids
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 ForwardStep = Callable[..., Any]
 

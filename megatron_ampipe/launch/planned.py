@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.block.settings import settings_of
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch.auto import Planner
+from megatron_ampipe.launch.refusal_conditions import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.launch.size_ranges import Shape
 from megatron_ampipe.launch.trials import Choice
 from megatron_ampipe.plan.cluster import Cluster, find_cluster, read_cluster
@@ -24,7 +25,6 @@ from megatron_ampipe.plan.plan_file import MadeFor, Plan, differences
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.refusal_conditions import exchanges_of, ranks_per_node, recomputes
 from megatron_ampipe.schedule import KEEP, BlockFeatures, Exchange, SequenceLayout
 from megatron_ampipe.schedule.features import boundary, features_of_settings
 

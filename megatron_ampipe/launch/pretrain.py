@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_ampipe import compat
-from megatron_ampipe.flag_values import check_required
 from megatron_ampipe.launch.ending import run_to_end
+from megatron_ampipe.launch.flag_values import check_required
 from megatron_ampipe.launch.flags import config_from_args
+from megatron_ampipe.launch.refusals import refuse_unsupported
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
 from megatron_ampipe.launch.session import TrainingSession
-from megatron_ampipe.refusals import refuse_unsupported
 
 PROGRAM_NAME = "pretrain_gpt"
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}

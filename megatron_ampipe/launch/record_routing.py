@@ -17,13 +17,13 @@ from typing import Any
 
 from megatron.training import training
 
-from megatron_ampipe import outputs
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files import outputs
 from megatron_ampipe.launch.auto import print_on_first_rank
 from megatron_ampipe.launch.routing_recorder import RecordedSizes, RoutingRecorder
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.plan.recorded_routing import THRESHOLDS, files_of, read_record
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 FLAG, INTERVAL_FLAG = "--ampipe-routing-dir", "--ampipe-routing-interval"
 TrainStep = Callable[..., Any]

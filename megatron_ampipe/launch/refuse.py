@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from megatron_ampipe.errors import AMPipeError, BadInput
-from megatron_ampipe.flag_values import refuse_values
-from megatron_ampipe.spelling import did_you_mean
+from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.launch.flag_values import refuse_values
 
 NO_VALUE = "(no value)"
 """Shown for a flag of which argparse names no value."""

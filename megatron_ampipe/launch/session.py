@@ -20,8 +20,8 @@ from megatron_ampipe.launch import command_line, host, settings
 from megatron_ampipe.launch.early import check_own_flags
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.refuse import refuse_as_bad_input
+from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION
 
 ForwardStep = Callable[..., Any]
 
@@ -152,10 +152,10 @@ class TrainingSession:
             command_line.record_settings(self._resolved, self._adjustments, script=self._script)
 
     def _check_run(self, args: Any) -> None:
-        from megatron_ampipe.flag_values import check_required
         from megatron_ampipe.launch.checkpoints import check_checkpoint
         from megatron_ampipe.launch.data_paths import check_data_paths
         from megatron_ampipe.launch.dataset_helpers import use_built_helpers
+        from megatron_ampipe.launch.flag_values import check_required
 
         use_built_helpers()
         check_required(args)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_ampipe.attention.kernels import choose_kernel, describe_kernel
-from megatron_ampipe.hybrid_pattern import HybridPattern
+from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.launch import connections
 from megatron_ampipe.launch.adjustments import reads_masks
 from megatron_ampipe.launch.memory_budget import MemoryChoice

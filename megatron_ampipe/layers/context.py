@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import Condenser, Wire
 from megatron_ampipe.layers.document_reader import DocumentReader
 from megatron_ampipe.layers.recompute import FullRecompute
@@ -12,6 +11,7 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, ThreadExec
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import KEEP, Pipeline, StageKind
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Hybrid models: pipelines an attention layer and the MoE layer after it, two layers in Megatron, as a block.
 
-``HybridStack`` builds its layers from a pattern (:mod:`~megatron_ampipe.hybrid_pattern`) and calls them in
+``HybridStack`` builds its layers from a pattern (``block.hybrid_pattern``) and calls them in
 order. Here the attention layer of such a pair runs both layers, and the second layer returns its input. Pairs
 that follow each other directly can share a schedule, pairs of an attention layer and an MLP among them. All
 other layers, such as Mamba, run unchanged and end a schedule. Parameters and checkpoint keys are those of the
@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from torch import Tensor
 
-from megatron_ampipe.hybrid_pattern import runs_of_pairs
+from megatron_ampipe.block.hybrid_pattern import runs_of_pairs
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.block_stack import BlockStack, LayerRun
 from megatron_ampipe.layers.context import AMPipeContext

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.files.records import Lines, read_record, refuse, write_record
+from megatron_ampipe.files.shipped import find_config, shown
+from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.schedule import Direction
-from megatron_ampipe.shipped import find_config, shown
-from megatron_ampipe.yaml_lines import LinedMapping, load
 
 Basis = Literal["measured", "derived", "datasheet"]
 """``measured``: timed by ``ampipe profile`` or by the named source. ``derived``: computed or assumed, as the

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ampipe.block.hybrid_pattern import HybridPattern
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.hybrid_pattern import HybridPattern
 from megatron_ampipe.plan.cluster import Cluster, Dtype
 from megatron_ampipe.plan.model_file import ModelFile
 from megatron_ampipe.plan.workload import Workload

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.records import read_record, refuse, write_record
+from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.plan.workload import Workload
-from megatron_ampipe.records import read_record, refuse, write_record
 from megatron_ampipe.schedule import (
     KEEP,
     Exchange,
@@ -25,7 +26,6 @@ from megatron_ampipe.schedule import (
     from_text,
     to_text,
 )
-from megatron_ampipe.yaml_lines import load
 
 SHARE_TOLERANCE = 1e-3
 """Allowed deviation of the sum of a file's shares from 1."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_ampipe.files.timeline import COMPUTE, StageSpan, Timeline
 from megatron_ampipe.plan.bound import direction_bound
 from megatron_ampipe.plan.cluster import Cluster
 from megatron_ampipe.plan.cost import CostModel
@@ -35,7 +36,6 @@ from megatron_ampipe.schedule import (
     unrolled,
 )
 from megatron_ampipe.schedule.kinds import REDUCE
-from megatron_ampipe.timeline import COMPUTE, StageSpan, Timeline
 
 
 class Predictor:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import inputs, outputs
 
 FORMAT = "ampipe-routing-2"
 _NUMBERS = ("iteration", "num_experts", "ranks", "batch", "ranks_per_sequence", "hidden_size")

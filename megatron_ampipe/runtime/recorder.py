@@ -1,4 +1,4 @@
-"""Records when stages start and end (:class:`~megatron_ampipe.timeline.Timeline`), and how long passes take.
+"""Records when stages start and end (``files.timeline.Timeline``), and how long passes take.
 
 On CUDA, times are events that are read only when somebody asks, so recording does not synchronize the device.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.schedule import Direction, Stage
-from megatron_ampipe.timeline import StageSpan, Timeline
 
 Timestamp = float | torch.cuda.Event
 """Seconds of ``time.perf_counter``, or an event on CUDA."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.kinds import ATTENTION, EXPERT
 from megatron_ampipe.schedule.stage_kind import Direction, StageKind
-from megatron_ampipe.timeline import AGAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
-from megatron_ampipe.timeline import COMPUTE as COMPUTE
-from megatron_ampipe.timeline import COPY as COPY
+from megatron_ampipe.files.timeline import COMPUTE as COMPUTE
+from megatron_ampipe.files.timeline import COPY as COPY
 
 COMM = "comm"
 INTRA = "comm.intra"

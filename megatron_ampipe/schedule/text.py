@@ -23,6 +23,7 @@ import re
 from collections.abc import Sequence
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.timeline import AGAIN
 from megatron_ampipe.schedule.kinds import (
     ALL_KINDS,
     GATHER,
@@ -36,7 +37,6 @@ from megatron_ampipe.schedule.kinds import (
 )
 from megatron_ampipe.schedule.program import LaneOrder, Program, Schedule, Stage
 from megatron_ampipe.schedule.stage_kind import Direction, Scope, StageKind
-from megatron_ampipe.timeline import AGAIN
 
 
 def to_text(schedule: Schedule) -> str:

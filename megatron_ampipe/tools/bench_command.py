@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import outputs
 from megatron_ampipe.compat import has_fused_weight_gradients
 from megatron_ampipe.errors import AMPipeError, BadInput, EnvironmentMissing
+from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import ALL_EXCHANGES, chunk_sequence, parse_exchanges
 from megatron_ampipe.tools.benchmark import prediction, result, result_file, training

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing, RunFailed
+from megatron_ampipe.files import outputs
 from megatron_ampipe.tools.checkup import compare_ranks, components, environment, report
 from megatron_ampipe.tools.checkup.overlap_figures import PARTLY
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.timeline import COMPUTE, PREDICTED, StageSpan, Timeline
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.timeline import COMPUTE, PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.predicted import compare, read_predicted, require_fit, table_of
 

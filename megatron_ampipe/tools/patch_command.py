@@ -19,8 +19,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from megatron_ampipe import compat, outputs
+from megatron_ampipe import compat
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.files import outputs
 
 _EPILOG = """\
 examples:

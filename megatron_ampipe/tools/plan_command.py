@@ -16,8 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.timeline import Timeline
+from megatron_ampipe.files.yaml_lines import value_of
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.gradient_buckets import tensors_of
 from megatron_ampipe.plan.gradient_plan import PLACED, STOCK
@@ -28,10 +30,8 @@ from megatron_ampipe.plan.planner import make_plans, sharing_layers
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.plan.search import DEGREES
 from megatron_ampipe.schedule import ALL_EXCHANGES, ALL_LAYERS, Exchange, parse_exchanges, parse_stack
-from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools import plan_answer, plan_routing, plan_tape, plan_timeline, timeline_picture
 from megatron_ampipe.tools.whole_numbers import at_least
-from megatron_ampipe.yaml_lines import value_of
 
 DRAWN_LAYERS = 4
 """Of layers that share a schedule, the number that a picture shows."""

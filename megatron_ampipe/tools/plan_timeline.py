@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.timeline import PREDICTED, Timeline
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import SCHEDULE_NAMES, Pipeline
-from megatron_ampipe.timeline import PREDICTED, Timeline
 
 _MOST_CHUNKS = 64
 """As for ``--degrees``; a schedule of thousands of chunks would take minutes to build."""

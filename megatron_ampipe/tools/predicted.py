@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.timeline import DIRECTIONS, Timeline
+from megatron_ampipe.files.timeline import DIRECTIONS, Timeline
 
 _REMEDY = "Give a file that ampipe plan --trace wrote."
 _SHOWN_STAGES = 4

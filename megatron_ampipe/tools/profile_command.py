@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.cluster import write_cluster
 from megatron_ampipe.tools.measuring import machine, network, rank_processes
 from megatron_ampipe.tools.measuring.grid import Case, find_grid, read_grid

@@ -19,10 +19,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import AMPipeError, BadInput, RunFailed
-from megatron_ampipe.shipped import configs_folder
-from megatron_ampipe.timeline import Timeline
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.shipped import configs_folder
+from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.tools import quickstart_report
 from megatron_ampipe.tools.benchmark import training
 from megatron_ampipe.tools.benchmark.training import Curve

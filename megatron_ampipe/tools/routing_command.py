@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, places_of, read_routing
 from megatron_ampipe.plan.workload import even_rows
 from megatron_ampipe.tools import routing_picture

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.files import outputs
 from megatron_ampipe.plan.recorded_routing import RecordedRouting, busiest, share_condensed
 from megatron_ampipe.tools.timeline_picture import SUFFIXES
 

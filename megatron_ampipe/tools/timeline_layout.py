@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_ampipe.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
+from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
 from megatron_ampipe.tools.timeline_style import PREDICTED_STRIPE, STRIPE
 
 _WIDTH_IN, ROW_IN, _RANK_GAP_IN = 13.0, 0.36, 0.2

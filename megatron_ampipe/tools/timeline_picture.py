@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
-from megatron_ampipe.timeline import PREDICTED, StageSpan, Timeline
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools.timeline_layout import (
     ROW_IN,
     TimelinePanel,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_ampipe.timeline import StageSpan, Timeline
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 
 # Okabe and Ito's palette, for all common kinds of colour vision, without its black and its pale yellow; the
 # order keeps neighbouring chunks far apart.

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu_check.steps import Outcome
-from megatron_ampipe.timeline import DIRECTIONS
+from megatron_ampipe.files.timeline import DIRECTIONS
 
 FORMAT = "ampipe-gpu-check-1"
 _TESTS = {

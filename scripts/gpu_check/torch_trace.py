@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ampipe.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
+from megatron_ampipe.files.timeline import COMPUTE, DIRECTIONS, StageSpan, Timeline
 from megatron_ampipe.tools.measuring.link import SPIN_KERNELS
 
 MARK = "ampipe:{direction}"

@@ -200,9 +200,9 @@ def _layer() -> tuple[torch.nn.Module, object]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
+    from megatron_ampipe.schedule.config import AMPipeConfig
     from tests.dist.blocks import transformer_config
 
     config = transformer_config(Case("auto", world_size=4, model=AUX))

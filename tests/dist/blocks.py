@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_ampipe.attention.kernels import KERNELS
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
@@ -33,6 +32,7 @@ from megatron_ampipe.runtime.executors import CudaExecutor, Executor, Sequential
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
 from megatron_ampipe.schedule import Exchange, StageKind
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
 from tests.dist.cases import Case

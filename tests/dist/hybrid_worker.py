@@ -35,12 +35,12 @@ def _compared(case: Case, pattern: list[str], *, rank: int, degree: int, stack: 
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-    from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.errors import BadInput
     from megatron_ampipe.launch.host.hybrid_layers import local_submodules
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.hybrid import pipelined_stack
     from megatron_ampipe.schedule import Pipeline
+    from megatron_ampipe.schedule.config import AMPipeConfig
     from tests.dist.blocks import HIDDEN, differences, forward, inputs_of, run, transformer_config
     from tests.dist.parameter_reads import ParameterReads
 

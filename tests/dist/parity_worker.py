@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from unittest import mock
 
-from megatron_ampipe.timeline import COMPUTE, StageSpan
+from megatron_ampipe.files.timeline import COMPUTE, StageSpan
 from tests import deep_ep_standin, te_permutation_standin
 from tests.dist.cases import BY_NAME, SCATTERED
 from tests.dist.worker import report, start, use_groups

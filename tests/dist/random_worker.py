@@ -124,10 +124,10 @@ def chunk_capacity(rank: int) -> dict[str, float]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron_ampipe.config import AMPipeConfig
     from megatron_ampipe.layers.context import AMPipeContext
     from megatron_ampipe.layers.layer import pipelined
     from megatron_ampipe.schedule import Pipeline
+    from megatron_ampipe.schedule.config import AMPipeConfig
     from tests.dist.blocks import HIDDEN, transformer_config
 
     found = {}

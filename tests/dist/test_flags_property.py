@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, assume, example, given, note, seed, settings
 from hypothesis import strategies as st
 
 import megatron_ampipe
-from megatron_ampipe.refusals import REFUSALS
+from megatron_ampipe.launch.refusals import REFUSALS
 from tests.dist.service import Service
 
 EXAMPLES = 40

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.schedule import BlockFeatures, build, to_text
-from megatron_ampipe.shipped import config_names
 from tests.megatron.refusals_worker import PROCESS_GROUP_MADE
 
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.flag_values import RANGES
 from megatron_ampipe.launch import command_line, ending, host, pretrain
-from megatron_ampipe.refusals import REFUSALS, refuse_unsupported
+from megatron_ampipe.launch.flag_values import RANGES
+from megatron_ampipe.launch.refusals import REFUSALS, refuse_unsupported
 from megatron_ampipe.schedule import Pipeline
+from megatron_ampipe.schedule.config import AMPipeConfig
 from tests.megatron.refusal_flags import ALONE, COMPANIONS, VALUES
 
 PROCESS_GROUP_MADE = 99

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.block.settings import TRACED_ITERATIONS
+from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.schedule import Direction, build
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.timeline import Timeline
 from tests.megatron.launcher import REPOSITORY, TINY_GPT, Run, environment, pretrain
 
 pytestmark = pytest.mark.timeout(900)

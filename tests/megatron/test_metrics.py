@@ -134,7 +134,7 @@ host.install()
 import argparse, types
 import megatron.training.training as training
 import torch
-from megatron_ampipe.config import AMPipeConfig
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.launch.metrics import logged
 from megatron_ampipe.launch.trace import recorded
 from megatron_ampipe.layers.context import AMPipeContext

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_ampipe.files.spelling import meant
 from megatron_ampipe.plan.model_file import SIZE_FLAGS
-from megatron_ampipe.spelling import meant
 
 
 def test_the_flags_that_the_planner_reads_are_those_of_the_installed_megatron() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.flag_values import RANGES
-from megatron_ampipe.refusals import REFUSALS, Refusal, refuse_unsupported
+from megatron_ampipe.launch.flag_values import RANGES
+from megatron_ampipe.launch.refusals import REFUSALS, Refusal, refuse_unsupported
+from megatron_ampipe.schedule.config import AMPipeConfig
 from tests.megatron.launcher import REPOSITORY, environment, launch
 from tests.megatron.refusal_flags import ACCEPTED
 

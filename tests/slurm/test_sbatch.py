@@ -46,7 +46,7 @@ def test_shipped_scripts_are_the_output_of_their_commands(
     words = shlex.split(command[1])[1:]
     assert words[words.index("--output") + 1] == path.relative_to(ROOT).as_posix()
     # Not written, because the script is also printed.
-    monkeypatch.setattr("megatron_ampipe.outputs.write_text", lambda path, script, mode: None)
+    monkeypatch.setattr("megatron_ampipe.files.outputs.write_text", lambda path, script, mode: None)
     # Whether Megatron takes these models and runs is tested in tests/megatron/test_settings.py.
     monkeypatch.setattr("megatron_ampipe.tools.slurm.preflight._ask_megatron", lambda words, ranks: None)
     assert main(words) == 0

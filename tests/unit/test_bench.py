@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput, RunFailed
+from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.plan.bound import DirectionBound, direction_bound
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.schedule import (
@@ -32,7 +33,6 @@ from megatron_ampipe.schedule import (
     kinds,
     parse_exchanges,
 )
-from megatron_ampipe.shipped import config_names
 from megatron_ampipe.tools.benchmark import plot, prediction, result, result_file, training
 from megatron_ampipe.tools.benchmark.argument_values import check_gloo, stacks, wires
 from megatron_ampipe.tools.benchmark.arguments import add_arguments

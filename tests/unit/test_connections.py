@@ -18,7 +18,7 @@ from megatron.training import arguments
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import connections, flags, startup_rows
 from megatron_ampipe.launch.pretrain import check_launch
-from megatron_ampipe.switched_off_flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
+from megatron_ampipe.launch.switched_off_flags import LIFTS_ONE_CONNECTION, SWITCHED_OFF
 from megatron_ampipe.tools.checkup import environment
 from tests.megatron.launcher import MOCK_DATA, TINY_GPT, TINY_MOE
 

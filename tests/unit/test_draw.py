@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.timeline import StageSpan, Timeline
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.draw_command import sharing_layers, split_passes
 from megatron_ampipe.tools.timeline_style import chunk_colours
@@ -219,7 +219,7 @@ def test_a_picture_that_cannot_be_written_any_more_ends_with_3(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that cannot be written from the start are refused before; see test_outputs.py."""
-    monkeypatch.setattr("megatron_ampipe.outputs.check", lambda path, **_: None)
+    monkeypatch.setattr("megatron_ampipe.files.outputs.check", lambda path, **_: None)
     (tmp_path / "file").touch()
     assert main(["draw", str(traces), "--output", str(tmp_path / "file" / "p")]) == 3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
-from megatron_ampipe.timeline import PREDICTED, StageSpan, Timeline
+from megatron_ampipe.files.timeline import PREDICTED, StageSpan, Timeline
 from megatron_ampipe.tools import timeline_picture
 from megatron_ampipe.tools.predicted import compare, table_of
 from tests.unit.test_draw import one_pass, trace

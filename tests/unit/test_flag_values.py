@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.flag_values import check_required, refuse_values
+from megatron_ampipe.launch.flag_values import check_required, refuse_values
 
 
 def refusal(**given: Any) -> str:

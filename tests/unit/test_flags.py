@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.block.settings import SETTING, given_settings
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch import flags
 from megatron_ampipe.launch.flags import config_from_args
+from megatron_ampipe.launch.refusals import REFUSALS
 from megatron_ampipe.plan.plan_file import Plan
-from megatron_ampipe.refusals import REFUSALS
 from megatron_ampipe.schedule import (
     ALL_LAYERS,
     KEEP,
@@ -31,6 +30,7 @@ from megatron_ampipe.schedule import (
     useful_exchanges,
     with_memory,
 )
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 
 def parsed(*words: str) -> argparse.Namespace:

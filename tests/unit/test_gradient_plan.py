@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ampipe.cli import main
+from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import read_cluster
 from megatron_ampipe.plan.gradient_buckets import (
     LayerReductions,
@@ -31,7 +32,6 @@ from megatron_ampipe.plan.gradient_plan import (
 from megatron_ampipe.plan.operation_times import GRADIENT_BYTES, OperationTimes
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Direction, build, even_chunks, period
-from megatron_ampipe.timeline import Timeline
 from megatron_ampipe.tools.measuring.case_workload import workload_of_case
 from megatron_ampipe.tools.measuring.grid import find_grid, read_grid
 from tests.plan_cases import cluster, without_device, workload

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.gate import find_gate, given_token_ids
+from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates.hashed import HashRouter, balanced_table, hashed_experts
 from megatron_ampipe.layers.gates.id_router import TokenIds
-from megatron_ampipe.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 VOCABULARY = 50_000
 KNOWN = [0, 7, 7, 0, 3, 7, 5, 2, 4, 7, 5, 7]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ampipe.hybrid_pattern import HybridPattern, runs_of_pairs
-from megatron_ampipe.refusal_conditions import hybrid_without_pair
+from megatron_ampipe.block.hybrid_pattern import HybridPattern, runs_of_pairs
+from megatron_ampipe.launch.refusal_conditions import hybrid_without_pair
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ampipe import errors, outputs
+from megatron_ampipe import errors
 from megatron_ampipe.cli import TOOLS, build_parser, main
+from megatron_ampipe.files import outputs
 from megatron_ampipe.tools import bench_command, doctor_command, plan_command, profile_command
 from megatron_ampipe.tools.benchmark import result_file
 

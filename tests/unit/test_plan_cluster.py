@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.shipped import config_names
 from megatron_ampipe.plan.cluster import find_cluster, read_cluster, write_cluster
-from megatron_ampipe.shipped import config_names
 
 BUILT_IN = list(config_names("clusters").values())
 

@@ -12,6 +12,8 @@ import pytest
 
 from megatron_ampipe.cli import main
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.shipped import config_names
+from megatron_ampipe.files.timeline import Timeline
 from megatron_ampipe.plan.cluster import TransferCost, write_cluster
 from megatron_ampipe.plan.cost import CostModel
 from megatron_ampipe.plan.model_file import read_model
@@ -20,8 +22,6 @@ from megatron_ampipe.plan.plan_file import Plan
 from megatron_ampipe.plan.planner import make_plan
 from megatron_ampipe.plan.predict import Predictor
 from megatron_ampipe.schedule import Stage, check, even_chunks, kinds
-from megatron_ampipe.shipped import config_names
-from megatron_ampipe.timeline import Timeline
 from tests.core_speed import cpu_seconds, slowness
 from tests.plan_cases import cluster, workload
 from tests.strategies import mpipemoe_cost

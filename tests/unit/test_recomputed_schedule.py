@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.timeline import StageSpan, Timeline
 from megatron_ampipe.schedule import (
     SCHEDULE_NAMES,
     BlockFeatures,
@@ -24,7 +25,6 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
-from megatron_ampipe.timeline import StageSpan, Timeline
 
 PLAIN = BlockFeatures(losses=True, shared=True, ordered_routing=True, chunked_qkv=True)
 RECOMPUTED = replace(PLAIN, recomputed=True)

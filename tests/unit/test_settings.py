@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.shipped import config_names, configs_folder, find_config, shown
+from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.launch import flags, settings
 from megatron_ampipe.launch.flags import config_from_args
 from megatron_ampipe.launch.settings import resolve
-from megatron_ampipe.shipped import config_names, configs_folder, find_config, shown
-from megatron_ampipe.yaml_lines import load
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -242,7 +242,7 @@ def test_a_wheel_holds_the_configurations(tmp_path: Path) -> None:
     copy = tmp_path / "lib" / "megatron_ampipe" / "configs"
     assert {path.relative_to(copy) for path in copy.rglob("*.yaml")} == held
     # The installed package finds them there.
-    code = "from megatron_ampipe import shipped; print(shipped.configs_folder())"
+    code = "from megatron_ampipe.files import shipped; print(shipped.configs_folder())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(tmp_path / "lib")},

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.timeline import AGAIN, StageSpan, Timeline
 from megatron_ampipe.schedule import Lane, stage_kind
 from megatron_ampipe.schedule.kinds import ALL_KINDS, ring_rows
-from megatron_ampipe.timeline import AGAIN, StageSpan, Timeline
 
 
 def span(lane: str, begin_us: float, end_us: float, stage: str = "attention.0") -> StageSpan:

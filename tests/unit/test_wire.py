@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron_ampipe.block.named_values import check_wire
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.codecs import Trip, WireCodec, load_wire
 from megatron_ampipe.exchange.transports import ALL_TO_ALL, RowTransport, exchange_chunks
 from megatron_ampipe.schedule import Direction, Exchange, Pipeline
+from megatron_ampipe.schedule.config import AMPipeConfig
 
 TRIP = Trip(1, 0, "dispatch", Direction.FORWARD)
 

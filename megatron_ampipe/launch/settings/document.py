@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megatron_ampipe import outputs
+from megatron_ampipe.files import outputs
 from megatron_ampipe.launch.settings.entries import OWN_SECTION
 from megatron_ampipe.launch.settings.resolve import FlagValue, Resolved
 

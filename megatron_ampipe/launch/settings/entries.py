@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.records import keys_of
+from megatron_ampipe.files.shipped import shown
+from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.plan.cluster import Cluster
-from megatron_ampipe.records import keys_of
-from megatron_ampipe.shipped import shown
-from megatron_ampipe.yaml_lines import LinedMapping, load
 
 OWN_SECTION = "ampipe"
 FLAGS_SECTION = "flags"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.shipped import find_config
 from megatron_ampipe.launch.settings.entries import Entry, read_entries
 from megatron_ampipe.launch.settings.validate import ParserFlags
-from megatron_ampipe.shipped import find_config
 
 CONFIG_FLAG = "--ampipe-config"
 COMMAND_LINE = "command line"

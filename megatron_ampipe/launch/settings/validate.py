@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.spelling import did_you_mean
+from megatron_ampipe.files.yaml_lines import number_of
 from megatron_ampipe.launch.refuse import NO_VALUE, raise_parser_errors
 from megatron_ampipe.launch.settings.entries import OWN_SECTION, Entry
-from megatron_ampipe.spelling import did_you_mean
-from megatron_ampipe.yaml_lines import number_of
 
 _STORES = (
     argparse._StoreAction,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import EnvironmentMissing
+from megatron_ampipe.files import outputs
 from megatron_ampipe.schedule import KEEP, Exchange
 from megatron_ampipe.tools.benchmark.table import heading
 

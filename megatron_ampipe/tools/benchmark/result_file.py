@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import inputs, outputs
 
 FORMAT = "ampipe-bench-1"
 

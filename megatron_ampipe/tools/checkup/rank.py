@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import __version__, compat, outputs
+from megatron_ampipe import __version__, compat
+from megatron_ampipe.files import outputs
 from megatron_ampipe.tools.checkup.environment import compared
 from megatron_ampipe.tools.checkup.probe import nccl_version
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megatron_ampipe import compat
 from megatron_ampipe.attention.kernels import KERNELS, pinned_kernel
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.layer import pipelined
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.schedule import Span
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.tools.measuring.experts import use_experts
 from megatron_ampipe.tools.measuring.grid import Case
 from megatron_ampipe.tools.measuring.stage_times import StageTimer

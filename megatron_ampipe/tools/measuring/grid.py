@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.records import read_record, refuse
+from megatron_ampipe.files.records import read_record, refuse
+from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.schedule import Exchange, useful_exchanges
-from megatron_ampipe.shipped import find_config
-from megatron_ampipe.yaml_lines import LinedMapping, load
 
 _MAXIMUM_CASES = 1000
 _ABOVE_0 = {"above": 0}

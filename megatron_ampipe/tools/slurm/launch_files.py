@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files.shipped import find_config
+from megatron_ampipe.files.yaml_lines import LinedMapping, load
 from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG, CONFIG_FOLDERS
-from megatron_ampipe.shipped import find_config
 from megatron_ampipe.tools.slurm.mounts import values_of_words
-from megatron_ampipe.yaml_lines import LinedMapping, load
 
 Files = dict[tuple[str, str], tuple[Path, LinedMapping]]
 """Path and contents of each file, by flag and name; in the order in which the run reads them."""

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ampipe.errors import BadInput, EnvironmentMissing
+from megatron_ampipe.files.spelling import meant
 from megatron_ampipe.launch.settings.entries import OWN_SECTION, read_entries
 from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
 from megatron_ampipe.launch.settings.validate import ParserFlags
-from megatron_ampipe.spelling import meant
 
 TIMEOUT_S = 180
 _ANSWER = "ampipe-preflight "

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ampipe.files.yaml_lines import load
 from megatron_ampipe.launch.settings.entries import Entry
 from megatron_ampipe.launch.settings.resolve import CONFIG_FLAG
 from megatron_ampipe.launch.settings.validate import ParserFlags
 from megatron_ampipe.tools.whole_numbers import at_least
-from megatron_ampipe.yaml_lines import load
 
 NONE = "none"
 """The value that removes the site's value, or the default."""

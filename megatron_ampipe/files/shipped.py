@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ampipe.errors import BadInput
 
 SUFFIX = ".yaml"
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def configs_folder() -> Path:

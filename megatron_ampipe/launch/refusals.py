@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ampipe import refusal_conditions as when
 from megatron_ampipe.block.setting import AUTO
-from megatron_ampipe.config import AMPipeConfig
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.launch import refusal_conditions as when
+from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.schedule.features import has_capacity
 
 

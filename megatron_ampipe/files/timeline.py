@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ampipe import inputs, outputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import inputs, outputs
 
 COMPUTE = "compute"
 COPY = "copy"

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from megatron_ampipe import inputs
 from megatron_ampipe.errors import BadInput
+from megatron_ampipe.files import inputs
 
 _MOST_DIGITS = 30
 

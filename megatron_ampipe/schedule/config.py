@@ -2,7 +2,7 @@
 Megatron.
 
 ``launch`` makes it from flags; ``layers`` receive it. What it cannot be combined with is in
-:mod:`megatron_ampipe.refusals`.
+:mod:`megatron_ampipe.launch.refusals`.
 """
 
 from __future__ import annotations

@@ -34,10 +34,10 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from megatron_ampipe import outputs
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.spelling import nearest
-from megatron_ampipe.yaml_lines import LinedMapping, number_of
+from megatron_ampipe.files import outputs
+from megatron_ampipe.files.spelling import nearest
+from megatron_ampipe.files.yaml_lines import LinedMapping, number_of
 
 Lines = dict[str, int]
 """The line of each key, by the names of the keys that lead to it, joined by dots."""
@@ -51,7 +51,7 @@ def read_record[Record](
     Args:
         path: The file, for the errors.
         kind: The dataclass.
-        top: What :func:`megatron_ampipe.yaml_lines.load` returned.
+        top: What :func:`megatron_ampipe.files.yaml_lines.load` returned.
         add: What to do about a missing key, as a sentence with ``{key}`` in it.
 
     Returns:
