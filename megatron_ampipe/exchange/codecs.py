@@ -101,11 +101,7 @@ class Fp8Wire:
 
 
 def load_wire(name: str) -> Wire:
-    """The wire that ``--ampipe-wire NAME`` names. Imports its module, and makes an object without arguments.
-
-    Raises:
-        BadInput: there is no such module or class, it cannot be made, or it lacks a method.
-    """
+    """The wire that ``--ampipe-wire NAME`` names, made without arguments, or :class:`BadInput`."""
     wire_class = import_class(
         WIRE_FLAG,
         name,
@@ -240,8 +236,7 @@ def _earliest_similar(rows: Tensor, sequences: Tensor, threshold: float) -> Tens
     own = torch.arange(len(rows), device=rows.device)
     if not len(rows):
         return own
-    earlier = (sequences[:, None] == sequences).tril(-1)
-    similar = (rows @ rows.T).masked_fill_(~earlier, float("-inf")) >= threshold - ROUNDING
+    similar = (rows @ rows.T >= threshold - ROUNDING) & (sequences[:, None] == sequences).tril(-1)
     open_rows, goes = torch.ones_like(own, dtype=torch.bool), torch.zeros_like(own, dtype=torch.bool)
     while open_rows.any():
         # A row is decided when all earlier rows that are similar to it are.

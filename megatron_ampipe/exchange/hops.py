@@ -39,7 +39,7 @@ def copies_for(to_places: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
     A stable sort puts what is marked first, in order, without a wait for how much that is.
     """
     num_rows, num_places = to_places.shape
-    marks = to_places.T.reshape(-1).to(torch.uint8).argsort(stable=True, descending=True)[:num_copies]
+    marks = to_places.T.reshape(-1).argsort(stable=True, descending=True)[:num_copies]
     rows = marks % max(1, num_rows)
     return rows, rows * num_places + marks // max(1, num_rows)
 
@@ -92,8 +92,8 @@ def node_groups(
 class SortHop:
     """The second hop of rows of one expert each: they are put into the order of ranks, and none is added.
 
-    ``rows`` came from each node for each rank of this one ``[N][G]``, in this order; ``receive`` is what
-    comes from each rank of ``group``, the node.
+    ``rows [N][G]`` came from each node for each rank of this one, in this order; ``receive [G]`` come from
+    each rank of ``group``, the node.
     """
 
     uses: Sequence[Tensor] = ()
@@ -144,7 +144,7 @@ class SumHop:
         rows, *probs = tensors
         if not self.uses:
             self._num_rows = probs[0].shape[0]
-            to_ranks = places_of(probs[0] != NOT_ROUTED, self._ranks)
+            to_ranks = places_of(probs[0] != NOT_ROUTED, self._ranks).to(torch.uint8)
             self.uses = copies_for(to_ranks, sum(self.transport.input_splits))
         copied, columns = self.uses
         parts = [self._by_rank(part).index_select(0, columns) for part in probs]

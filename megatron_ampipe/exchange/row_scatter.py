@@ -1,9 +1,5 @@
-"""Rows of attention over tensor-parallel ranks, gathered before the projection of queries and scattered after
-that of outputs.
-
-A rank computes the heads that it has for the rows of all ranks and, with sequence parallelism, keeps the rows
-that it owns. Megatron's linear layers gather and scatter inside; here these are stages
-(:data:`~megatron_ampipe.schedule.kinds.GATHER_ROWS` and ``SCATTER_ROWS``).
+"""Rows of attention over tensor-parallel ranks, as stages: gathered before the projection of queries and
+scattered after that of outputs. Megatron's linear layers do both inside.
 """
 
 from __future__ import annotations
@@ -81,10 +77,7 @@ class RowTransfers:
     def exchange(
         self, tensors: Sequence[Sequence[Tensor]], num_rows: Sequence[int], *, scatter: bool
     ) -> Transfer:
-        """Start the gather of some chunks, of each one tensor: ``[R, B, D]`` to ``[P * R, B, D]``.
-
-        ``num_rows`` are the R of each chunk. ``scatter`` does the reverse, a reduce-scatter, the adjoint.
-        """
+        """Start the gather of each chunk's ``[R, B, D]`` to ``[P * R, B, D]``, or the reduce-scatter back."""
         transports = [all_gather(rows, self._group) for rows in num_rows]
         return exchange_chunks(transports, tensors, combine=scatter)
 
