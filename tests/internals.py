@@ -511,7 +511,7 @@ INTERNALS = [
     ),
     Internal(
         "core.transformer.module.MegatronModule",
-        "layers/block_modules.py refusals.py",
+        "layers/block_modules.py launch/refusals.py",
         ("marks the first micro-batch of every iteration for quantized layers alone, which are refused"),
         "weights of quantized layers are not updated",
         (
