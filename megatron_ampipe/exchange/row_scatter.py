@@ -62,39 +62,31 @@ class RowTransfers:
 
     Args:
         group: The ranks, in a group that no other lane uses (``lane_group``).
-        gathers: What attention is given is gathered as a stage as well.
         keeps: What was gathered needs no second gather in the backward pass.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, gathers: bool, keeps: bool) -> None:
-        self.gathers, self._group, self._keeps = gathers, group, keeps
+    def __init__(self, group: dist.ProcessGroup, *, keeps: bool) -> None:
+        self._group, self._keeps = group, keeps
         self._regathered: dict[int | None, RegatheredRows] = {}
 
-    def again(self) -> RowTransfers:
-        """Those of a second run of the forward pass."""
-        return RowTransfers(self._group, gathers=self.gathers, keeps=self._keeps)
-
-    def exchange(
-        self, tensors: Sequence[Sequence[Tensor]], num_rows: Sequence[int], *, scatter: bool
-    ) -> Transfer:
+    def exchange(self, tensors: Sequence[Sequence[Tensor]], *, scatter: bool) -> Transfer:
         """Start the gather of each chunk's ``[R, B, D]`` to ``[P * R, B, D]``, or the reduce-scatter back."""
-        transports = [all_gather(rows, self._group) for rows in num_rows]
+        ranks = self._group.size() if scatter else 1
+        transports = [all_gather(rows.shape[0] // ranks, self._group) for (rows,) in tensors]
         return exchange_chunks(transports, tensors, combine=scatter)
 
-    def gather(
-        self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]], num_rows: Sequence[int]
-    ) -> Transfer:
+    def gather(self, chunks: Sequence[int | None], tensors: Sequence[Sequence[Tensor]]) -> Transfer:
         """Of each chunk ``[R, B, D]`` to ``[P * R, B, D]``."""
         if not self._keeps:
             for chunk, (owned,) in zip(chunks, tensors, strict=True):
                 self._regathered[chunk] = RegatheredRows(owned)
-        return self.exchange(tensors, num_rows, scatter=False)
+        return self.exchange(tensors, scatter=False)
 
-    def regather(self, chunks: Sequence[int | None], num_rows: Sequence[int]) -> Transfer:
+    def regather(self, chunks: Sequence[int | None]) -> Transfer:
         """The same once more, for the graph of the stage that ran within :meth:`dropped`."""
         regathered = [self._regathered.pop(chunk) for chunk in chunks]
         owned = [rows.owned for rows in regathered]
-        transfer = self.exchange([[part] for part in owned], num_rows, scatter=False)
+        transfer = self.exchange([[part] for part in owned], scatter=False)
         for rows, gathered in zip(regathered, transfer.outputs, strict=True):
             rows.owned, rows.gathered = None, gathered
         return replace(transfer, outputs=(), uses=(*owned, *transfer.uses, *transfer.outputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +14,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_ampipe.errors import BadInput
-from megatron_ampipe.exchange.row_scatter import RowTransfers
-from megatron_ampipe.layers.attention_stages import AttentionStages
+from megatron_ampipe.layers import attention_stages, moe_stages  # noqa: F401  Their functions register.
 from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.block_pass import BlockPass
 from megatron_ampipe.layers.block_routing import sees_whole_blocks
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding
 from megatron_ampipe.layers.context import AMPipeContext
-from megatron_ampipe.layers.moe_stages import MoEStages
-from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.runtime.compile import compiled
 from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.stack_call import StackCall
@@ -88,60 +85,6 @@ class RunBuilder:
         if begins or self.latest is None:
             self.latest = LayerRun(self.context)
         return self.latest
-
-
-class BlockPass:
-    """The state of one pass of one micro-batch through a block (``runtime.block_functions.BlockState``).
-
-    Args:
-        block: Its modules.
-        features: What it contains in this pass.
-        hidden: What it is given, ``[S, B, D]``.
-        chunks: Of the sequence.
-        whole: The sequence as one chunk.
-        rotary_pos_emb: As Megatron passes it to a layer.
-        documents: Of the micro-batch, if rows attend to their own document only.
-        token_ids: ``[S, B]``, for a router that reads them.
-    """
-
-    def __init__(
-        self,
-        block: BlockModules,
-        features: BlockFeatures,
-        hidden: Tensor,
-        *,
-        chunks: Sequence[Chunk],
-        whole: Chunk,
-        rotary_pos_emb: RotaryEmbedding | None,
-        documents: Documents | None,
-        token_ids: Tensor | None,
-    ) -> None:
-        block.add_first_weight_gradients()
-        row_transfers = None
-        if features.scatters_rows:
-            keeps = features.recomputed or not torch.is_grad_enabled()
-            row_transfers = RowTransfers(block.row_group, gathers=features.gathers_rows, keeps=keeps)
-        attention = AttentionStages(
-            block,
-            chunks=chunks,
-            whole=whole,
-            attend=block.attend(hidden.is_cuda, documents is not None),
-            rotary_pos_emb=rotary_pos_emb,
-            documents=documents,
-            ring_ranks=block.attention_layer.pg_collection.cp if features.ring else None,
-            row_transfers=row_transfers,
-        )
-        num_tokens = hidden.shape[0] * hidden.shape[1]
-        moe = MoEStages(block, chunks=chunks, whole=whole, num_tokens=num_tokens, token_ids=token_ids)
-        self.halves: tuple[AttentionStages, MoEStages] = attention, moe
-        self.draws = RandomStates() if features.recomputed and block.draws else None
-
-    def again(self) -> BlockPass:
-        """See ``BlockState``."""
-        second = copy.copy(self)
-        attention, moe = self.halves
-        second.halves = attention.again(), moe.again()
-        return second
 
 
 class BlockStack:

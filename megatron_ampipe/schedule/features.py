@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_ampipe.block.settings import Settings
-from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE, StageKind
+from megatron_ampipe.schedule.stage_kind import COMM, COMM_LANE, INTRA, INTRA_LANE
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing types that come with a loss."""
@@ -64,7 +64,6 @@ class BlockFeatures:
         gathers_rows: With :attr:`row_links`, these ranks also gather what attention is given as a stage.
         ring_ranks: Context-parallel ranks that pass keys on to one another; 1 where none do.
         latent: ``merge`` projects what the experts return, so its backward needs their values.
-        added: Kinds of stages beyond the table's; each names the row that it follows.
     """
 
     dense: bool = False
@@ -85,7 +84,6 @@ class BlockFeatures:
     gathers_rows: bool = False
     ring_ranks: int = 1
     latent: bool = False
-    added: tuple[StageKind, ...] = ()
 
     @property
     def experts(self) -> bool:
@@ -137,7 +135,6 @@ class BlockFeatures:
             row_links=self.row_links,
             gathers_rows=self.gathers_rows,
             ring_ranks=self.ring_ranks,
-            added=self.added,
         )
 
 

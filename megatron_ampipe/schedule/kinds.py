@@ -246,15 +246,6 @@ def rows(block: BlockFeatures) -> tuple[StageKind, ...]:
         found.append(REDUCE)
     if block.reduces_experts:
         found.append(REDUCE_EXPERTS)
-    for kind in block.added:
-        assert kind.after is not None, f"{kind} does not say which row it follows"
-        follows = ADD_NORM if kind.after == ATTENTION and block.scatters_rows else kind.after
-        if follows not in found:
-            continue
-        place = found.index(follows) + 1
-        while place < len(found) and found[place].after == kind.after:
-            place += 1
-        found.insert(place, kind)
     return tuple(found)
 
 

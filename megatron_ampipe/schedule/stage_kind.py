@@ -122,7 +122,6 @@ class StageKind:
         ordered: Each chunk waits for the one before it.
         host_reads: The host must know its result before it can issue the stages that take it.
         covers_wait: Long enough to keep a device busy while its host waits for such a result.
-        after: For a kind that is added to a block (``BlockFeatures.added``): the row that it follows.
         restores: For a kind that runs in the backward pass only, and computes values there, as a forward
             stage does: the kind whose backward waits for it, because its forward stage has not kept them.
         weights_of: For the weight gradients of a kind: that kind. A block has such a stage if the backward
@@ -140,7 +139,6 @@ class StageKind:
     ordered: bool = field(default=False, repr=False)
     host_reads: bool = field(default=False, repr=False)
     covers_wait: bool = field(default=False, repr=False)
-    after: StageKind | None = field(default=None, repr=False)
     restores: StageKind | None = field(default=None, repr=False)
     weights_of: StageKind | None = field(default=None, repr=False)
     step_of: StageKind | None = field(default=None, repr=False)

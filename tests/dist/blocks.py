@@ -31,7 +31,7 @@ from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor
 from megatron_ampipe.runtime.recorder import Recorder
 from megatron_ampipe.runtime.reductions import Reductions
-from megatron_ampipe.schedule import Exchange, StageKind
+from megatron_ampipe.schedule import Exchange
 from megatron_ampipe.schedule.config import AMPipeConfig
 from megatron_ampipe.tools.measuring.blocks import Layers
 from tests.dist import changed_functions, logged_losses, routing_records, score_records
@@ -85,7 +85,6 @@ def build_layers(
     case: Case,
     recorder: Recorder | None = None,
     executor: Executor | None = None,
-    added: tuple[StageKind, ...] = (),
     reductions: Reductions | None = None,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A stock layer and an AMPipe layer that loaded its ``state_dict``; ``executor`` replaces the case's."""
@@ -108,7 +107,6 @@ def build_layers(
         recorder=recorder or Recorder(),
         executor=executor or EXECUTORS[case.executor](),
         kernel=case.kernel,
-        added=added,
         reductions=reductions,
         documents=DocumentReader(masked=case.masked),
         gate=gate,

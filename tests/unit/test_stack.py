@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule import (
-    ALL_KINDS,
     SCHEDULE_NAMES,
     BlockFeatures,
     Direction,
@@ -20,7 +19,6 @@ from megatron_ampipe.schedule import (
     Program,
     Schedule,
     Stage,
-    StageKind,
     build,
     check,
     from_text,
@@ -31,9 +29,7 @@ from megatron_ampipe.schedule import (
     to_text,
     unrolled,
 )
-from tests.added_stages import AUDIT, COPY, DELAY
 
-ALL_ROWS = (*ALL_KINDS, DELAY, COPY, AUDIT)
 PLAIN = BlockFeatures(chunked_qkv=True)
 DENSE = BlockFeatures(dense=True, chunked_qkv=True)
 
@@ -54,7 +50,6 @@ features = st.builds(
     gathers=st.sampled_from(("", "comm", "comm.intra")),
     row_links=st.sampled_from(("", "network", "node")),
     gathers_rows=st.booleans(),
-    added=st.sampled_from([(), (DELAY, COPY), (AUDIT,)]),
 ).map(
     lambda block: replace(
         block,
@@ -125,10 +120,10 @@ def test_text_keeps_that_a_schedule_repeats(
     found = repeated(name, degrees, [block])
     text = to_text(found)
     assert text.splitlines()[0].endswith(" repeats")
-    assert from_text(text, kinds=ALL_ROWS) == found
+    assert from_text(text) == found
     assert period(found) is found
     schedule = unrolled(found, [block] * 3)
-    assert from_text(to_text(schedule), kinds=ALL_ROWS) == schedule
+    assert from_text(to_text(schedule)) == schedule
 
 
 def test_the_text_of_a_period() -> None:
@@ -182,7 +177,7 @@ def without(schedule: Schedule, direction: Direction, *lacking: Stage) -> Schedu
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("repeats", [False, True])
 def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, repeats: bool) -> None:
-    """Only what a period cannot know is added: stages of dense blocks, and kinds that were added."""
+    """Only what a period cannot know is added: stages of dense blocks."""
     one = build("ampipe", degree=2, features=PLAIN)
     for stage in one.program(direction).stages:
         whole = period(one) if repeats else one
@@ -194,14 +189,13 @@ def test_an_incomplete_order_is_refused_and_not_completed(direction: Direction, 
 
 
 def test_an_order_of_a_later_block_is_not_refused_for_what_only_it_has() -> None:
-    """The dense block's ``mlp`` and an added kind are placed before the first stage that needs them."""
-    layers = (DENSE, replace(PLAIN, added=(DELAY,)))
+    """The dense block's ``mlp`` is placed before the first stage that needs it."""
+    layers = (DENSE, PLAIN)
     schedule = unrolled(period(build("ampipe", degree=2, features=PLAIN)), layers)
     check(schedule, layers)
     compute = schedule.forward.lanes[0].stages
     for chunk in range(2):
         assert compute.index(Stage(kinds.MLP, chunk)) == compute.index(Stage(kinds.QKV, chunk, 1)) - 1
-        assert Stage(DELAY, chunk, 1) in compute
 
 
 @settings(deadline=None)
@@ -223,17 +217,3 @@ def test_how_many_layers_share_a_schedule() -> None:
     assert [Pipeline.of(4, stack=stack).stack_of(6) for stack in (0, 1, 4, 6, 9)] == [6, 1, 4, 6, 6]
     assert str(Pipeline.of(4, stack=0)) == "degree 4, schedule ampipe, all layers together"
     assert str(Pipeline.of(4)) == "degree 4, schedule ampipe"
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_what_is_added_after_the_merge_ends_its_block(name: str) -> None:
-    polish = StageKind(
-        "polish", takes=(kinds.HIDDEN_STATES,), gives=(kinds.HIDDEN_STATES,), after=kinds.MERGE
-    )
-    layers = [BlockFeatures(chunked_qkv=True, added=(polish,))] * 3
-    schedule = unrolled(period(build(name, degree=2, features=layers[0])), layers)
-    check(schedule, layers)
-    if name != "moe-only":
-        # The next block takes what it gives, chunk by chunk.
-        needs = needs_of(schedule, layers, Direction.FORWARD)
-        assert needs[Stage(kinds.QKV, 0, 1)] == (Stage(polish, 0, 0),)

@@ -1,0 +1,103 @@
+"""The state of one pass of one micro-batch through a block, so that a layer can have several in flight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ampipe.attention.ring import RingAttention
+from megatron_ampipe.exchange.codecs import Condensed
+from megatron_ampipe.exchange.row_scatter import RowTransfers
+from megatron_ampipe.layers.block_modules import BlockModules
+from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate
+from megatron_ampipe.layers.recompute import RandomStates
+from megatron_ampipe.schedule import BlockFeatures, Chunk
+from megatron_ampipe.schedule.documents import Documents
+
+
+class BlockPass:
+    """What functions of stages are given first (``runtime.block_functions.BlockState``).
+
+    Args:
+        block: Its modules.
+        features: What it contains in this pass.
+        hidden: What it is given, ``[S, B, D]``.
+        chunks: Of the sequence.
+        whole: The sequence as one chunk.
+        rotary_pos_emb: As Megatron passes it to a layer.
+        documents: Of the micro-batch, if rows attend to their own document only.
+        token_ids: ``[S, B]``, for a router that reads them.
+
+    Attributes:
+        ring: Attention to the keys of one context-parallel rank after another, where ranks pass them on.
+        row_transfers: Between tensor-parallel ranks, where these are stages.
+        routing: What the chunks share while they are routed.
+        dispatchers: Of each chunk.
+        condensed: By chunk, which rows are sent.
+        chosen: The choice for all chunks at once, ``[S * B, E]`` bool.
+        is_again: It is a second run of the forward pass.
+    """
+
+    ring: RingAttention
+    row_transfers: RowTransfers
+    chosen: Tensor
+    is_again = False
+
+    def __init__(
+        self,
+        block: BlockModules,
+        features: BlockFeatures,
+        hidden: Tensor,
+        *,
+        chunks: Sequence[Chunk],
+        whole: Chunk,
+        rotary_pos_emb: RotaryEmbedding | None,
+        documents: Documents | None,
+        token_ids: Tensor | None,
+    ) -> None:
+        block.add_first_weight_gradients()
+        self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
+        self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
+        self.attend = block.attend(hidden.is_cuda, documents is not None)
+        self.has_gate = has_gate(block.attention_layer.self_attention)
+        if features.scatters_rows:
+            keeps = features.recomputed or not torch.is_grad_enabled()
+            self.row_transfers = RowTransfers(block.row_group, keeps=keeps)
+        self.draws = RandomStates() if features.recomputed and block.draws else None
+        self._num_rows, self._batch = hidden.shape[:2]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what a second run has apart from the first."""
+        block = self.block
+        if self.features.ring:
+            self.ring = self.attend.ring(block.attention_layer.pg_collection.cp)
+        if block.dense:
+            return
+        self.routing = block.moe.router.begin_block(
+            self._num_rows * self._batch,
+            per_chunk=block.context.config.capacity_scope == "chunk",
+            first_tokens=[chunk.hidden[0].local_start * self._batch for chunk in self.chunks],
+        )
+        # The state of a chunk is stored as attributes of a separate copy; the constants are shared.
+        dispatcher = block.dispatcher(block.context.pipeline.exchange)
+        self.dispatchers = [copy.copy(dispatcher) for _ in self.chunks]
+        self.condensed: dict[int, Condensed] = {}
+
+    def again(self) -> BlockPass:
+        """See ``BlockState``."""
+        second = copy.copy(self)
+        second.is_again = True
+        second._begin()
+        if not self.block.dense:
+            second.routing.forced_bias = self.routing.forced_bias
+            for dispatcher, of_second in zip(self.dispatchers, second.dispatchers, strict=True):
+                of_second.told = dispatcher.told
+        return second
+
+    def rows_of(self, chunk: int | None) -> Chunk:
+        """A chunk by its index, or the whole sequence."""
+        return self.whole if chunk is None else self.chunks[chunk]
