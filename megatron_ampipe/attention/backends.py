@@ -32,10 +32,8 @@ from megatron_ampipe.attention.pieces import (
     causal_then_earlier,
     repeat_heads,
 )
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.runtime.key_value_sums import sum_dtype
-from megatron_ampipe.schedule.chunks import Span
-from megatron_ampipe.schedule.documents import DocumentRows
+from megatron_ampipe.schedule.chunks import DocumentRows, Span
 
 HEADS_FIRST, BATCH_FIRST = (1, 2, 0, 3), (1, 0, 2, 3)
 """Layouts: torch's operators take ``[B, H, R, C]``, the packages ``[B, R, H, C]``."""
@@ -306,13 +304,7 @@ def _cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> tuple[Any, ...]:
     """Also gives the number of dimensions of its log-sum-exp, which depends on torch's version."""
-    if key.shape[2] == 1:
-        raise BadInput(
-            "rows of a chunk",
-            1,
-            rule="cuDNN attends to two keys or more",
-            remedy="Use a smaller --ampipe-degree, or --ampipe-chunks with two rows or more in each.",
-        )
+    assert key.shape[2] > 1, "cuDNN attends to two keys or more: use a smaller --ampipe-degree"
     output, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, False, scale=scale
     )

@@ -171,17 +171,14 @@ ROUNDING = 1e-6
 
 
 class Condensed(NamedTuple):
-    """Which rows of a chunk are sent.
-
-    Attributes:
-        sent: ``[Q]`` int64, rows that are sent, in order.
-        place: ``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes.
-        counts: ``[E]`` int64, rows that are sent for each expert.
-    """
+    """Which rows of a chunk are sent."""
 
     sent: Tensor
+    """``[Q]`` int64, rows that are sent, in order."""
     place: Tensor
+    """``[P]`` int64, for each row the place in ``sent`` of the row whose result it takes."""
     counts: Tensor
+    """``[E]`` int64, rows that are sent for each expert."""
 
 
 class Condenser:
@@ -195,16 +192,11 @@ class Condenser:
         self._rows = self._sent = 0
 
     def condense(self, rows: Tensor, routing_map: Tensor, *, batch: int, counted: bool) -> Condensed:
-        """Choose the rows of one chunk.
+        """Choose the rows of one chunk, perhaps counted for :meth:`take_share`.
 
-        On a GPU the host waits for the number of rows of each expert, and for the choice.
-
-        Args:
-            rows: ``[P, D]``, sorted by expert and then by token, as Megatron permutes them; perhaps followed
-                by rows that are not sent.
-            routing_map: ``[T, E]`` bool; token ``t`` is of sequence ``t % B``.
-            batch: Number of sequences, ``B``.
-            counted: Whether the rows count for :meth:`take_share`.
+        On a GPU the host waits for the number of rows of each expert, and for the choice. ``rows [P, D]`` are
+        sorted by expert and then by token, as Megatron permutes them, perhaps followed by rows that are not
+        sent; of ``routing_map [T, E]`` bool, token ``t`` is of sequence ``t % batch``.
         """
         tokens = routing_map.T.nonzero()[:, 1]
         directions = normalize(rows[: len(tokens)].detach().float(), dim=1)

@@ -75,22 +75,20 @@ class Permutation:
 class ToldCounts(NamedTuple):
     """What the other ranks have told of a chunk, on the host.
 
-    Attributes:
-        num_prepared: ``M``.
-        transport: The exchange between expert-parallel ranks, or the first of its two hops.
-        hop: The second hop, if there is one.
-        gather: Between the ranks that share an expert, if there are several.
-        tokens_per_expert: ``[L]`` int64.
-        pieces: Where every copy of a token is sent to a rank of several experts, rows of each source for each
-            expert ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there.
+    ``transport`` is the exchange between expert-parallel ranks, or the first of its two hops. ``gather`` is
+    between the ranks that share an expert, if there are several.
     """
 
     num_prepared: int
+    """``M``."""
     transport: RowTransport
     hop: SortHop | SumHop | None
     gather: RowTransport | None
     tokens_per_expert: Tensor
+    """``[L]`` int64."""
     pieces: Any
+    """Where every copy of a token is sent to a rank of several experts, rows of each source for each expert
+    ``[P * S][L]``, as they arrive, and ``[L][P * S]``; on the device if they are sorted there."""
 
 
 class AllToAllChunk:

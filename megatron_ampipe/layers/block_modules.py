@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.exchange.flex import FlexChunk
 from megatron_ampipe.exchange.hops import node_groups
 from megatron_ampipe.exchange.packing import AllGatherChunk, AllToAllChunk
@@ -43,7 +42,7 @@ from megatron_ampipe.schedule import (
     with_exchange,
     with_memory,
 )
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import features_of_settings, has_latent_experts
 
 Tensors = Sequence[Sequence[Tensor]]
@@ -345,21 +344,12 @@ class BlockModules:
         return {kind: linears_of(parts) for kind, parts in self._read.items()}
 
     def require_linears(self, weights: Iterable[StageKind]) -> None:
-        """Check that gradients of weights can be separate stages.
-
-        Raises:
-            BadInput: a stage of these kinds would have nothing to compute.
-        """
+        """Assert that gradients of weights can be separate stages, as start-up has checked."""
         for kind in weights:
             of = kind.weights_of
-            if of is not None and self._read.get(of) and not self._linears[of]:
-                raise BadInput(
-                    "--ampipe-schedule",
-                    f"with {kind}",
-                    rule=f"the linear layers of the stage {of} are not Megatron's local ones, which alone "
-                    "can compute gradients of weights apart",
-                    remedy="Use --transformer-impl local, or --ampipe-schedule ampipe.",
-                )
+            assert of is None or not self._read.get(of) or self._linears[of], (
+                f"{kind}: the linear layers of the stage {of} are not Megatron's local ones"
+            )
 
     @cached_property
     def expert_products(self) -> Products:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megatron_ampipe.attention.ring import RingAttention
 from megatron_ampipe.exchange.codecs import Condensed
-from megatron_ampipe.exchange.row_scatter import RowTransfers
+from megatron_ampipe.exchange.transports import RowTransfers
 from megatron_ampipe.layers.block_modules import BlockModules
 from megatron_ampipe.layers.chunk_attention import RotaryEmbedding, has_gate
 from megatron_ampipe.layers.recompute import RandomStates
 from megatron_ampipe.schedule import BlockFeatures, Chunk
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 
 
 class BlockPass:
@@ -62,6 +62,7 @@ class BlockPass:
         self.block, self.features, self.chunks, self.whole = block, features, chunks, whole
         self.rotary_pos_emb, self.documents, self.token_ids = rotary_pos_emb, documents, token_ids
         self.attend = block.attend(hidden.is_cuda, documents is not None)
+        self.ring_ranks = block.attention_layer.pg_collection.cp
         self.has_gate = has_gate(block.attention_layer.self_attention)
         if features.scatters_rows:
             keeps = features.recomputed or not torch.is_grad_enabled()
@@ -74,7 +75,7 @@ class BlockPass:
         """Make what a second run has apart from the first."""
         block = self.block
         if self.features.ring:
-            self.ring = self.attend.ring(block.attention_layer.pg_collection.cp)
+            self.ring = self.attend.ring(self.ring_ranks)
         if block.dense:
             return
         self.routing = block.moe.router.begin_block(

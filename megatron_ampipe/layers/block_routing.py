@@ -14,8 +14,6 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_ampipe.errors import BadInput
-
 # S sequence rows of the whole block, R rows of one chunk, B batch, D hidden size, T tokens, E experts, K
 # experts per token.
 
@@ -207,15 +205,11 @@ def hook_of_block(hook: Hook) -> Callable[..., Any]:
         if whole is None:
             return None
         rows, *routed = whole
-        if hook(module, (rows.unsqueeze(1),), tuple(routed)) is not None:
-            raise BadInput(
-                "forward hook of a router",
-                getattr(hook, "__qualname__", type(hook).__qualname__),
-                rule="it returns a value to replace the routing of a whole sequence, and chunks are sent "
-                "before the last one is routed",
-                remedy="Return None, use --ampipe-router with a custom class, or train with "
-                "--ampipe-degree 1.",
-            )
+        replaced = hook(module, (rows.unsqueeze(1),), tuple(routed))
+        assert replaced is None, (
+            f"{hook}, a forward hook of a router, replaces the routing of a sequence, and chunks are sent "
+            "before the last one is routed: use --ampipe-router with a custom class"
+        )
         return None
 
     of_chunk.sees_whole_blocks = True  # type: ignore[attr-defined]

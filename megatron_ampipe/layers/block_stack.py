@@ -25,7 +25,7 @@ from megatron_ampipe.runtime.executors import Executor
 from megatron_ampipe.runtime.stack_call import StackCall
 from megatron_ampipe.runtime.tape import Tapes
 from megatron_ampipe.schedule import BlockFeatures, Chunk, Pipeline, SequenceLayout
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 from megatron_ampipe.schedule.features import boundary
 
 # S sequence rows, B batch, D hidden size, R rows of the residual stream on one rank.

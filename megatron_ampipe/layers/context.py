@@ -19,8 +19,6 @@ class AMPipeContext:
     """Settings, executor and recorder of a process.
 
     Attributes:
-        config: The user's settings.
-        recorder: Called around every stage.
         executor: Runs the stages; if None, chosen by the first layer that runs.
         kernel: Name of the attention kernel; if None, chosen by each layer.
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where

@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 
 # S sequence rows, B batch, D hidden size.
 

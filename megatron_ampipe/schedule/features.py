@@ -147,11 +147,11 @@ def features_of_settings(
     shares_schedule: bool = False,
     local: bool = False,
 ) -> BlockFeatures:
-    """The features of the blocks that Megatron builds from these settings.
+    """The features of the blocks that Megatron builds from its settings and AMPipe's ``own``.
 
     Args:
         settings: See the module.
-        own: AMPipe's settings.
+        own: AMPipe's.
         with_losses: Whether the pass adds the router's losses, if there are any: it trains and keeps a graph.
         dense: Of a layer without experts.
         shares_schedule: Several layers share a schedule.
@@ -210,9 +210,7 @@ def gather_lane(settings: Any, ranks_per_node: int | None) -> str:
     other nodes too, the two use different links. Elsewhere they use the same ones. Only the dispatcher
     ``alltoall`` gathers apart from its exchange.
 
-    Args:
-        settings: See the module.
-        ranks_per_node: Of all ranks, those of a node; None if that is not known.
+    ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known.
     """
     num_ranks = expert_tensor_ranks(settings)
     if settings.moe_token_dispatcher_type != "alltoall" or num_ranks == 1:
@@ -268,9 +266,7 @@ def boundary(settings: Any, *, whole_attention: bool) -> str | None:
     With tensor parallelism Megatron spreads the whole sequence over the ranks. Layers that share a schedule
     spread each chunk, so that other ranks hold its tokens.
 
-    Args:
-        settings: See the module.
-        whole_attention: The schedule computes attention of the whole sequence at once (``moe-only``).
+    With ``whole_attention``, the schedule computes attention of the whole sequence at once (``moe-only``).
     """
     if settings.context_parallel_size > 1:
         return "with context parallelism, a layer needs keys and values of the whole sequence"

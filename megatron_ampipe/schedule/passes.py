@@ -88,7 +88,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
-    # What else is missing is an error in the order that was given, which :func:`~.check.check` reports.
+    # What else is missing is an error in the order that was given, which :func:`~.issue.check` reports.
     return bound(whole if lacks_others else placed(whole, layers), layers)
 
 

@@ -24,8 +24,7 @@ from megatron_ampipe.exchange.codecs import load_wire
 from megatron_ampipe.launch.host.core_attention import HostDotProductAttention
 from megatron_ampipe.layers.context import AMPipeContext
 from megatron_ampipe.layers.document_reader import DocumentReader
-from megatron_ampipe.layers.gates import load_gate
-from megatron_ampipe.layers.gates.id_router import give_token_ids
+from megatron_ampipe.layers.gates import give_token_ids, load_gate
 from megatron_ampipe.layers.layer import pipelined, with_gate
 from megatron_ampipe.layers.recompute import FullRecompute
 from megatron_ampipe.runtime.executors import CudaExecutor, Executor, SequentialExecutor, ThreadExecutor

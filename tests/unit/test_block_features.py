@@ -14,7 +14,7 @@ from megatron_ampipe.plan.cluster import find_cluster, read_cluster
 from megatron_ampipe.plan.model_file import read_model
 from megatron_ampipe.plan.model_workload import workload_of
 from megatron_ampipe.schedule import BlockFeatures, Pipeline
-from megatron_ampipe.schedule.features import boundary, features_of_settings, router_has_losses
+from megatron_ampipe.schedule.features import boundary, features_of_settings
 from tests.unit.test_plan_workload import PLAIN
 
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -39,16 +39,6 @@ WHOLE = Settings()
 @pytest.fixture(params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, Any], bool]:
     return CASES[request.param]
-
-
-def test_the_answer(case: tuple[dict[str, Any], bool]) -> None:
-    given, expected = case
-    settings = arguments(
-        moe_router_load_balancing_type=given["type"],
-        moe_aux_loss_coeff=given["aux"],
-        moe_z_loss_coeff=given["z"],
-    )
-    assert router_has_losses(settings) is expected
 
 
 def test_a_model_file_and_arguments_give_it(case: tuple[dict[str, Any], bool], tmp_path: Path) -> None:
@@ -204,15 +194,6 @@ def test_features_are_the_same_from_every_source(
     assert features_of_settings(config, own, local=local) == expected
     evaluated = features_of_settings(config, own, local=local, with_losses=False)
     assert evaluated == dataclasses.replace(expected, losses=False)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "chooses"), [("sinkhorn", False), (["sinkhorn"], False), ("quantile_balancing", True)], ids=str
-)
-def test_only_sinkhorn_can_balance_a_chunk(kinds: Any, chooses: bool) -> None:
-    args = arguments(moe_router_load_balancing_type=kinds)
-    found = features_of_settings(args, Settings(router_scope="chunk"))
-    assert found.chooses is chooses
 
 
 def test_megatron_s_router_gives_it(case: tuple[dict[str, Any], bool]) -> None:

@@ -13,7 +13,6 @@ pytest.importorskip("megatron.core")
 
 from megatron_ampipe.exchange.flex import DeepEPTransport, FlexChunk
 from megatron_ampipe.exchange.transports import exchange_chunks
-from megatron_ampipe.schedule import SCHEDULE_NAMES, BlockFeatures, build, check
 from megatron_ampipe.schedule.features import counts_inside
 
 
@@ -146,13 +145,3 @@ def test_no_layer_compiles_what_another_has_compiled(monkeypatch: pytest.MonkeyP
         found.append(counter.frame_count)
     # Once for the first number of rows, and once for any.
     assert found == [1, 1] + [2] * (len(found) - 2)
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-@pytest.mark.parametrize("degree", [1, 3])
-def test_no_counts_are_exchanged(name: str, degree: int) -> None:
-    features = BlockFeatures(flex=True, losses=True, chunked_qkv=True)
-    schedule = build(name, degree=degree, features=features)
-    check(schedule, [features])
-    kinds = {stage.kind.name for stage in schedule.forward.stages}
-    assert "dispatch" in kinds and "counts" not in kinds

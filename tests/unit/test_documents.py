@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_ampipe import compat
-from megatron_ampipe.attention.backends import Bounds
 from megatron_ampipe.attention.kernels import KERNELS, choose_kernel
 from megatron_ampipe.runtime.key_value_sums import KeyValueSums
 from megatron_ampipe.schedule import SequenceLayout, Span, chunk_sequence
-from megatron_ampipe.schedule.documents import DocumentRows, Documents
+from megatron_ampipe.schedule.chunks import Documents
 from tests.reference_pieces import settings_of_plain_attention
 
 LENGTH = 40
@@ -26,12 +25,6 @@ LAYOUTS = {
     "plain": SequenceLayout(),
     "tensor-ranks": SequenceLayout(tensor_ranks=2),
 }
-
-
-def test_rows_of_a_chunk_by_document() -> None:
-    found = Documents(((0, 3, 9),), 12, own_positions=False).rows_of((Span(4, 6, 4),))
-    assert found == (DocumentRows(0, 0, 5, 3, 9), DocumentRows(0, 5, 6, 9, 10))
-    assert [one.span for one in found] == [Span(0, 5, 1), Span(0, 1, 0)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,13 +133,6 @@ def test_torch_accepts_the_call_of_its_kernel() -> None:
     assert output.shape == (24, 3, 64)
     found = torch.autograd.grad(output, inputs, torch.empty_like(output))
     assert [one.shape for one in found] == [one.shape for one in inputs]
-
-
-def test_bounds_are_those_of_the_documents() -> None:
-    bounds = Bounds.of(DOCUMENTS.rows_of((Span(0, 24, 16),)), device=torch.device("cpu"))
-    assert bounds.cu_seqlens_q.tolist() == [0, 1, 23, 24, 48, 52, 72]
-    assert bounds.cu_seqlens_k.tolist() == [0, 15, 37, 38, 78, 98, 118]
-    assert (bounds.max_seqlen_q, bounds.max_seqlen_k) == (24, 40)
 
 
 def test_a_kernel_that_takes_all_documents_at_once_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from megatron_ampipe.errors import BadInput
 
 @pytest.mark.parametrize("name", SHIPPED_GATES)
 def test_shipped_gates_are_classes(name: str) -> None:
-    assert class_path(name).startswith("megatron_ampipe.layers.gates.")
+    assert class_path(name).startswith("megatron_ampipe.layers.gates:")
 
 
 def test_a_class_is_named_by_module_and_class() -> None:
@@ -25,8 +25,6 @@ def test_a_class_is_named_by_module_and_class() -> None:
         ("a.b.Router", "Use for example --ampipe-router cosine"),
         ("a..b:Router", "is neither package.module:Class"),
         ("a:b:c", "is neither package.module:Class"),
-        ("soft-moe", "mixtures of all tokens"),
-        ("sinkhorn", "Use --moe-router-load-balancing-type sinkhorn."),
     ],
 )
 def test_other_names_are_refused(name: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ pytest.importorskip("megatron.core")
 
 from megatron_ampipe.attention import kernels
 from megatron_ampipe.attention.kernels import largest_scores
-from megatron_ampipe.layers.chunk_attention import ChunkAttention
 from megatron_ampipe.schedule import Span
-from megatron_ampipe.schedule.documents import Documents
+from megatron_ampipe.schedule.chunks import Documents
 
 ROWS, BATCH, HEADS, GROUPS = 24, 3, 4, 2
 WHOLE = (Span(0, ROWS, 0),)
@@ -65,38 +63,3 @@ def test_chunks_have_the_scores_of_the_sequence(
     expected = plain(query, key, window=window, starts=starts)
     torch.testing.assert_close(torch.stack(parts).amax(dim=0), expected)
     assert not torch.equal(parts[0], parts[1])
-
-
-class KernelOfTE(torch.nn.Module):
-    """As Megatron's module around Transformer Engine's attention: keeps the largest scores over its calls."""
-
-    current_max_attn_logits: Any = None
-
-    def forward(self, query: Any, key: Any, value: Any, mask: None, *, attn_mask_type: Any) -> Any:
-        assert attn_mask_type.name == "causal_bottom_right"
-        rows = Span(0, len(query), len(key) - len(query))
-        found = largest_scores(query, key, spans=(rows,), scale=0.3)
-        earlier = self.current_max_attn_logits
-        self.current_max_attn_logits = found if earlier is None else torch.max(earlier, found)
-        return query.flatten(2)
-
-
-def test_the_kernel_of_transformer_engine_keeps_them_over_chunks() -> None:
-    query, key = tensors()
-    core = KernelOfTE()
-    config = SimpleNamespace(
-        attention_dropout=0.0,
-        sequence_parallel=False,
-        window_size=None,
-        window_attn_skip_freq=None,
-        qk_clip=True,
-    )
-    attention: Any = SimpleNamespace(
-        config=config, core_attention=core, checkpoint_core_attention=False, layer_number=1,
-        hidden_size_per_attention_head=8,
-    )  # fmt: skip
-    attend = ChunkAttention(attention, kernel="te")
-    for spans in SPANS:
-        attend(query[spans[0].global_start : spans[-1].global_end], key, key, spans=spans)
-    expected = plain(query, key, window=None, starts=((0,),) * 3)
-    torch.testing.assert_close(core.current_max_attn_logits, expected)

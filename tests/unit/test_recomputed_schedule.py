@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -85,25 +84,6 @@ def test_at_most_two_recomputed_layers_are_kept_at_a_time(layers: list[BlockFeat
             above = [place[stage] for stage in order if stage.layer == layer + 2]
             if begin:
                 assert max(above) < min(begin)
-
-
-@pytest.mark.parametrize("layers", STACKS.values(), ids=STACKS)
-def test_the_text_form_is_read_back(layers: list[BlockFeatures]) -> None:
-    for schedule in schedules(layers):
-        assert from_text(to_text(schedule)) == schedule
-
-
-def test_transfers_of_two_layers_alternate() -> None:
-    schedule = Pipeline.of(4, stack=0).schedule_of([RECOMPUTED] * 3)
-    transfers = next(order.stages for order in schedule.backward.lanes if order.lane == "comm")
-    of_middle = [stage.again for stage in transfers if (stage.layer, stage.again) in {(1, False), (0, True)}]
-    changes = sum(first != second for first, second in itertools.pairwise(of_middle))
-    assert changes >= 4
-
-
-def test_an_order_that_runs_stages_again_is_kept() -> None:
-    schedule = Pipeline.of(2, stack=0).schedule_of([RECOMPUTED])
-    assert unrolled(schedule, [RECOMPUTED]) == schedule
 
 
 def test_a_period_says_where_the_layer_below_runs_again() -> None:

@@ -17,7 +17,6 @@ from megatron_ampipe.schedule import (
     Schedule,
     Stage,
     check,
-    data_flow,
     from_text,
     issue_order,
     kinds,
@@ -89,50 +88,6 @@ def test_what_restores_runs_in_the_backward_pass_of_every_chunk(memory: str) -> 
             assert from_text(to_text(schedule)) == schedule
 
 
-def test_restoring_stages_wait_for_each_other_and_the_experts_for_them() -> None:
-    schedule = Pipeline.of(2, memory="redispatch").schedule_of([with_memory(PLAIN, "redispatch")])
-    needs = needs_of(schedule, [with_memory(PLAIN, "redispatch")], Direction.BACKWARD)
-    assert needs[Stage(kinds.REPERMUTE, 1)] == ()
-    assert needs[Stage(kinds.REDISPATCH, 1)] == (Stage(kinds.REPERMUTE, 1),)
-    assert needs[Stage(kinds.REBUILD, 1)] == (Stage(kinds.REDISPATCH, 1),)
-    assert {Stage(kinds.REBUILD, 1), Stage(kinds.COMBINE, 1)} <= set(needs[Stage(kinds.EXPERT, 1)])
-    # Of what arrived, only the probabilities are kept for longer than the forward pass of the experts.
-    flow = data_flow(with_memory(PLAIN, "redispatch"))
-    taken = {value.name: source.giver for value, source in flow.taken[kinds.REBUILD]}
-    assert taken == {"tokens": kinds.REDISPATCH, "probs": kinds.DISPATCH}
-
-
-def test_experts_are_rebuilt_while_their_gradient_travels() -> None:
-    features = with_memory(PLAIN, "rebuild")
-    schedule = Pipeline.of(4, memory="rebuild").schedule_of([features])
-    needs = needs_of(schedule, [features], Direction.BACKWARD)
-    compute = next(lane.stages for lane in schedule.backward.lanes if lane.lane == "compute")
-    first = compute.index(Stage(kinds.EXPERT, 3))
-    assert compute[first - 1] == Stage(kinds.REBUILD, 3)
-    assert Stage(kinds.COMBINE, 3) not in needs[Stage(kinds.REBUILD, 3)]
-
-
-def test_tokens_are_sent_again_before_the_gradients_of_their_chunk() -> None:
-    features = with_memory(PLAIN, "redispatch")
-    for name in ("ampipe", "moe-only"):
-        schedule = Pipeline.of(4, schedule=name, memory="redispatch").schedule_of([features])
-        comm = [
-            stage.name for lane in schedule.backward.lanes if lane.lane == "comm" for stage in lane.stages
-        ]
-        for chunk in range(4):
-            assert comm.index(f"redispatch.{chunk}") == comm.index(f"combine.{chunk}") - 1
-
-
-def test_a_chunk_that_is_rebuilt_takes_what_arrived_and_one_that_is_sent_again_what_arrives() -> None:
-    memory = MIXED[4]
-    features = with_memory(PLAIN, memory)
-    needs = needs_of(Pipeline.of(4, memory=memory).schedule_of([features]), [features], Direction.BACKWARD)
-    assert needs[Stage(kinds.REBUILD, 1)] == (Stage(kinds.REDISPATCH, 1),)
-    assert needs[Stage(kinds.REBUILD, 2)] == (Stage(kinds.LOAD_TOKENS, 2),)
-    assert needs[Stage(kinds.LOAD, 0)] == (Stage(kinds.EXPERT, 2),)
-    assert Stage(kinds.REBUILD, 0) not in needs and Stage(kinds.REPERMUTE, 2) not in needs
-
-
 @pytest.mark.parametrize("lane", ["comm", "comm.intra"])
 def test_what_comes_back_is_gathered_once_more_and_what_was_kept_is_not(lane: str) -> None:
     """``rebuild`` keeps the gathered tokens; the others gather what was sent once more, or stored."""
@@ -169,30 +124,6 @@ def test_an_order_of_another_strategy_gets_the_stages_that_it_lacks(made_for: st
     for direction in Direction:
         program = found.program(direction)
         issue_order(program, needs_of(found, layers, direction), host_waits=True)
-
-
-def test_copies_keep_pace_with_the_experts_from_block_to_block() -> None:
-    memory = "offload/keep/S3"
-    layers = [with_memory(features, memory) for features in (PLAIN, DENSE, PLAIN)]
-    schedule = Pipeline.of(3, stack=0, memory=memory).schedule_of(layers)
-    forward, backward = (needs_of(schedule, layers, direction) for direction in Direction)
-    assert Stage(kinds.STORE, 0) in forward[Stage(kinds.EXPERT, 2)]
-    assert Stage(kinds.STORE_TOKENS, 2) in forward[Stage(kinds.EXPERT, 1, 2)]
-    assert forward[Stage(kinds.STORE_TOKENS, 2, 2)] == (Stage(kinds.DISPATCH, 2, 2),)
-    assert backward[Stage(kinds.LOAD_TOKENS, 2, 2)] == ()
-    assert backward[Stage(kinds.LOAD, 0, 2)] == (Stage(kinds.EXPERT, 2, 2),)
-    assert backward[Stage(kinds.LOAD_TOKENS, 2)] == (Stage(kinds.EXPERT, 1, 2),)
-    copies = {
-        direction: [
-            str(stage)
-            for order in schedule.program(direction).lanes
-            if order.lane == "copy"
-            for stage in order.stages
-        ]
-        for direction in Direction
-    }
-    assert copies[Direction.FORWARD] == ["store.0", "store-tokens.2", "store.0@2", "store-tokens.2@2"]
-    assert copies[Direction.BACKWARD] == ["load-tokens.2@2", "load.0@2", "load-tokens.2", "load.0"]
 
 
 def test_a_rebuild_after_its_experts_is_refused() -> None:

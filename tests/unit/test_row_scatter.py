@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from megatron_ampipe.exchange.row_scatter import RegatheredRows
+from megatron_ampipe.exchange.transports import RegatheredRows
 from megatron_ampipe.runtime.segment import BlockParameters, GradientSums, Segment
 
 

@@ -126,44 +126,6 @@ def test_text_keeps_that_a_schedule_repeats(
     assert from_text(to_text(schedule)) == schedule
 
 
-def test_the_text_of_a_period() -> None:
-    """Merges stand next to the projections of the next block, in both directions."""
-    assert (
-        to_text(period(build("ampipe", degree=2, features=PLAIN)))
-        == """\
-schedule ampipe degree 2 repeats
-forward compute: merge.0@-1 qkv.0 attention.0 route.0 merge.1@-1 qkv.1 attention.1 route.1 expert.0 expert.1
-forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1
-backward compute: expert.1 expert.0 route.1 attention.1 qkv.1 merge.1@1 route.0 attention.0 qkv.0 merge.0@1
-backward comm: combine.1 combine.0 dispatch.1 dispatch.0
-"""
-    )
-
-
-def test_blocks_follow_one_another_without_a_boundary() -> None:
-    """A block begins with its first chunk while the one below still waits for the combine of its last."""
-    found = to_text(unrolled(period(build("ampipe", degree=2, features=PLAIN)), [PLAIN] * 2))
-    assert found == (
-        "schedule ampipe degree 2\n"
-        "forward compute: qkv.0 attention.0 route.0 qkv.1 attention.1 route.1 expert.0 expert.1 "
-        "merge.0 qkv.0@1 attention.0@1 route.0@1 merge.1 qkv.1@1 attention.1@1 route.1@1 "
-        "expert.0@1 expert.1@1 merge.0@1 merge.1@1\n"
-        "forward comm: counts.0 dispatch.0 counts.1 dispatch.1 combine.0 combine.1 "
-        "counts.0@1 dispatch.0@1 counts.1@1 dispatch.1@1 combine.0@1 combine.1@1\n"
-        "backward compute: merge.1@1 merge.0@1 expert.1@1 expert.0@1 route.1@1 attention.1@1 qkv.1@1 merge.1 "
-        "route.0@1 attention.0@1 qkv.0@1 merge.0 expert.1 expert.0 route.1 attention.1 qkv.1 "
-        "route.0 attention.0 qkv.0\n"
-        "backward comm: combine.1@1 combine.0@1 dispatch.1@1 dispatch.0@1 "
-        "combine.1 combine.0 dispatch.1 dispatch.0\n"
-    )
-
-
-def test_a_pass_without_losses_leaves_them_out() -> None:
-    training = BlockFeatures(losses=True, chunked_qkv=True)
-    found = period(build("ampipe", degree=3, features=training))
-    assert unrolled(found, [PLAIN] * 3) == unrolled(repeated("ampipe", (3, 3), [PLAIN]), [PLAIN] * 3)
-
-
 def without(schedule: Schedule, direction: Direction, *lacking: Stage) -> Schedule:
     program = Program(
         tuple(
