@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Collection
+from typing import Any
 
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.files.spelling import did_you_mean
@@ -57,8 +58,16 @@ def _require_class(flag: str, name: str, shipped: Collection[str], *examples: st
 
 
 def import_class(
-    flag: str, name: str, path: str, *, fits: Callable[[type], bool], kind: str, rule: str, remedy: str
-) -> type:
+    flag: str,
+    name: str,
+    path: str,
+    *,
+    fits: Callable[[type], bool],
+    kind: str,
+    rule: str,
+    remedy: str,
+    make: bool = False,
+) -> Any:
     """The class at ``path`` (``package.module:Class``), which imports its module; or :class:`BadInput`.
 
     Args:
@@ -69,6 +78,7 @@ def import_class(
         kind: What such classes are called.
         rule: Why another one is refused.
         remedy: What to do about it.
+        make: Return an object of it, made without arguments.
     """
     module_name, _, class_name = path.partition(":")
     cause: Exception | None = None
@@ -76,8 +86,14 @@ def import_class(
         module = importlib.import_module(module_name)
         found: object = getattr(module, class_name, None)
         if isinstance(found, type) and fits(found):
-            return found
-        if found is None:
+            if not make:
+                return found
+            try:
+                return found()
+            except Exception as error:
+                cause, remedy = error, "Give its arguments defaults."
+                rule = f"cannot be made without arguments: {type(error).__name__}: {error}".rstrip(".")
+        elif found is None:
             rule, remedy = f"{module_name} has no class {class_name!r}", "Check the name of the class."
             classes = [key for key, value in vars(module).items() if isinstance(value, type) and fits(value)]
             if classes:

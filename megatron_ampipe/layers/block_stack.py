@@ -115,13 +115,9 @@ class BlockStack:
     ) -> Tensor:
         """``[S, B, D]``, this rank's rows of the residual stream, through all blocks to the same shape.
 
-        Args:
-            hidden: Of a packed micro-batch also ``[B * S, 1, D]``, one sequence after another.
-            rotary_pos_emb: As Megatron passes it to a layer.
-            documents: Of the micro-batch, if rows attend to their own document only.
-
-        Raises:
-            BadInput: several layers of Megatron run as one, and one of them has a hook of the user.
+        Of a packed micro-batch ``hidden`` can be ``[B * S, 1, D]``, one sequence after another; ``documents``
+        are None unless rows attend to their own one only. Raises :class:`BadInput` if several layers of
+        Megatron run as one, and one of them has a hook of the user.
         """
         if documents is not None and documents.num_sequences > hidden.shape[1]:
             sequences = hidden.view(documents.num_sequences, -1, hidden.shape[-1]).transpose(0, 1)
@@ -225,9 +221,7 @@ class ChunkSharding:
     two, and a chunk of the same rows of every rank needs the keys of all others. So where layers share a
     schedule, rows are exchanged once before the first layer and back after the last.
 
-    Args:
-        lengths: Rows of one rank in each chunk.
-        group: The tensor-parallel ranks.
+    ``lengths`` are the rows of one rank in each chunk, ``group`` the tensor-parallel ranks.
     """
 
     def __init__(self, lengths: Sequence[int], group: dist.ProcessGroup) -> None:

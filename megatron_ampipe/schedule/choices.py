@@ -196,6 +196,31 @@ def check_memory(memory: str, *, backward_degree: int | None = None, flag: str =
         )
 
 
+def check_degrees(degree: int, backward: int, num_shares: int | None) -> None:
+    """Raise :class:`BadInput` for degrees that do not go together, or with so many shares."""
+    if degree < 1:
+        raise BadInput(
+            "--ampipe-degree",
+            degree,
+            rule="must be a whole number of chunks, at least 1",
+            remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
+        )
+    if backward < 1 or max(degree, backward) % min(degree, backward):
+        raise BadInput(
+            "--ampipe-backward-degree",
+            backward,
+            rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
+            remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
+        )
+    if num_shares not in (None, degree, max(degree, backward)):
+        raise BadInput(
+            "--ampipe-degree",
+            degree,
+            rule=f"is not the number of shares of --ampipe-chunks ({num_shares})",
+            remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {num_shares}.",
+        )
+
+
 ALL_LAYERS = 0
 """The :attr:`Pipeline.stack <.pipeline.Pipeline.stack>` of all layers of a pipeline stage."""
 _ALL = "all"

@@ -163,8 +163,7 @@ def dependencies(
     whose tensors they copy.
 
     Args:
-        layers: The features of consecutive blocks that share a schedule: each takes what the one before it
-            returns.
+        layers: The features of consecutive blocks: each takes what the one before it returns.
         degree: Into how many parts the direction divides the sequence.
         whole_attention: Attention is of the whole sequence.
         direction: Of which pass.
@@ -371,10 +370,6 @@ def _with_copies_in_time(
 
     Forward, the experts of a chunk wait until what was kept of the chunk :data:`AHEAD` before it is stored;
     backward, a load waits until the experts of the chunk that many before its own are differentiated.
-
-    Args:
-        needs: What each stage waits for.
-        direction: Of the pass.
     """
     found = dict(needs)
     if not any(stage.kind.copies for stage in needs):

@@ -105,12 +105,9 @@ class BlockFeatures:
         return any(Restored.OFFLOAD in one and Restored.REDISPATCH in one for one in self.restored)
 
     def of_chunk(self, chunk: int, degree: int | None = None) -> BlockFeatures:
-        """With what is restored of one chunk.
+        """With what is restored of one chunk of a pass of this degree; of the backward pass if None.
 
-        Args:
-            chunk: Its index.
-            degree: Of the pass that it is a chunk of; of the backward pass if None. A chunk of a forward pass
-                with fewer chunks has what is restored of any of its parts.
+        A chunk of a forward pass with fewer chunks has what is restored of any of its parts.
         """
         count = len(self.restored)
         if count <= 1:
@@ -127,15 +124,8 @@ class BlockFeatures:
     @property
     def without_experts(self) -> BlockFeatures:
         """The features of a block with the same attention and an MLP."""
-        return BlockFeatures(
-            dense=True,
-            chunked_qkv=self.chunked_qkv,
-            recomputed=self.recomputed,
-            reduces=self.reduces,
-            row_links=self.row_links,
-            gathers_rows=self.gathers_rows,
-            ring_ranks=self.ring_ranks,
-        )
+        of_attention = ("chunked_qkv", "recomputed", "reduces", "row_links", "gathers_rows", "ring_ranks")
+        return BlockFeatures(dense=True, **{name: getattr(self, name) for name in of_attention})
 
 
 def features_of_settings(

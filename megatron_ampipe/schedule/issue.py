@@ -1,4 +1,4 @@
-"""The one order in which a host thread issues the stages of several lanes, and the check that there is one.
+"""The one order in which a host thread issues the stages of several lanes.
 
 Derived from a schedule alone, so every rank issues the same collectives in the same order whatever
 its data. Executors walk it; they decide nothing.
@@ -6,14 +6,10 @@ its data. Executors walk it; they decide nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-from megatron_ampipe.errors import BadInput
-from megatron_ampipe.schedule.dataflow import needs_of
-from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.program import Program, Schedule, Stage
-from megatron_ampipe.schedule.stage_kind import COMPUTE, Direction
+from megatron_ampipe.schedule.program import Program, Stage
+from megatron_ampipe.schedule.stage_kind import COMPUTE
 
 
 def issue_order(
@@ -24,7 +20,7 @@ def issue_order(
     A communication stage is issued as soon as everything it needs has been issued.
 
     Args:
-        program: One direction of a schedule that :func:`check` accepted.
+        program: One direction of a schedule that :func:`~.text.check` accepted.
         needs: The dependencies of that direction.
         host_waits: Whether the host waits for a result that it must read (``counts``) when it issues what
             takes it (``dispatch``), as on CUDA. That stage is then issued after the next compute stage that
@@ -78,16 +74,11 @@ def merge_lanes[S: Hashable](
     waits_before: Collection[S],
     covers: Collection[S],
 ) -> tuple[tuple[str, S], ...] | None:
-    """What :func:`issue_order` does, on anything that stands for stages.
+    """What :func:`issue_order` does, on anything that stands for stages; None if the lanes wait for each
+    other.
 
-    Args:
-        lanes: For each lane its stages, in order.
-        needs: For each stage those that must have been issued before.
-        waits_before: Stages before which the host waits.
-        covers: Compute stages that keep the device busy meanwhile.
-
-    Returns:
-        ``(lane, stage)`` in issue order; None if the lanes wait for each other.
+    Before the stages ``waits_before`` the host waits; the compute stages ``covers`` keep the device busy
+    meanwhile.
     """
     place = dict.fromkeys(lanes, 0)
     order: list[tuple[str, S]] = []
@@ -120,59 +111,3 @@ def merge_lanes[S: Hashable](
                 return None
             issue(COMPUTE)
     return tuple(order)
-
-
-def check(schedule: Schedule, layers: Sequence[BlockFeatures]) -> None:
-    """Verify that a schedule runs every stage of its blocks once and never waits for itself.
-
-    Args:
-        schedule: What :func:`~.passes.unrolled` returns, if it repeats.
-        layers: The features of the blocks that share the schedule.
-
-    Raises:
-        BadInput: naming the direction and the first stage that is wrong.
-    """
-    if schedule.num_chunks % min(schedule.degree, schedule.backward_degree):
-        raise _refuse(
-            schedule,
-            Direction.BACKWARD,
-            f"has degree {schedule.backward_degree}, which neither divides the forward degree "
-            f"{schedule.degree} nor is divided by it",
-        )
-    for direction in Direction:
-        program, needs = schedule.program(direction), needs_of(schedule, layers, direction)
-        times = Counter(program.stages)
-        for stage in needs:
-            if times[stage] != 1:
-                raise _refuse(schedule, direction, f"runs {stage} {times[stage]} times instead of once")
-        for order in program.lanes:
-            for stage in order.stages:
-                if stage not in needs:
-                    raise _refuse(schedule, direction, f"has a stage {stage} that this block does not have")
-                if order.lane != COMPUTE and not stage.is_communication:
-                    lane = f"the communication lane {order.lane}"
-                    raise _refuse(schedule, direction, f"computes {stage} in {lane}")
-        _check_feasible(schedule, direction, program, needs)
-
-
-def _check_feasible(
-    schedule: Schedule, direction: Direction, program: Program, needs: dict[Stage, tuple[Stage, ...]]
-) -> None:
-    waiting = {order.lane: list(order.stages) for order in program.lanes}
-    done: set[Stage] = set()
-    while any(waiting.values()):
-        ready = [lane for lane, stages in waiting.items() if stages and done.issuperset(needs[stages[0]])]
-        if not ready:
-            stuck = "; ".join(
-                f"{lane} waits at {stages[0]} for {next(s for s in needs[stages[0]] if s not in done)}"
-                for lane, stages in waiting.items()
-                if stages
-            )
-            raise _refuse(schedule, direction, f"can never finish: {stuck}")
-        for lane in ready:
-            done.add(waiting[lane].pop(0))
-
-
-def _refuse(schedule: Schedule, direction: Direction, rule: str) -> BadInput:
-    remedy = "Use one of the named schedules, or fix the text form of this one."
-    return BadInput("schedule", f"{schedule.name} ({direction})", rule=rule, remedy=remedy)

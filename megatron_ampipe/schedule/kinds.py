@@ -255,7 +255,7 @@ def _attention(block: BlockFeatures) -> Iterator[StageKind]:
     if block.scatters_rows:
         takes = tuple(value for value in ATTENTION.takes if value != HIDDEN_STATES)
         yield replace(ATTENTION, takes=takes, gives=(PARTIAL,))
-        yield SCATTER_ROWS.on(lane)
+        yield replace(SCATTER_ROWS, lane=lane)
         yield ADD_NORM
     else:
         yield ATTENTION
@@ -282,12 +282,12 @@ def _experts(block: BlockFeatures) -> Iterator[StageKind]:
     if block.restores(Restored.OFFLOAD_TOKENS):
         yield STORE_TOKENS
     if block.gathers:
-        yield GATHER.on(near)
+        yield replace(GATHER, lane=near)
     yield EXPERT
     if block.restores(Restored.OFFLOAD):
         yield STORE
     if block.gathers:
-        yield SCATTER.on(near)
+        yield replace(SCATTER, lane=near)
     if block.nodes:
         yield COLLECT
     yield COMBINE
@@ -303,7 +303,7 @@ def _experts(block: BlockFeatures) -> Iterator[StageKind]:
     if block.restores(Restored.OFFLOAD_TOKENS):
         yield LOAD_TOKENS
     if block.gathers and (block.restores(Restored.REDISPATCH) or block.restores(Restored.OFFLOAD_TOKENS)):
-        yield REGATHER.on(near)
+        yield replace(REGATHER, lane=near)
     if block.restores(Restored.REBUILD):
         yield REBUILD
     if block.resort:

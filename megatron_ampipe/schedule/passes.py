@@ -88,7 +88,7 @@ def unrolled(schedule: Schedule, layers: Sequence[BlockFeatures]) -> Schedule:
         for direction in Direction
         for stage in needs_of(whole, layers, direction).keys() - set(whole.program(direction).stages)
     )
-    # What else is missing is an error in the order that was given, which :func:`~.issue.check` reports.
+    # What else is missing is an error in the order that was given, which :func:`~.text.check` reports.
     return bound(whole if lacks_others else placed(whole, layers), layers)
 
 
@@ -177,12 +177,8 @@ def _with_stages_again(order: Sequence[Stage], needs: Mapping[Stage, Sequence[St
     They run in the mirrored order of the backward stages of their block, spread evenly over those of the
     block above. A recomputed block is differentiated when the block above it has ended.
 
-    Args:
-        order: Stages of the backward pass, each after what it needs; may lack some.
-        needs: The dependencies of the backward pass.
-
-    Returns:
-        All stages; one may stand before a stage that it needs.
+    ``order`` has each stage after what it needs, and may lack some. In what is returned, a stage may stand
+    before one that it needs.
     """
     layers = {stage.layer for stage in needs if stage.again}
     if not layers:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from megatron_ampipe.errors import BadInput
 from megatron_ampipe.schedule.choices import (
     KEEP,
     Exchange,
+    check_degrees,
     check_memory,
     stack_to_text,
     with_exchange,
@@ -22,11 +22,11 @@ from megatron_ampipe.schedule.choices import (
 )
 from megatron_ampipe.schedule.chunks import Chunk, SequenceLayout, chunk_sequence
 from megatron_ampipe.schedule.features import BlockFeatures
-from megatron_ampipe.schedule.issue import check
 from megatron_ampipe.schedule.kinds import QKV
 from megatron_ampipe.schedule.orders import build
 from megatron_ampipe.schedule.passes import period, unrolled
 from megatron_ampipe.schedule.program import Schedule
+from megatron_ampipe.schedule.text import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Pipeline:
         return cls(degree=degree, backward_degree=backward, **others)
 
     def __post_init__(self) -> None:
-        self._check_degrees()
+        check_degrees(self.degree, self.backward_degree, None if self.shares is None else len(self.shares))
         assert self.stack >= 0
         check_memory(self.memory, backward_degree=self.backward_degree)
         if self.order is not None:
@@ -81,30 +81,6 @@ class Pipeline:
     def __hash__(self) -> int:
         # Blocks use it as a key in every pass, and an order has hundreds of stages.
         return self._hash
-
-    def _check_degrees(self) -> None:
-        degree, backward = self.degree, self.backward_degree
-        if degree < 1:
-            raise BadInput(
-                "--ampipe-degree",
-                degree,
-                rule="must be a whole number of chunks, at least 1",
-                remedy="Use --ampipe-degree 4, or 1 for Megatron's own layers.",
-            )
-        if backward < 1 or max(degree, backward) % min(degree, backward):
-            raise BadInput(
-                "--ampipe-backward-degree",
-                backward,
-                rule=f"must be a divisor or a multiple of the degree of the forward pass ({degree})",
-                remedy=f"Use --ampipe-backward-degree {2 * degree}, 1 or {degree}.",
-            )
-        if self.shares is not None and len(self.shares) not in (degree, self.num_chunks):
-            raise BadInput(
-                "--ampipe-degree",
-                degree,
-                rule=f"is not the number of shares of --ampipe-chunks ({len(self.shares)})",
-                remedy=f"Leave it out: --ampipe-chunks implies --ampipe-degree {len(self.shares)}.",
-            )
 
     def trained(self, features: BlockFeatures) -> BlockFeatures:
         """The features of a block that trains with it, from those that do not depend on it."""

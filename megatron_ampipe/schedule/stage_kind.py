@@ -5,7 +5,7 @@ The kinds themselves are in :mod:`.kinds`. Everything that handles stages of any
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from megatron_ampipe.files.timeline import COMPUTE as COMPUTE
@@ -27,16 +27,13 @@ class Direction(StrEnum):
 class Lane:
     """Where stages run one after another. Lanes run concurrently.
 
-    Attributes:
-        name: As in schedules, traces and pictures.
-        resource: What the lane occupies. Lanes of one resource share it; those of different ones overlap.
-
     The compute lane is the only one whose stages are computed. Two lanes must not use the same process group:
     a host issues each lane's collectives from a separate thread, so ranks could disagree about their order.
     """
 
     name: str
     resource: str
+    """What the lane occupies. Lanes of one resource share it; those of different ones overlap."""
 
     @property
     def computes(self) -> bool:
@@ -150,10 +147,6 @@ class StageKind:
     def __hash__(self) -> int:
         # Of a string, Python keeps it: stages are keys of many tables.
         return hash(self.name)
-
-    def on(self, lane: Lane) -> StageKind:
-        """The same kind on another lane."""
-        return replace(self, lane=lane)
 
     @property
     def copies(self) -> bool:

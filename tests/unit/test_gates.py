@@ -1,4 +1,4 @@
-"""Hash layers and the ids of tokens: which experts an id gets, and which ids a row has when."""
+"""Names of gates, and hash layers: which experts an id has, and where the ids come from."""
 
 from __future__ import annotations
 
@@ -10,11 +10,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ampipe.block.named_values import SHIPPED_GATES, class_path
 from megatron_ampipe.errors import BadInput
 from megatron_ampipe.launch.gate import find_gate, given_token_ids
 from megatron_ampipe.launch.refusals import TOKEN_ID_REFUSALS, refuse_with_token_ids
 from megatron_ampipe.layers.gates import HashRouter, TokenIds, hashed_experts
 from megatron_ampipe.schedule.config import AMPipeConfig
+
+
+@pytest.mark.parametrize("name", SHIPPED_GATES)
+def test_shipped_gates_are_classes(name: str) -> None:
+    assert class_path(name).startswith("megatron_ampipe.layers.gates:")
+
+
+def test_a_class_is_named_by_module_and_class() -> None:
+    assert class_path("a.b_2:Router") == "a.b_2:Router"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "is neither package.module:Class nor one of noisy-topk"),
+        ("cosin", "Did you mean cosine?"),
+        ("a.b.Router", "Use for example --ampipe-router cosine"),
+        ("a..b:Router", "is neither package.module:Class"),
+        ("a:b:c", "is neither package.module:Class"),
+    ],
+)
+def test_other_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(BadInput, match="--ampipe-router") as caught:
+        class_path(name)
+    assert message in str(caught.value)
+
 
 VOCABULARY = 50_000
 KNOWN = [0, 7, 7, 0, 3, 7, 5, 2, 4, 7, 5, 7]
