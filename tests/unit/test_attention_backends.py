@@ -196,18 +196,18 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The operators of flash-attn-3."""
 
     def fwd(
-        q: Tensor, k: Tensor, v: Tensor, *others: Any, softmax_scale: float, num_splits: int, **given: Any
-    ) -> tuple[Tensor, ...]:
+        q: Tensor, k: Tensor, v: Tensor, seqused_k: Any = None, softmax_scale: Any = None,
+        is_causal: bool = False, left: int = -1, right: int = -1, num_splits: int = 0, **others: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert softmax_scale is not None and num_splits == 1
         rows_first = (x.transpose(0, 1) for x in (q, k, v))
-        assert num_splits == 1
-        output, lse = reference_pieces.forward(*rows_first, causal=given["is_causal"], scale=softmax_scale)
+        output, lse = reference_pieces.forward(*rows_first, causal=is_causal, scale=softmax_scale)
         return output.transpose(0, 1).contiguous(), lse, torch.empty(0), torch.empty(0)
 
-    def bwd(*tensors: Tensor, softmax_scale: float, is_causal: bool, **given: Any) -> Tensor:
-        *taken, softmax_lse = tensors[:6]
-        gradients = tensors[6:] or [given[name] for name in ("dq", "dk", "dv")]
-        assert not given.get("deterministic")
-        _write_gradients(taken, softmax_lse, gradients, causal=is_causal, scale=softmax_scale)
+    def bwd(*given: Any, deterministic: bool = False, **others: Any) -> Tensor:
+        *taken, softmax_lse, dq, dk, dv, softmax_scale, is_causal = given[:11]
+        assert softmax_scale is not None and not deterministic
+        _write_gradients(taken, softmax_lse, (dq, dk, dv), causal=is_causal, scale=softmax_scale)
         return torch.empty(0)
 
     library = _register_flash_attn_3(monkeypatch, FA3_FORWARD)
