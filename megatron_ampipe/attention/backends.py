@@ -42,20 +42,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores become attention weights.
-
-    Attributes:
-        scale: Factor on the scores.
-        dropout: Probability of dropping an attention weight.
-        window: How many keys before its own position a query sees; None for all.
-        sinks: ``[H]``, the score of one more key that every query sees, whose value is zero
-            (``--softmax-type``). For :func:`exact` and :func:`sdpa` only.
-    """
+    """How scores become attention weights."""
 
     scale: float
+    """Factor on the scores."""
     dropout: float = 0.0
+    """Probability of dropping an attention weight."""
     window: int | None = None
+    """How many keys before its own position a query sees; None for all."""
     sinks: Tensor | None = None
+    """``[H]``, the score of one more key that every query sees, whose value is zero (``--softmax-type``). For
+    :func:`exact` and :func:`sdpa` only."""
 
     @property
     def is_plain(self) -> bool:
@@ -403,14 +400,9 @@ FLASH_ATTN_3 = PieceKernel(all_visible_keys, _flash_3_forward, _flash_3_backward
 class Bounds(NamedTuple):
     """The documents of one call, whose rows are one after another; under the names that all kernels use.
 
-    The first document of a chunk may have begun in an earlier one and then has more keys than queries; the
-    kernels align causal masks to the bottom right of every document.
-
-    Attributes:
-        cu_seqlens_q: ``[documents + 1]`` int32, where the query rows of each document begin and end.
-        cu_seqlens_k: The same of its keys.
-        max_seqlen_q: Most query rows of a document.
-        max_seqlen_k: Most keys of a document.
+    ``[documents + 1]`` int32, where the query rows of each document begin and end, and its keys; the most of
+    both. The first document of a chunk may have begun in an earlier one and then has more keys than queries;
+    the kernels align causal masks to the bottom right of every document.
     """
 
     cu_seqlens_q: Tensor

@@ -43,17 +43,14 @@ class AttentionPiece:
 
 @dataclass(frozen=True, slots=True)
 class PieceOutput:
-    """What a kernel returns for one piece, or several merged.
-
-    Attributes:
-        output: ``[R, B, H, V]``.
-        lse: ``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores.
-        state: What else the kernel's backward call needs; it is the same for all pieces of a chunk.
-    """
+    """What a kernel returns for one piece, or several merged."""
 
     output: Tensor
+    """``[R, B, H, V]``."""
     lse: Tensor
+    """``[B, H, R]``, at least fp32: log-sum-exp (natural logarithm) of the scaled scores."""
     state: tuple[Any, ...] = ()
+    """What else the kernel's backward call needs; it is the same for all pieces of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

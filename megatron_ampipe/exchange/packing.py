@@ -39,10 +39,9 @@ from megatron_ampipe.runtime.collectives import HostCopy, lane_group
 class Permutation:
     """Rows of tokens in the order of where they go, and back: Megatron's ``permute`` and ``unpermute``.
 
-    Args:
-        routing_map: ``[T, places]`` bool, where each token goes.
-        num_rows: How many rows are prepared: those of the first place, those of the second, ..., and others.
-        fused: Whether with the fused kernels. They refuse to choose no row, and return no sum of no row.
+    ``routing_map [T, places]`` bool says where each token goes; ``num_rows`` are prepared: those of the first
+    place, those of the second, ..., and others. The fused kernels refuse to choose no row, and return no sum
+    of no row.
     """
 
     def __init__(self, routing_map: Tensor, num_rows: int, *, fused: bool) -> None:

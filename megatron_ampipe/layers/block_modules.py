@@ -96,12 +96,10 @@ def differentiates[F: Function](kind: StageKind) -> Callable[[F], F]:
 class BlockModules:
     """The modules of a block, and the functions of its stages (``runtime.block_functions.BlockFunctions``).
 
-    Args:
-        attention_layer: Whose norm, attention and residual come first.
-        moe_layer: Whose norm, MoE layer and residual follow; may be the same layer. A dense layer, with an
-            MLP in place of experts, can share the schedule of other blocks.
-        context: Shared settings and machinery.
-        recomputed: In training, keep only what the block is given, and run it again in the backward pass.
+    Norm, attention and residual of ``attention_layer`` come first; norm, MoE layer and residual of
+    ``moe_layer`` follow, which may be the same layer. A dense layer, with an MLP in place of experts, can
+    share the schedule of other blocks. If ``recomputed``, training keeps only what the block is given, and
+    runs it again in the backward pass.
     """
 
     def __init__(

@@ -21,30 +21,18 @@ from megatron_ampipe.schedule.chunks import Documents
 class BlockPass:
     """What functions of stages are given first (``runtime.block_functions.BlockState``).
 
-    Args:
-        block: Its modules.
-        features: What it contains in this pass.
-        hidden: What it is given, ``[S, B, D]``.
-        chunks: Of the sequence.
-        whole: The sequence as one chunk.
-        rotary_pos_emb: As Megatron passes it to a layer.
-        documents: Of the micro-batch, if rows attend to their own document only.
-        token_ids: ``[S, B]``, for a router that reads them.
-
-    Attributes:
-        ring: Attention to the keys of one context-parallel rank after another, where ranks pass them on.
-        row_transfers: Between tensor-parallel ranks, where these are stages.
-        routing: What the chunks share while they are routed.
-        dispatchers: Of each chunk.
-        condensed: By chunk, which rows are sent.
-        chosen: The choice for all chunks at once, ``[S * B, E]`` bool.
-        is_again: It is a second run of the forward pass.
+    The block contains ``features`` and is given ``hidden [S, B, D]``. There are ``documents`` if rows attend
+    to their own one only, and ``token_ids [S, B]`` for a router that reads them.
     """
 
     ring: RingAttention
+    """Attention to the keys of one context-parallel rank after another, where ranks pass them on."""
     row_transfers: RowTransfers
+    """Between tensor-parallel ranks, where these are stages."""
     chosen: Tensor
+    """The choice for all chunks at once, ``[S * B, E]`` bool."""
     is_again = False
+    """Whether it is a second run of the forward pass."""
 
     def __init__(
         self,

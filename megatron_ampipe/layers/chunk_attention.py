@@ -184,9 +184,7 @@ def gather_sequence(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 class ChunkAttention:
     """Core attention of one layer's chunks, with one kernel.
 
-    Args:
-        attention: Megatron's module; gives scale, window, dropout and sinks.
-        kernel: ``te`` or a name in ``KERNELS``.
+    Megatron's module gives scale, window, dropout and sinks; ``kernel`` is ``te`` or a name in ``KERNELS``.
     """
 
     def __init__(self, attention: Attention, *, kernel: str) -> None:

@@ -23,7 +23,6 @@ class AMPipeContext:
         kernel: Name of the attention kernel; if None, chosen by each layer.
         recompute: Full recompute inside the schedules, in every block that is built from then on; None where
             Megatron recomputes around the layers, or not at all.
-        documents: Reads where the documents of a micro-batch begin.
         reductions: Of gradients, held back for stages of the backward passes; None where data parallelism
             starts them itself.
         gate: The router class of ``--ampipe-router``, a subclass of Megatron's ``TopKRouter``; None for

@@ -62,11 +62,9 @@ def parse_exchanges(text: str, *, flag: str) -> tuple[Exchange, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """How the expert-parallel ranks are spread over nodes. They follow one another, node by node.
+    """Over how many nodes a group of expert-parallel ranks is spread, and how many of its ranks are on each.
 
-    Attributes:
-        num_nodes: Nodes over which a group of expert-parallel ranks is spread.
-        ranks_per_node: Ranks of the group on each of them.
+    They follow one another, node by node.
     """
 
     num_nodes: int
@@ -76,13 +74,8 @@ class NodeLayout:
     def of(cls, *, expert: int, expert_tensor: int, ranks_per_node: int | None) -> NodeLayout | None:
         """The layout of Megatron's expert-parallel groups: expert-tensor-parallel ranks are adjacent.
 
-        Args:
-            expert: Expert-parallel ranks.
-            expert_tensor: Expert-tensor-parallel ranks.
-            ranks_per_node: Of all ranks, those of a node; None if that is not known.
-
-        Returns:
-            None where a group is not spread equally over several nodes with several of its ranks on each.
+        ``ranks_per_node`` are, of all ranks, those of a node; None if that is not known. Returns None where a
+        group is not spread equally over several nodes with several of its ranks on each.
         """
         if ranks_per_node is None or ranks_per_node % expert_tensor:
             return None
@@ -167,15 +160,9 @@ def memory_to_text(names: Sequence[str]) -> str:
 
 
 def check_memory(memory: str, *, backward_degree: int | None = None, flag: str = "--ampipe-memory") -> None:
-    """Verify that these are strategies, and that every chunk has one.
+    """Raise :class:`BadInput` unless these are strategies, and every chunk of the backward pass has one.
 
-    Args:
-        memory: As ``Pipeline.memory``.
-        backward_degree: Number of chunks of the backward pass; None where it is not known yet.
-        flag: The flag with this value, for error messages.
-
-    Raises:
-        BadInput: there is no such strategy, or it is named for another number of chunks.
+    Of how many chunks is not checked where ``backward_degree`` is not known yet.
     """
     names = of_chunks(memory)
     for name in names:

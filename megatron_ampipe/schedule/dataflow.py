@@ -27,14 +27,10 @@ from megatron_ampipe.schedule.stage_kind import Direction, Layout, Scope, StageK
 
 
 class Source(NamedTuple):
-    """Where a value that a stage takes comes from. A tuple, because every stage looks some up.
-
-    Attributes:
-        giver: The kind that gives it; None for what the block itself is given.
-        name: Of the value.
-    """
+    """Where a value that a stage takes comes from. A tuple, because every stage looks some up."""
 
     giver: StageKind | None
+    """The kind that gives it; None for what the block itself is given."""
     name: str
 
 
